@@ -23,7 +23,7 @@ from ctxext.files import hidden_beside, read_json, write_whole
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
-from ctxext.surgery.wrappers import EXTENDED_IN_MEMORY, unwrapped
+from ctxext.surgery.subject import EXTENDED_IN_MEMORY, unwrapped
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

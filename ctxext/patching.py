@@ -42,16 +42,7 @@ from ctxext.surgery.lengths import checked_scaling, refuse_changed_length, refus
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
-from ctxext.surgery.sides import SIDES, Side, sides_of
-from ctxext.surgery.texts import text_of
-from ctxext.surgery.wrappers import (
-    EXTENDED_IN_MEMORY,
-    base_model,
-    give_own_config,
-    lead_nowhere,
-    length_limits,
-    unwrapped,
-)
+from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
 
 ModelT = TypeVar("ModelT")
 REFERENCE = (
@@ -92,7 +83,7 @@ class SideExtension:
         extension: what the architecture did.
     """
 
-    side: Side
+    side: Subject
     method: Method
     extension: Extension
 
@@ -211,7 +202,8 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
         arguments: of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved. A side
             that is not named stays as it is.
     """
-    base = base_model(model)
+    subject = Subject.of(model)
+    base = subject.model
     if (state := patched_state(base)) is not None:
         raise PatchStateError(
             f"This {type(base).__name__} is already extended by {state.method.name!r} (factor "
@@ -220,52 +212,55 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     refuse_lost_fields(base.config, f"this {type(base).__name__}")
     with own_defaults(), Edits() as edits:
         saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
-        if isinstance(arguments, ExtensionArguments) and not sides_of(base):
-            chosen, request = _resolved(base, arguments, saved, edits)
+        if isinstance(arguments, ExtensionArguments) and not subject.sides:
+            chosen, architecture, request = _resolved(subject, arguments, saved, edits)
             give_own_config(base, edits)
-            extension = _short_config(base, architecture_of(base).apply(base, chosen, request, edits))
+            extension = _short_config(subject, architecture.apply(subject, chosen, request, edits))
             if chosen.dynamic:
                 recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
             state = Patched(chosen, extension, edits)
         else:
-            extended = _extended_sides(base, arguments, edits)
+            extended = _extended_sides(subject, arguments, edits)
             first = next(iter(extended.values()))
             state = Patched(first.method, first.extension, edits, extended)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", state.saved_form())
-        lead_nowhere(base.config, edits)
-        for part in [side.side.model for side in state.sides.values()] or [base]:
+        if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended
+            edits.set(base.config, "_name_or_path", EXTENDED_IN_MEMORY)
+        for part in [extended.side for extended in state.sides.values()] or [subject]:
             write_old_form(part.config, edits, of_any_type=True)
-        _raise_generation_limit(base, state, edits)
-        _raise_limits(model, state.extension, edits)
+        _raise_limits(subject, state, edits)
         edits.set(base, "_ctxext", state)
         keep_extension(model, edits)
-        _guard_caches(model, state.method, edits)
+        _guard_caches(subject, state, edits)
     return model
 
 
 def _resolved(
-    part: PreTrainedModel, asked: ExtensionArguments, saved: dict[str, Any] | None, edits: Edits
-) -> tuple[Method, Request]:
+    subject: Subject, asked: ExtensionArguments, saved: dict[str, Any] | None, edits: Edits
+) -> tuple[Method, Architecture, Request]:
     """Turn arguments into a method and a request, and take off the extension that the model was saved with.
 
     Args:
-        part: a model, or one side of an encoder-decoder.
+        subject: a model, or one side of an encoder-decoder.
         asked: the arguments of ``patch``.
         saved: the extension that the model was loaded with; None for a plain one.
         edits: journal of all changes.
     """
-    architecture, trained_length = architecture_of(part), asked.trained_length
+    architecture, trained_length, taken_off = architecture_of(subject), asked.trained_length, None
     if trained_length is not None:
         trained_length = checked_tokens("trained_length", trained_length)
-    taken_off = _take_off(part, architecture, saved, trained_length, edits)
-    if trained_length is None and saved is None:
-        refuse_changed_length(part)
-    carried = scaling_of(part.config)
-    scaling, trained_length = checked_scaling(
-        part.config.model_type, carried, asked.scaling or taken_off, trained_length
-    )
-    known_length = trained_length or architecture.trained_length(part)
+    if saved is not None:  # the new extension takes the place of the one that was loaded, and not its top
+        checked_trained_length(saved, trained_length)
+        architecture.revert(subject, saved["original"], edits)
+        if subject.saved is not None:  # a side's is in the config of the whole
+            edits.delete(subject.config, "ctxext")
+        taken_off = choices(saved)["scaling"]
+    elif trained_length is None:
+        refuse_changed_length(subject)
+    carried = scaling_of(subject.config)
+    scaling, trained_length = checked_scaling(subject.kind, carried, asked.scaling or taken_off, trained_length)
+    known_length = trained_length or architecture.trained_length(subject)
     chosen = resolve(asked.method, asked.factor, asked.target_length, known_length, asked.parameters)
     if known_length is not None:
         refuse_shrinking(carried, chosen.target_length(known_length))
@@ -275,82 +270,55 @@ def _resolved(
         scaling=scaling,
         attention=asked.attention,
     )
-    return chosen, request
+    return chosen, architecture, request
 
 
 def _extended_sides(
-    base: PreTrainedModel, arguments: ExtensionArguments | Mapping[str, ExtensionArguments], edits: Edits
+    subject: Subject, arguments: ExtensionArguments | Mapping[str, ExtensionArguments], edits: Edits
 ) -> dict[str, SideExtension]:
     """Extend each side of an encoder-decoder as the model that it is."""
-    sides, saved = sides_of(base), getattr(base.config, "ctxext", None)
+    saved = subject.saved
     if isinstance(arguments, ExtensionArguments) and saved is not None:
         arguments = arguments_in_place_of(saved, arguments)
     if isinstance(arguments, ExtensionArguments):
-        arguments = dict.fromkeys(sides, arguments)
-    give_own_config(base, edits)
+        arguments = dict.fromkeys(SIDES, arguments)
+    give_own_config(subject.model, edits)
     before = saved_sides(saved or {})
     if before:
-        edits.delete(base.config, "ctxext")
+        edits.delete(subject.config, "ctxext")
     extended = {}
-    for name in (name for name in SIDES if name in sides and name in arguments):
-        part = sides[name].model
-        chosen, request = _resolved(part, arguments[name], before.get(name), edits)
+    for name in (name for name in SIDES if name in subject.sides and name in arguments):
+        side = subject.sides[name]
+        chosen, architecture, request = _resolved(side, arguments[name], before.get(name), edits)
         if chosen.dynamic and name == "decoder":
             raise IncompatibleError(
                 f"Method {chosen.name!r} follows the length of the text, and the cache of an encoder-decoder's decoder "
                 f"cannot be recomputed when that changes. Give a method of fixed positions, such as yarn."
             )
-        extension = architecture_of(part).apply(part, chosen, request, edits)
-        extended[name] = SideExtension(sides[name], chosen, extension)
+        extended[name] = SideExtension(side, chosen, architecture.apply(side, chosen, request, edits))
     return extended
 
 
-def _take_off(
-    base: PreTrainedModel,
-    architecture: Architecture,
-    saved: dict[str, Any] | None,
-    trained_length: int | None,
-    edits: Edits,
-) -> str | None:
-    """Take off the extension that a model was loaded with, so that the new one takes its place and not its top.
-
-    Returns:
-        What that extension did to a scaling of the plain checkpoint; None if there was no scaling, or no extension.
-    """
-    if saved is None:
-        return None
-    checked_trained_length(saved, trained_length)
-    architecture.revert(base, saved["original"], edits)
-    if getattr(base.config, "ctxext", None) is not None:  # a side's is in the config of the whole
-        edits.delete(base.config, "ctxext")
-    scaling: str | None = choices(saved)["scaling"]
-    return scaling
-
-
-def _raise_generation_limit(base: PreTrainedModel, state: Patched, edits: Edits) -> None:
-    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
+def _raise_limits(subject: Subject, state: Patched, edits: Edits) -> None:
+    """Raise the limits of ``generate`` and of the wrappers, where they were the trained length; others were chosen."""
     writer = state.sides.get("decoder")
-    if state.sides and writer is None:
-        return
-    extension = state.extension if writer is None else writer.extension
-    settings = getattr(base, "generation_config", None)
-    if settings is not None and settings.max_length == extension.trained_length < extension.target_length:
-        edits.set(settings, "max_length", extension.target_length)
+    if writer is not None or not state.sides:
+        writing = state.extension if writer is None else writer.extension
+        settings = getattr(subject.model, "generation_config", None)
+        if settings is not None and settings.max_length == writing.trained_length < writing.target_length:
+            edits.set(settings, "max_length", writing.target_length)
+    reading = state.extension
+    for owner, name, value in subject.length_limits():
+        if value == reading.trained_length < reading.target_length:
+            edits.set(owner, name, reading.target_length)
 
 
-def _raise_limits(model: Any, extension: Extension, edits: Edits) -> None:
-    """Raise the limits of whatever holds a live model, where they were the trained length; other limits were chosen."""
-    for owner, name, value in length_limits(model):
-        if value == extension.trained_length < extension.target_length:
-            edits.set(owner, name, extension.target_length)
-
-
-def _limit_notes(model: Any, extension: Extension) -> list[str]:
+def _limit_notes(subject: Subject, extension: Extension) -> list[str]:
     """Say where texts are cut below the new window."""
     length = extension.target_length
     if length <= extension.trained_length:
         return []
-    limits = length_limits(model)
+    limits = subject.length_limits()
     if not limits:
         return [
             f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {length}, and save it "
@@ -364,9 +332,9 @@ def _limit_notes(model: Any, extension: Extension) -> list[str]:
     ]
 
 
-def _short_config(base: PreTrainedModel, extension: Extension) -> Extension:
+def _short_config(subject: Subject, extension: Extension) -> Extension:
     """Add a note to an extension whose config goes on naming a shorter length, at which other programs cut."""
-    named = getattr(text_of(base.config), "max_position_embeddings", None)
+    named = getattr(subject.text, "max_position_embeddings", None)
     if not isinstance(named, int) or named >= extension.target_length:
         return extension
     note = (
@@ -377,11 +345,12 @@ def _short_config(base: PreTrainedModel, extension: Extension) -> Extension:
     return replace(extension, notes=(*extension.notes, note))
 
 
-def _guard_caches(model: Any, chosen: Method, edits: Edits) -> None:
-    chain = unwrapped(model)
-    under = FilledUnder(repr(identity(chain[-1].config.ctxext)), f"{chosen.name!r} (factor {chosen.factor:g})")
-    prefix = any(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False) for outer in chain)
-    guard_caches(chain[-1], under, dynamic=chosen.dynamic, takes_made=prefix, edits=edits)
+def _guard_caches(subject: Subject, state: Patched, edits: Edits) -> None:
+    """Let every cache record the extension that fills it; a prefix that PEFT learned is taken without a record."""
+    method, configs = state.method, [getattr(outer, "active_peft_config", None) for outer in subject.chain]
+    under = FilledUnder(repr(identity(subject.config.ctxext)), f"{method.name!r} (factor {method.factor:g})")
+    prefix = any(getattr(config, "is_prompt_learning", False) for config in configs)
+    guard_caches(subject.model, under, dynamic=method.dynamic, takes_made=prefix, edits=edits)
 
 
 def unpatch(model: ModelT) -> ModelT:
@@ -396,7 +365,7 @@ def unpatch(model: ModelT) -> ModelT:
     Raises:
         PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
     """
-    base = base_model(model)
+    base = Subject.of(model).model
     state = patched_state(base)
     if state is None:
         raise PatchStateError(
@@ -437,22 +406,21 @@ def describe(model: Any) -> Description:
 
 def _described(model: Any) -> Description:
     """Describe a model, without the notes on installed versions."""
-    base = base_model(model)
-    state, model_type = patched_state(base), base.config.model_type
+    subject = Subject.of(model)
+    state, model_type = patched_state(subject.model), subject.kind
     if state is not None:
         whole = describe_saved(state.saved_form(), model_type, tuple(state.edits.lines()))
         if state.sides:
             return replace(whole, sides=tuple(_with_attention(state, name, side) for name, side in whole.sides))
         extension = state.extension
-        notes = [*extension.notes, *_limit_notes(model, extension)]
-        if getattr(base.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
+        notes = [*extension.notes, *_limit_notes(subject, extension)]
+        if getattr(subject.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
             notes.append(REFERENCE)
-        return replace(whole, attention=attention_line(base, extension.attention), notes=tuple(notes))
-    saved = getattr(base.config, "ctxext", None)
-    if saved:
-        return describe_saved(saved, model_type)
-    length = trained_length_of(base)
-    if length is None and (scaling := scaling_of(base.config)) is not None:
+        return replace(whole, attention=attention_line(subject, extension.attention), notes=tuple(notes))
+    if subject.saved is not None:
+        return describe_saved(subject.saved, model_type)
+    length = trained_length_of(subject)
+    if length is None and (scaling := scaling_of(subject.config)) is not None:
         length = scaling.reach  # its config leaves open whether it reads further
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
@@ -460,7 +428,7 @@ def _described(model: Any) -> Description:
 def _with_attention(state: Patched, name: str, side: Description) -> tuple[str, Description]:
     """Add the backend that serves a side to its description."""
     extended = state.sides[name]
-    return name, replace(side, attention=attention_line(extended.side.model, extended.extension.attention))
+    return name, replace(side, attention=attention_line(extended.side, extended.extension.attention))
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
@@ -484,11 +452,11 @@ def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...
     return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
 
 
-def attention_line(base: PreTrainedModel, name: str | None) -> str:
+def attention_line(subject: Subject, name: str | None) -> str:
     """Say which backend serves a whole text on this model now, and why the backends before it in order do not."""
     if name is None:
         return ""
-    config = text_of(base.config)
+    base, config = subject.model, subject.text
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -565,14 +533,12 @@ def patched_state(base: PreTrainedModel) -> Patched | None:
     return state
 
 
-def trained_length_of(model: PreTrainedModel) -> int | None:
+def trained_length_of(subject: Subject) -> int | None:
     """Return how many tokens the weights were trained for by the config; None if the config does not say."""
-    config = model.config
-    saved = getattr(config, "ctxext", None)
-    if saved:
-        return int(saved["trained_length"])
-    scaling = scaling_of(config)
+    if subject.saved is not None:
+        return int(subject.saved["trained_length"])
+    scaling = scaling_of(subject.config)
     if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
         return scaling.window
-    architecture = find_architecture(model)
-    return stated_length(text_of(config)) if architecture is None else architecture.trained_length(model)
+    architecture = find_architecture(subject)
+    return stated_length(subject.text) if architecture is None else architecture.trained_length(subject)

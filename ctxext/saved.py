@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import reprlib
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
@@ -17,8 +18,7 @@ from ctxext.spec import Extension, ExtensionArguments
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import SCALED, scaling_of
 from ctxext.surgery.old_form import drop_old_form, rope_dicts, write_old_form
-from ctxext.surgery.sides import SIDES
-from ctxext.surgery.texts import field_of, part_of_config, text_of
+from ctxext.surgery.subject import SIDES, field_of, text_of
 from ctxext.version import __version__
 
 # The newest versions that the test suite was run on; releases that mend the same minor version count as tested.
@@ -136,7 +136,7 @@ def arguments_in_place_of(
 def extended_texts(config: Any) -> list[Any]:
     """Return the parts of a config that hold its extension: one, or one for each side of an encoder-decoder."""
     sides = saved_sides(getattr(config, "ctxext", None) or {})
-    return [part_of_config(config, side["place"]) for side in sides.values()] or [text_of(config)]
+    return [functools.reduce(getattr, side["place"].split("."), config) for side in sides.values()] or [text_of(config)]
 
 
 def saved_extension(config: Any, place: str) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ import ctxext
 from ctxext.choosing.landscape import Example, Landscape, as_method
 from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject
 from ctxext.training.loss import Pieces
 from ctxext.training.memory import Memory, return_freed_memory
 
@@ -46,7 +47,7 @@ def training(model: Any, ids: torch.Tensor) -> Callable[[], object]:
 
 def searching(model: Any, ids: torch.Tensor) -> Callable[[], object]:
     """Return a step of the search."""
-    sites = find_sites(model, model.config.max_position_embeddings)
+    sites = find_sites(Subject.of(model), model.config.max_position_embeddings)
     vector = torch.zeros(sites[0].spec.rotary_dim // 2 + 1, dtype=torch.float64)
     ctxext.patch(model, as_method(vector, 2.0))
 

@@ -42,7 +42,6 @@ for _verb in (
     patching.method,
     patching.resolve,
     patching._factor_for,
-    patching.base_model,
     load.load,
 ):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]

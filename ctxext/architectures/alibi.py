@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ctxext.architectures.base import Architecture
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
@@ -20,6 +19,7 @@ from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
+from ctxext.surgery.subject import Subject
 
 
 @dataclass
@@ -76,28 +76,28 @@ class AlibiArchitecture(Architecture):
         """Return the replacement of ``attention.forward``."""
         return self.forward_class(attention, attend)
 
-    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
+    def spec(self, subject: Subject, trained_length: int) -> AlibiSpec:
         """Return heads and slopes of the checkpoint; here, those of the ALiBi paper."""
-        return AlibiSpec(num_heads=model.config.num_attention_heads, trained_length=trained_length)
+        return AlibiSpec(num_heads=subject.config.num_attention_heads, trained_length=trained_length)
 
     @abstractmethod
-    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
+    def stock_slopes(self, subject: Subject) -> Tensor:
         """Return the slopes of transformers' own code, float64 [heads], as a proof of ``spec``."""
 
-    def trained_length(self, model: PreTrainedModel) -> int | None:
-        length = getattr(model.config, self.length_field, None)
+    def trained_length(self, subject: Subject) -> int | None:
+        length = getattr(subject.config, self.length_field, None)
         return int(length) if length else None
 
-    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
+    def refuse(self, subject: Subject, method: BiasMethod) -> None:
         """Raise ``IncompatibleError`` for a method that this family cannot serve."""
         if getattr(method, "bias", "exact") == "stock":
             raise IncompatibleError(
                 "bias='stock' is for BLOOM: it reproduces the rounding of BLOOM's bias. Leave bias out."
             )
-        refuse_halves(model.config.model_type, method)
+        refuse_halves(subject.kind, method)
 
-    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        config = model.config
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        config = subject.config
         if not isinstance(method, BiasMethod):
             raise IncompatibleError(
                 f"This {config.model_type} has ALiBi, which method {method.name!r} cannot change. "
@@ -108,10 +108,10 @@ class AlibiArchitecture(Architecture):
                 f"sliding_window={request.sliding_window!r}: this {config.model_type} has no sliding window. Leave "
                 f"sliding_window out."
             )
-        self.refuse(model, method)
-        trained_length = self.known_length(model, request)
-        alibi = self.spec(model, trained_length)
-        problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(model))
+        self.refuse(subject, method)
+        trained_length = self.known_length(subject, request)
+        alibi = self.spec(subject, trained_length)
+        problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(subject))
         if problem:
             raise VerificationError(
                 f"The slopes of this {config.model_type} are not those that ctxext expects: {problem}"
@@ -125,8 +125,8 @@ class AlibiArchitecture(Architecture):
         if not plain:
             edits.set_unchecked(config, GUARDED_FIELD, GUARD)
         edits.set(config, "_attn_implementation_internal", ATTENTION)
-        for module in list(model.modules()):
-            if module is model or isinstance(
+        for module in list(subject.model.modules()):
+            if module is subject.model or isinstance(
                 module, self.decoder_class
             ):  # heads of transformers do not pass position_ids on
                 edits.set(module, "forward", PositionedForward.around(module))
@@ -144,12 +144,12 @@ class AlibiArchitecture(Architecture):
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         for name, value in original.items():
             if value is None:
-                edits.delete(model.config, name)
+                edits.delete(subject.config, name)
             else:
-                edits.set(model.config, name, value)
+                edits.set(subject.config, name, value)
 
 
 def _require_cache_argument(attention: nn.Module) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
@@ -19,7 +18,7 @@ from ctxext.spec import Extension, Request
 from ctxext.surgery.code import names_of, own_bases, source_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import stated_length
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 
 
 class Architecture(ABC):
@@ -36,17 +35,26 @@ class Architecture(ABC):
     positions: ClassVar[str] = "table"
     decoder_class: ClassVar[type[nn.Module]]
 
-    def matches(self, model: PreTrainedModel) -> bool:
-        """Return whether ``model`` has the positions of this family."""
-        return any(isinstance(module, self.decoder_class) and self.holds(module) for module in model.modules())
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("matches", "apply", "revert"):
+            if name in vars(cls) and "model" in inspect.signature(vars(cls)[name]).parameters:
+                raise TypeError(
+                    f"{cls.__name__}.{name} takes model, and is called with a ctxext.surgery.subject.Subject now. "
+                    f"Rename the argument to subject, and take the model from subject.model."
+                )
+
+    def matches(self, subject: Subject) -> bool:
+        """Return whether ``subject`` has the positions of this family."""
+        return any(isinstance(module, self.decoder_class) and self.holds(module) for module in subject.model.modules())
 
     def holds(self, decoder: nn.Module) -> bool:
         """Return whether a decoder of the family's class has its positions; the config of some asks for others."""
         return True
 
     @abstractmethod
-    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        """Extend ``model`` in place, through ``edits`` only.
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        """Extend ``subject`` in place, through ``edits`` only.
 
         Raises:
             IncompatibleError: if the method does not fit this model; nothing was edited then.
@@ -54,41 +62,40 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         """Remove the extension of a model that was loaded with it, given the original config fields."""
 
-    def why_final(self, model: PreTrainedModel) -> str | None:
+    def why_final(self, subject: Subject) -> str | None:
         """Return why the extension of a loaded model cannot be removed; None if ``revert`` can."""
         return None
 
-    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
-        """Return whether an extension of ``model`` replaces weights, so that a changed config is not enough.
+    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+        """Return whether an extension of the model replaces weights, so that a changed config is not enough.
 
         Args:
-            model: the model, which is not touched.
+            subject: the model, which is not touched.
             saved: the extension in its saved form; None for any extension of this family.
         """
         return False
 
-    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """Return the weights that an extension of ``model`` replaces, by name."""
+    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
+        """Return the weights that an extension of the model replaces, by name."""
         return {}
 
-    def trained_length(self, model: PreTrainedModel) -> int | None:
+    def trained_length(self, subject: Subject) -> int | None:
         """Return the trained length in tokens that the config states; None if it states none."""
-        return stated_length(text_of(model.config))
+        return stated_length(subject.text)
 
-    def known_length(self, model: PreTrainedModel, request: Request) -> int:
+    def known_length(self, subject: Subject, request: Request) -> int:
         """Return the trained length in tokens that the user passed, or else the one that the config states.
 
         Raises:
             IncompatibleError: if neither is known.
         """
-        length = request.trained_length or self.trained_length(model)
+        length = request.trained_length or self.trained_length(subject)
         if length is None:
             raise IncompatibleError(
-                f"The config of this {model.config.model_type} does not state the trained length. Pass "
-                f"trained_length=..."
+                f"The config of this {subject.kind} does not state the trained length. Pass trained_length=..."
             )
         return checked_tokens("The trained length that the config names", length)
 

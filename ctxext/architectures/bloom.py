@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward, refuse_halves
@@ -18,6 +17,7 @@ from ctxext.methods.alibi import ALiBi
 from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.caches import cache_in
 from ctxext.surgery.positions import LayoutMask
+from ctxext.surgery.subject import Subject
 
 # Trained length of the published BLOOMs (arXiv:2211.05100, table 3), for configs that do not state it.
 TRAINED_LENGTH = 2048
@@ -84,20 +84,19 @@ class Bloom(AlibiArchitecture):
     forward_class: ClassVar[type[AlibiForward]] = BloomForward
     length_field: ClassVar[str] = "seq_length"
 
-    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
-        heads = model.config.n_head
+    def stock_slopes(self, subject: Subject) -> Tensor:
+        heads = subject.config.n_head
         bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
         return bias.reshape(heads, 2)[:, 1].double()
 
-    def trained_length(self, model: PreTrainedModel) -> int | None:
-        saved = getattr(model.config, "ctxext", None)
-        if saved:  # seq_length is the extended length then
-            return int(saved["trained_length"])
-        return int(getattr(model.config, "seq_length", None) or TRAINED_LENGTH)
+    def trained_length(self, subject: Subject) -> int | None:
+        if subject.saved is not None:  # seq_length is the extended length then
+            return int(subject.saved["trained_length"])
+        return int(getattr(subject.config, "seq_length", None) or TRAINED_LENGTH)
 
-    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
-        refuse_halves(model.config.model_type, method)
-        if model.config.slow_but_exact and model.config.pretraining_tp > 1:
+    def refuse(self, subject: Subject, method: BiasMethod) -> None:
+        refuse_halves(subject.kind, method)
+        if subject.config.slow_but_exact and subject.config.pretraining_tp > 1:
             raise IncompatibleError("slow_but_exact=True: this BLOOM sums in slices. Set it to False before patching.")
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> BloomForward:

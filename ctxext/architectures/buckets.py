@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ctxext.architectures.base import Architecture
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
@@ -20,8 +19,8 @@ from ctxext.spec import BucketSpec, Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS
 from ctxext.surgery.rebuild import Rebuild
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.tables import put_weights, weight_of
-from ctxext.surgery.texts import text_of
 
 FIELD = "relative_attention_max_distance"
 LENGTH = "n_positions"  # T5's config.json states it; no code reads it
@@ -37,29 +36,29 @@ class Buckets(Architecture):
     name: ClassVar[str] = "buckets"
     positions: ClassVar[str] = "relative"
 
-    def matches(self, model: PreTrainedModel) -> bool:
-        return any(True for _ in _tables(model))
+    def matches(self, subject: Subject) -> bool:
+        return any(True for _ in _tables(subject.model))
 
-    def trained_length(self, model: PreTrainedModel) -> int | None:
-        length = getattr(text_of(model.config), LENGTH, None) or super().trained_length(model)
+    def trained_length(self, subject: Subject) -> int | None:
+        length = getattr(subject.text, LENGTH, None) or super().trained_length(subject)
         return int(length) if length else None
 
-    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        config, kind = text_of(model.config), model.config.model_type
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        config, kind = subject.text, subject.kind
         if not isinstance(method, BucketMethod):
-            path, _, table = next(_tables(model))
+            path, _, table = next(_tables(subject.model))
             raise IncompatibleError(
                 f"This {kind} has a learned score for each of {table.num_embeddings} buckets of relative distances "
                 f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
         _refuse_choices(request, kind)
-        trained_length = self.known_length(model, request)
+        trained_length = self.known_length(subject, request)
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(
                 f"The config of this {kind} has no field {FIELD}, so the extension could not be saved."
             )
-        for path, module, _ in _tables(model):
+        for path, module, _ in _tables(subject.model):
             if (live := getattr(module, FIELD)) != old:
                 raise IncompatibleError(
                     f"{path} of this {kind} buckets distances up to {live}, but its config says {FIELD}={old}. "
@@ -71,14 +70,14 @@ class Buckets(Architecture):
         if isinstance(getattr(config, LENGTH, None), int):
             fields[LENGTH] = target
         original = {name: getattr(config, name) for name in fields}
-        rebuild = _rebuilt(model, fields)
-        _prove(Rebuild(model), spec, old)
+        rebuild = _rebuilt(subject, fields)
+        _prove(Rebuild(subject), spec, old)
         _prove(rebuild, spec, new)
-        sharper = _divided(model, method.temperature) if method.temperature != 1 else {}
+        sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
         rebuild.apply(edits)
-        put_weights(model, sharper, edits)
-        _follow(model, fields, edits)
-        for path, module, _ in _tables(model):
+        put_weights(subject.model, sharper, edits)
+        _follow(subject, fields, edits)
+        for path, module, _ in _tables(subject.model):
             if (live := getattr(module, FIELD)) != new:
                 raise VerificationError(f"{path} of this {kind} still buckets distances up to {live}.")
         return Extension(
@@ -91,14 +90,14 @@ class Buckets(Architecture):
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
-        if (reason := self.why_final(model)) is not None:
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+        if (reason := self.why_final(subject)) is not None:
             raise IncompatibleError(reason)
-        Rebuild(model, original).apply(edits)
-        _follow(model, original, edits)
+        Rebuild(subject, original).apply(edits)
+        _follow(subject, original, edits)
 
-    def why_final(self, model: PreTrainedModel) -> str | None:
-        temperature = _temperature_in(getattr(model.config, "ctxext", None))
+    def why_final(self, subject: Subject) -> str | None:
+        temperature = _temperature_in(subject.saved)
         if temperature == 1:
             return None
         return (
@@ -106,13 +105,13 @@ class Buckets(Architecture):
             f"original ones cannot be recovered. Load the original checkpoint."
         )
 
-    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
         return _temperature_in(saved) != 1
 
-    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
-        sharper = self.replaces_weights(model, getattr(model.config, "ctxext", None))
-        names = _weights_of_scores(model) if sharper else []
-        return {name: weight_of(model, name, f"{name} cannot be kept") for name in names}
+    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
+        sharper = self.replaces_weights(subject, subject.saved)
+        names = _weights_of_scores(subject.model) if sharper else []
+        return {name: weight_of(subject.model, name, f"{name} cannot be kept") for name in names}
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Embedding]]:
@@ -133,24 +132,22 @@ def _refuse_choices(request: Request, kind: str) -> None:
             )
 
 
-def _rebuilt(model: PreTrainedModel, fields: dict[str, Any]) -> Rebuild:
+def _rebuilt(subject: Subject, fields: dict[str, Any]) -> Rebuild:
     """Return the model that transformers builds from the extended config.
 
     Raises:
         IncompatibleError: if the config's class does not accept the fields.
     """
     try:
-        return Rebuild(model, fields)
+        return Rebuild(subject, fields)
     except REFUSALS as error:
-        raise IncompatibleError(
-            f"The config of this {model.config.model_type} does not accept {fields} ({error})."
-        ) from error
+        raise IncompatibleError(f"The config of this {subject.kind} does not accept {fields} ({error}).") from error
 
 
-def _follow(model: PreTrainedModel, fields: dict[str, Any], edits: Edits) -> None:
+def _follow(subject: Subject, fields: dict[str, Any], edits: Edits) -> None:
     """Change the copies of the config in encoder and decoder too, since each of them may be saved alone."""
-    done = {id(text_of(model.config))}
-    for module in model.modules():
+    done = {id(subject.text)}
+    for module in subject.model.modules():
         config: Any = getattr(module, "config", None)
         if config is not None and id(config) not in done and hasattr(config, FIELD):
             done.add(id(config))
@@ -165,7 +162,7 @@ def _prove(rebuild: Rebuild, spec: BucketSpec, max_distance: int) -> None:
     Raises:
         IncompatibleError: if they differ, so that the effect of an extension is unknown.
     """
-    kind = rebuild.model.config.model_type
+    kind = rebuild.subject.kind
     for path, module in rebuild.whole.named_modules():
         table = getattr(module, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and not isinstance(getattr(module, FIELD, None), int):
@@ -244,19 +241,19 @@ def _place(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=1)
 
 
-def _divided(model: PreTrainedModel, temperature: float) -> dict[str, Tensor]:
+def _divided(subject: Subject, temperature: float) -> dict[str, Tensor]:
     """Return the weights of scores divided by a temperature, by name, computed in float64 and rounded once.
 
     Raises:
         IncompatibleError: if one is not a plain weight, is shared with another module, or would be too large.
     """
-    kind, names = model.config.model_type, _weights_of_scores(model)
-    held = dict(model.named_parameters(remove_duplicate=False))
+    kind, names = subject.kind, _weights_of_scores(subject.model)
+    held = dict(subject.model.named_parameters(remove_duplicate=False))
     quotients: dict[str, Tensor] = {}
     done = set()
     for name in names:
         refusal = f"{name} of this {kind} cannot be divided by a temperature"
-        weight = weight_of(model, name, refusal)
+        weight = weight_of(subject.model, name, refusal)
         if weight.dtype not in ROUNDED:
             raise IncompatibleError(
                 f"{refusal}: it is quantised ({weight.dtype}). Extend the checkpoint before quantising it."

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, build_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.caches import cache_in
+from ctxext.surgery.subject import Subject
 
 
 class FalconForward(AlibiForward):
@@ -42,13 +42,13 @@ class Falcon(AlibiArchitecture):
     def holds(self, decoder: nn.Module) -> bool:
         return bool(decoder.use_alibi)
 
-    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        heads = model.config.num_attention_heads
+    def spec(self, subject: Subject, trained_length: int) -> AlibiSpec:
+        heads = subject.config.num_attention_heads
         # Falcon was trained with slopes rounded to bfloat16 and divided, like the scores, by sqrt(head_dim).
-        rounded = alibi_slopes(heads).float().bfloat16().double() / math.sqrt(model.config.hidden_size // heads)
+        rounded = alibi_slopes(heads).float().bfloat16().double() / math.sqrt(subject.config.hidden_size // heads)
         return AlibiSpec(num_heads=heads, trained_length=trained_length, slopes=tuple(rounded.tolist()))
 
-    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
-        heads = model.config.num_attention_heads
+    def stock_slopes(self, subject: Subject) -> Tensor:
+        heads = subject.config.num_attention_heads
         bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
-        return bias.reshape(heads, 2)[:, 1].double() / math.sqrt(model.config.hidden_size // heads)
+        return bias.reshape(heads, 2)[:, 1].double() / math.sqrt(subject.config.hidden_size // heads)

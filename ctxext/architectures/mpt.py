@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 from ctxext.surgery.caches import cache_in
+from ctxext.surgery.subject import Subject
 
 
 class MptForward(AlibiForward):
@@ -41,6 +41,6 @@ class Mpt(AlibiArchitecture):
     forward_class: ClassVar[type[AlibiForward]] = MptForward
     length_field: ClassVar[str] = "max_seq_len"
 
-    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
-        bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
+    def stock_slopes(self, subject: Subject) -> Tensor:
+        bias: Tensor = build_mpt_alibi_tensor(subject.config.n_heads, 2)
         return -bias[:, 0, 0].double()

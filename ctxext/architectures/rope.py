@@ -7,7 +7,6 @@ import hashlib
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from ctxext.architectures.base import Architecture
 from ctxext.architectures.rope_alibi import replace_rotation
@@ -20,7 +19,7 @@ from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import Scaling, scaling_of
-from ctxext.surgery.rebuild import Rebuild, rotaries
+from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.surgery.rotary import (
     UNSEEN,
@@ -33,7 +32,7 @@ from ctxext.surgery.rotary import (
     survey,
 )
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.windows import window_fields, window_note
 
 
@@ -43,25 +42,25 @@ class Rope(Architecture):
     name: ClassVar[str] = "rope"
     positions: ClassVar[str] = "rotary"
 
-    def matches(self, model: PreTrainedModel) -> bool:
-        return any(True for _ in rotaries(model))
+    def matches(self, subject: Subject) -> bool:
+        return bool(subject.rotaries)
 
-    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        text = text_of(model.config)
-        places, layers = survey(model)
-        trained_length = self.known_length(model, request)
-        require_as_configured(model, places, trained_length)
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        text = subject.text
+        places, layers = survey(subject)
+        trained_length = self.known_length(subject, request)
+        require_as_configured(subject, places, trained_length)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
-            return replace_rotation(model, method, request, places, layers, trained_length, edits)
+            return replace_rotation(subject, method, request, places, layers, trained_length, edits)
         if isinstance(method, EncodingMethod):
-            return replace_by_encoding(model, method, request, places, layers, trained_length, edits)
+            return replace_by_encoding(subject, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
-                f"This {model.config.model_type} rotates, and method {method.name!r} does not work on rotations. "
+                f"This {subject.kind} rotates, and method {method.name!r} does not work on rotations. "
                 f"Take a method for rotations, such as yarn or self_extend."
             )
-        scaling = scaling_of(model.config)
-        sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
+        scaling = scaling_of(subject.config)
+        sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
         if _all_frequencies_are_zero(method, sites[0].spec) and layers.both_ways:
             raise IncompatibleError(
                 f"Method {method.name!r} removes all positions, but this {text.model_type} reads both ways. Without a "
@@ -70,17 +69,17 @@ class Rope(Architecture):
             )
         windows = window_fields(text, request, method.target_length(trained_length))
         if isinstance(method, RemapMethod):
-            sites = [as_it_rotates(model, site) for site in sites]
-            require_remappable(model, method, sites[0], places, layers, is_lifted=bool(windows))
-        form = score_form(model, method, sites, windows)
+            sites = [as_it_rotates(subject, site) for site in sites]
+            require_remappable(subject, method, sites[0], places, layers, is_lifted=bool(windows))
+        form = score_form(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
-        _edit(model, form, request, edits)
-        _prove(model, form)
+        _edit(subject, form, request, edits)
+        _prove(subject, form)
         notes = _notes(text, form)
         attention = request.attention
         if isinstance(method, RemapMethod):
             attention = attention or "auto"
-            attend = install_pieces(model, method, sites[0], form.rebuild, attention, edits)
+            attend = install_pieces(subject, method, sites[0], form.rebuild, attention, edits)
             notes = (*attend.notes(), *notes)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.spec), *notes)
@@ -102,8 +101,8 @@ class Rope(Architecture):
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
-        Rebuild(model, original).apply(edits)
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+        Rebuild(subject, original).apply(edits)
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
@@ -129,7 +128,7 @@ def _head_dim(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _edit(model: PreTrainedModel, form: StoredForm, request: Request, edits: Edits) -> None:
+def _edit(subject: Subject, form: StoredForm, request: Request, edits: Edits) -> None:
     if request.attention is not None and not isinstance(form.method, RemapMethod):
         raise InvalidParameterError(
             f"attention={request.attention!r}: method {form.method.name!r} leaves attention to the model. Choose its "
@@ -137,17 +136,17 @@ def _edit(model: PreTrainedModel, form: StoredForm, request: Request, edits: Edi
         )
     form.rebuild.apply(edits)
     for path in dict.fromkeys(site.path for site in form.sites):
-        rotary = model.get_submodule(path)
+        rotary = subject.model.get_submodule(path)
         edits.set(rotary, "_apply", PinnedApply(rotary))
     if form.method.dynamic:
-        follow_length(model, form, edits)
+        follow_length(subject, form, edits)
 
 
-def _prove(model: PreTrainedModel, form: StoredForm) -> None:
+def _prove(subject: Subject, form: StoredForm) -> None:
     """Compare the live cos and sin with the method's own mathematics."""
     method = form.method
     for site in form.sites:
-        rotary = model.get_submodule(site.path)
+        rotary = subject.model.get_submodule(site.path)
         buffer = getattr(rotary, f"{site.prefix}inv_freq")
         if buffer.is_meta:
             continue

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ctxext.architectures.alibi import refuse_halves
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
@@ -20,7 +18,7 @@ from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rope_types import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.windows import window_fields, window_note
 
 BOTH_WAYS = {
@@ -31,7 +29,7 @@ NOTE = "ALiBi has replaced rotation, and the weights were not trained with it. T
 
 
 def replace_rotation(
-    model: PreTrainedModel,
+    subject: Subject,
     method: BiasMethod,
     request: Request,
     places: list[RotaryPlace],
@@ -44,16 +42,16 @@ def replace_rotation(
     Raises:
         IncompatibleError: if ctxext's attention cannot replace that of the model.
     """
-    text = text_of(model.config)
+    text = subject.text
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
-    if reason := why_no_custom_attention(model, places, layers):
+    if reason := why_no_custom_attention(subject, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
     if getattr(method, "bias", "exact") != "exact":
         raise InvalidParameterError(
             "bias='stock' reproduces BLOOM's rounding, which a rotary model lacks. Leave bias out."
         )
     place, target = places[0], method.target_length(trained_length)
-    rebuild = unrotated(model, method, place, target, window_fields(text, request, target))
+    rebuild = unrotated(subject, method, place, target, window_fields(text, request, target))
     trial = try_install(rebuild, place)
     if trial.failure:
         raise IncompatibleError(f"{refusal}: {trial.failure}.")
@@ -61,11 +59,11 @@ def replace_rotation(
         refuse_halves(text.model_type, method)
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     rebuild.apply(edits)
-    rotary = model.get_submodule(place.path)
+    rotary = subject.model.get_submodule(place.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
-    install_attention(model, place, attend, edits, trial.crossing)
+    install_attention(subject, place, attend, edits, trial.crossing)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
@@ -84,17 +82,15 @@ def replace_rotation(
     )
 
 
-def unrotated(
-    model: PreTrainedModel, method: Method, place: RotaryPlace, target: int, windows: dict[str, Any]
-) -> Rebuild:
+def unrotated(subject: Subject, method: Method, place: RotaryPlace, target: int, windows: dict[str, Any]) -> Rebuild:
     """Return the rebuilt model without rotation."""
-    text = text_of(model.config)
+    text = subject.text
     form = unrotated_rope_parameters(method, float(place.rope_dict(text)["rope_theta"]))
     refusal: Exception | None = None
     for candidate in (form, with_base(form)):
         fields = {"rope_parameters": place.rescaled(text.rope_parameters, candidate), "max_position_embeddings": target}
         try:
-            return Rebuild(model, fields | windows | without_foreign(text))
+            return Rebuild(subject, fields | windows | without_foreign(text))
         except REFUSALS as error:
             refusal = refusal or error
     raise IncompatibleError(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 
-from transformers import PreTrainedModel
-
 from ctxext.architectures.rope_alibi import unrotated
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods.encoding import EncodingMethod
@@ -16,7 +14,7 @@ from ctxext.surgery.encodings import encoding_fingerprint, install_encoding, spe
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rope_types import UNROTATED_NAME
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.windows import window_fields, window_note
 
 NOTE = "Rotation is gone and {name} took its place: the weights do not know it yet. Train before use."
@@ -24,7 +22,7 @@ NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encodi
 
 
 def replace_by_encoding(
-    model: PreTrainedModel,
+    subject: Subject,
     method: EncodingMethod,
     request: Request,
     places: list[RotaryPlace],
@@ -37,25 +35,25 @@ def replace_by_encoding(
     Raises:
         IncompatibleError: if ctxext's attention cannot take the place of the model's own.
     """
-    text = text_of(model.config)
+    text = subject.text
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
-    if reason := why_no_custom_attention(model, places, layers):
+    if reason := why_no_custom_attention(subject, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
     place, target = places[0], method.target_length(trained_length)
-    rebuild = unrotated(model, method, place, target, window_fields(text, request, target))
+    rebuild = unrotated(subject, method, place, target, window_fields(text, request, target))
     tried = try_install(rebuild, place)
     if tried.failure or tried.crossing:
         raise IncompatibleError(f"{refusal}: {tried.failure or 'its layers attend to the text of an encoder too'}.")
     if tried.sees_both_ways:
         raise IncompatibleError(f"{refusal}: its tokens see both ways, and this encoding knows the past alone.")
-    spec, backends = spec_of(model, trained_length), Backends(request.attention or "auto")
+    spec, backends = spec_of(subject, trained_length), Backends(request.attention or "auto")
     if reason := why_not_run(rebuild, place, method, spec):
         raise IncompatibleError(f"{refusal}: {reason}.")
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     rebuild.apply(edits)
-    rotary = model.get_submodule(place.path)
+    rotary = subject.model.get_submodule(place.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
-    count = install_encoding(model, place, method, spec, backends, edits)
+    count = install_encoding(subject, place, method, spec, backends, edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     where = "shared by all layers" if method.shared else "each layer has its own"

@@ -21,6 +21,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.lookups import table_of
 from ctxext.surgery.rope_types import GUARD
 from ctxext.surgery.sinusoids import Growing, Sinusoid, remaker_of, sinusoid_of
+from ctxext.surgery.subject import Subject, field_of
 from ctxext.surgery.tables import (
     PositionTable,
     prove,
@@ -30,7 +31,6 @@ from ctxext.surgery.tables import (
     values_of,
     weight_of,
 )
-from ctxext.surgery.texts import field_of
 
 # Numbers in configs of these models that every class of transformers reads and checks to be numbers.
 GUARDED = ("layer_norm_epsilon", "dropout", "hidden_dropout")
@@ -62,48 +62,48 @@ class Sinusoids(Architecture):
     name: ClassVar[str] = "sinusoid"
     positions: ClassVar[str] = "sinusoids"
 
-    def matches(self, model: PreTrainedModel) -> bool:
-        return twins_of(model).has_sinusoids and not rotates_by_table(model)
+    def matches(self, subject: Subject) -> bool:
+        return twins_of(subject.model).has_sinusoids and not rotates_by_table(subject.model)
 
-    def tables(self, model: PreTrainedModel) -> list[PositionTable]:
+    def tables(self, subject: Subject) -> list[PositionTable]:
         """Return the tables that ``apply`` recomputes.
 
         Raises:
             IncompatibleError: if there is no table whose rows can be assigned to positions.
         """
-        return twins_of(model).sinusoids
+        return twins_of(subject.model).sinusoids
 
-    def trained_length(self, model: PreTrainedModel) -> int | None:
+    def trained_length(self, subject: Subject) -> int | None:
         try:
-            return max(_positions(model, table) for table in self.tables(model))
+            return max(_positions(subject, table) for table in self.tables(subject))
         except IncompatibleError:  # apply raises it; the length in the config holds all the same
-            return super().trained_length(model)
+            return super().trained_length(subject)
 
-    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        rotation = _checked(model, method, request)
-        tables, twins = self.tables(model), twins_of(model)
-        lengths = trained_lengths({table.name: _positions(model, table) for table in tables}, request)
-        sites = [Site(table, _formula(model, table), lengths[table.name]) for table in tables]
-        inv_freq = {site.table.name: _frequencies(model, rotation, site) for site in sites}
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        rotation = _checked(subject, method, request)
+        tables, twins = self.tables(subject), twins_of(subject.model)
+        lengths = trained_lengths({table.name: _positions(subject, table) for table in tables}, request)
+        sites = [Site(table, _formula(subject, table), lengths[table.name]) for table in tables]
+        inv_freq = {site.table.name: _frequencies(subject, rotation, site) for site in sites}
         targets = {name: checked_rows(method.name, method.target_length(length)) for name, length in lengths.items()}
-        fields = _fields(model, tables, targets)
-        original: dict[str, Any] = {name: getattr(*field_of(model.config, name)) for name in fields}
+        fields = _fields(subject, tables, targets)
+        original: dict[str, Any] = {name: getattr(*field_of(subject.config, name)) for name in fields}
         has_reserved = any(table.first for table in tables)
-        after = _as_built(model, tables, fields) if has_reserved else twin_of(model, fields)
+        after = _as_built(subject, tables, fields) if has_reserved else twin_of(subject.model, fields)
         new = {
-            name: _recomputed(site, table_of(after, name).detach(), table_of(model, name), inv_freq[name])
+            name: _recomputed(site, table_of(after, name).detach(), table_of(subject.model, name), inv_freq[name])
             for name, site in zip(lengths, sites, strict=True)
         }
-        stored = all(_is_stored(model, table.name) for table in tables)
-        guarded = None if stored else _guarded_field(model)
+        stored = all(_is_stored(subject, table.name) for table in tables)
+        guarded = None if stored else _guarded_field(subject)
         replace_tables(twins, new, fields, edits, after=after)
         prove(after, [table.of_rows(len(new[table.name])) for table in tables])
         for site in sites:
-            _go_on(model, site, inv_freq[site.table.name], edits)
-            _prove(model, site, inv_freq[site.table.name])
+            _go_on(subject, site, inv_freq[site.table.name], edits)
+            _prove(subject, site, inv_freq[site.table.name])
         if guarded is not None:
-            original[guarded] = getattr(model.config, guarded)
-            edits.set_unchecked(model.config, guarded, GUARD)
+            original[guarded] = getattr(subject.config, guarded)
+            edits.set_unchecked(subject.config, guarded, GUARD)
         longest = max(lengths, key=lambda name: lengths[name])
         return Extension(
             trained_length=lengths[longest],
@@ -111,34 +111,36 @@ class Sinusoids(Architecture):
             stored_as=_stored_as(fields, stored),
             stock=stored,
             fingerprint=_fingerprint(sites, inv_freq),
-            notes=_notes(model, sites, targets, stored),
+            notes=_notes(subject, sites, targets, stored),
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
-        tables, twins = self.tables(model), twins_of(model)
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+        tables, twins = self.tables(subject), twins_of(subject.model)
         fields = {name: original[name] for name in {table.field for table in tables}}
-        before = _as_built(model, tables, fields)
-        old = {each.name: table_of(before, each.name).detach().to(table_of(model, each.name)) for each in tables}
+        before = _as_built(subject, tables, fields)
+        old = {
+            each.name: table_of(before, each.name).detach().to(table_of(subject.model, each.name)) for each in tables
+        }
         replace_tables(twins, old, fields, edits, after=before)
         for name in original.keys() & set(GUARDED):
-            edits.set(model.config, name, original[name])
+            edits.set(subject.config, name, original[name])
 
-    def spec(self, model: PreTrainedModel) -> RopeSpec:
+    def spec(self, subject: Subject) -> RopeSpec:
         """Return the spec of the table with the most positions.
 
         Raises:
             IncompatibleError: as for ``tables``, and if the table has no known formula.
         """
-        table = max(self.tables(model), key=lambda each: _positions(model, each))
-        return _formula(model, table).spec(_positions(model, table))
+        table = max(self.tables(subject), key=lambda each: _positions(subject, each))
+        return _formula(subject, table).spec(_positions(subject, table))
 
-    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
-        return any(_is_stored(model, name) for growth in twins_of(model).growths for name in growth.tables)
+    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+        return any(_is_stored(subject, name) for growth in twins_of(subject.model).growths for name in growth.tables)
 
-    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
-        names = [table.name for table in self.tables(model)]
-        return {name: weight_of(model, name) for name in names if _is_stored(model, name)}
+    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
+        names = [table.name for table in self.tables(subject)]
+        return {name: weight_of(subject.model, name) for name in names if _is_stored(subject, name)}
 
 
 def usable_methods() -> list[str]:
@@ -160,7 +162,7 @@ def _why_not(method: Method) -> str | None:
     return None
 
 
-def _checked(model: PreTrainedModel, method: Method, request: Request) -> RopeMethod:
+def _checked(subject: Subject, method: Method, request: Request) -> RopeMethod:
     """Return the method if it applies to sinusoids in the input.
 
     Raises:
@@ -172,41 +174,41 @@ def _checked(model: PreTrainedModel, method: Method, request: Request) -> RopeMe
     if reason is None and isinstance(method, RopeMethod):
         return method
     raise IncompatibleError(
-        f"This {model.config.model_type} adds sinusoids to its input. Method {method.name!r} {reason}. Methods for "
+        f"This {subject.kind} adds sinusoids to its input. Method {method.name!r} {reason}. Methods for "
         f"it: {', '.join(usable_methods())}, and yarn with attention_factor=1.0."
     )
 
 
-def _positions(model: PreTrainedModel, table: PositionTable) -> int:
+def _positions(subject: Subject, table: PositionTable) -> int:
     """Return the tokens of a table: the number in its config field, at most its number of positions."""
-    stated: int = getattr(*field_of(model.config, table.field))
+    stated: int = getattr(*field_of(subject.config, table.field))
     return min(stated, table.positions)
 
 
-def _formula(model: PreTrainedModel, table: PositionTable) -> Sinusoid:
+def _formula(subject: Subject, table: PositionTable) -> Sinusoid:
     """Return the formula of a table.
 
     Raises:
         IncompatibleError: if the formula is unknown, or another object has taken the place of the table.
     """
-    if any(table.name in growth.tables for growth in twins_of(model).growths):
-        weight_of(model, table.name)  # raises if it is quantised, sharded or missing
-    if (formula := sinusoid_of(values_of(twins_of(model), table.name), table.first)) is not None:
+    if any(table.name in growth.tables for growth in twins_of(subject.model).growths):
+        weight_of(subject.model, table.name)  # raises if it is quantised, sharded or missing
+    if (formula := sinusoid_of(values_of(twins_of(subject.model), table.name), table.first)) is not None:
         return formula
     raise IncompatibleError(
-        f"The sinusoids in {table.name} of this {model.config.model_type} have unknown frequencies: in "
-        f"{table_of(model, table.name).dtype} they are neither those of the Transformer's paper nor of fairseq. Load "
-        f"the original checkpoint."
+        f"The sinusoids in {table.name} of this {subject.kind} have unknown frequencies: in "
+        f"{table_of(subject.model, table.name).dtype} they are neither those of the Transformer's paper nor of "
+        f"fairseq. Load the original checkpoint."
     )
 
 
-def _frequencies(model: PreTrainedModel, method: RopeMethod, site: Site) -> Tensor:
+def _frequencies(subject: Subject, method: RopeMethod, site: Site) -> Tensor:
     """Return the new growth of each angle from token to token, in radians.
 
     Raises:
         IncompatibleError: if the method also has a temperature, or stops all rotation.
     """
-    spec, kind = site.formula.spec(site.trained), model.config.model_type
+    spec, kind = site.formula.spec(site.trained), subject.kind
     frequencies = method.frequencies(spec, method.target_length(site.trained))
     if frequencies.attention_scale != 1:
         raise IncompatibleError(
@@ -223,20 +225,20 @@ def _frequencies(model: PreTrainedModel, method: RopeMethod, site: Site) -> Tens
     return frequencies.inv_freq
 
 
-def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
+def _fields(subject: Subject, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
     """Return the config fields of the tables, by dotted name; a table with enough rows keeps its field."""
     return {
-        table.field: getattr(*field_of(model.config, table.field))
-        + max(0, targets[table.name] - _positions(model, table))
+        table.field: getattr(*field_of(subject.config, table.field))
+        + max(0, targets[table.name] - _positions(subject, table))
         for table in tables
     }
 
 
-def _as_built(model: PreTrainedModel, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
+def _as_built(subject: Subject, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
     """Return a twin with other fields, whose tables the model's class has filled."""
-    more = {each.name: fields[each.field] - getattr(*field_of(model.config, each.field)) for each in tables}
-    shapes = [(each.rows + more[each.name], table_of(model, each.name).shape[1]) for each in tables]
-    return twin_of(model, fields, real=shapes)
+    more = {each.name: fields[each.field] - getattr(*field_of(subject.config, each.field)) for each in tables}
+    shapes = [(each.rows + more[each.name], table_of(subject.model, each.name).shape[1]) for each in tables]
+    return twin_of(subject.model, fields, real=shapes)
 
 
 def _recomputed(site: Site, built: Tensor, old: Tensor, inv_freq: Tensor) -> Tensor:
@@ -248,34 +250,34 @@ def _recomputed(site: Site, built: Tensor, old: Tensor, inv_freq: Tensor) -> Ten
     return rows.to(old.dtype).to(old.device)
 
 
-def _is_stored(model: PreTrainedModel, name: str) -> bool:
+def _is_stored(subject: Subject, name: str) -> bool:
     """Return whether a checkpoint holds the table, so that a reload reads it instead of computing it."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    return name in weights and name not in (model._keys_to_ignore_on_save or ())
+    weights = dict(subject.model.named_parameters(remove_duplicate=False))
+    return name in weights and name not in (subject.model._keys_to_ignore_on_save or ())
 
 
-def _guarded_field(model: PreTrainedModel) -> str:
+def _guarded_field(subject: Subject) -> str:
     """Return the config field whose guard makes plain transformers refuse a checkpoint."""
     for name in GUARDED:
-        if isinstance(vars(model.config).get(name), int | float):
+        if isinstance(vars(subject.config).get(name), int | float):
             return name
     raise IncompatibleError(
-        f"Plain transformers would compute the sinusoids of this {model.config.model_type} without the extension, and "
+        f"Plain transformers would compute the sinusoids of this {subject.kind} without the extension, and "
         f"ctxext cannot make it refuse the checkpoint. That needs one of the fields {', '.join(GUARDED)} in the config."
     )
 
 
-def _go_on(model: PreTrainedModel, site: Site, inv_freq: Tensor, edits: Edits) -> None:
+def _go_on(subject: Subject, site: Site, inv_freq: Tensor, edits: Edits) -> None:
     """Make a table that its module recomputes for a longer text continue with the extension."""
     path, _, leaf = site.table.name.rpartition(".")
-    module = model.get_submodule(path)
+    module = subject.model.get_submodule(path)
     if (name := remaker_of(module)) is not None:
         edits.set(module, name, Growing(module, leaf, site.formula, inv_freq))
 
 
-def _prove(model: PreTrainedModel, site: Site, inv_freq: Tensor) -> None:
+def _prove(subject: Subject, site: Site, inv_freq: Tensor) -> None:
     """Compare the live table with the method's mathematics, at every position."""
-    live, first = table_of(model, site.table.name), site.table.first
+    live, first = table_of(subject.model, site.table.name), site.table.first
     if live.is_meta:
         return
     exact = site.formula.rows(first, len(live), inv_freq)
@@ -300,14 +302,14 @@ def _fingerprint(sites: list[Site], inv_freq: dict[str, Tensor]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _notes(model: PreTrainedModel, sites: list[Site], targets: dict[str, int], stored: bool) -> tuple[str, ...]:
+def _notes(subject: Subject, sites: list[Site], targets: dict[str, int], stored: bool) -> tuple[str, ...]:
     """Return the notes for a user of the model, one or two sentences each."""
     notes = []
     if len({site.trained for site in sites}) > 1:
         each = ", ".join(f"{s.table.name} {s.trained:,} -> {targets[s.table.name]:,} tokens" for s in sites)
         notes.append(f"Its tables differ in length: {each}.")
     notes.append("Positions of short texts change too: train before use, or compare.")
-    grows = any(remaker_of(model.get_submodule(site.table.name.rpartition(".")[0])) for site in sites)
+    grows = any(remaker_of(subject.model.get_submodule(site.table.name.rpartition(".")[0])) for site in sites)
     if grows and stored:
         notes.append(
             f"Beyond {max(targets.values()):,} tokens the table continues with the extension. Plain transformers "

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ctxext.architectures.base import Architecture, refuse_attention_choices
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -18,6 +17,7 @@ from ctxext.methods.base import Rows
 from ctxext.methods.parameters import checked_rows
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.subject import Subject, field_of
 from ctxext.surgery.tables import (
     PositionTable,
     mixed,
@@ -28,7 +28,6 @@ from ctxext.surgery.tables import (
     unmixed,
     weight_of,
 )
-from ctxext.surgery.texts import field_of
 
 # Configs of GPT-2's time state the length twice: transformers reads the other field, some programs this one.
 SAID_TWICE = "n_ctx"
@@ -42,34 +41,36 @@ class LearnedTable(Architecture):
 
     name: ClassVar[str] = "table"
 
-    def matches(self, model: PreTrainedModel) -> bool:
-        return twins_of(model).has_learned
+    def matches(self, subject: Subject) -> bool:
+        return twins_of(subject.model).has_learned
 
-    def tables(self, model: PreTrainedModel) -> list[PositionTable]:
+    def tables(self, subject: Subject) -> list[PositionTable]:
         """Return the tables that ``apply`` lengthens.
 
         Raises:
             IncompatibleError: if there is no table whose rows can be assigned to positions.
         """
-        return twins_of(model).tables
+        return twins_of(subject.model).tables
 
-    def trained_length(self, model: PreTrainedModel) -> int | None:
+    def trained_length(self, subject: Subject) -> int | None:
         try:
-            return max(table.positions for table in self.tables(model))
+            return max(table.positions for table in self.tables(subject))
         except IncompatibleError:  # apply raises it; the length in the config holds all the same
-            return super().trained_length(model)
+            return super().trained_length(subject)
 
-    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        _refuse(model, method, request)
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        _refuse(subject, method, request)
         assert isinstance(method, TableMethod)
-        tables = self.tables(model)
+        tables = self.tables(subject)
         lengths = trained_lengths({table.name: table.positions for table in tables}, request)
         targets = {name: checked_rows(method.name, method.target_length(length)) for name, length in lengths.items()}
         rows = {table.name: method.rows(lengths[table.name], targets[table.name]) for table in tables}
-        fields = _fields(model, tables, targets)
-        original = {name: getattr(*field_of(model.config, name)) for name in fields}
-        new = {table.name: mixed(weight_of(model, table.name), table.first, rows[table.name]) for table in tables}
-        after, others = replace_tables(twins_of(model), new, fields, edits)
+        fields = _fields(subject, tables, targets)
+        original = {name: getattr(*field_of(subject.config, name)) for name in fields}
+        new = {
+            table.name: mixed(weight_of(subject.model, table.name), table.first, rows[table.name]) for table in tables
+        }
+        after, others = replace_tables(twins_of(subject.model), new, fields, edits)
         longer = [table.of_rows(len(new[table.name])) for table in tables]
         prove(after, longer)
         longest = max(tables, key=lambda table: lengths[table.name]).name
@@ -83,40 +84,40 @@ class LearnedTable(Architecture):
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
-        old, reason = _old_tables(model, self.tables(model))
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+        old, reason = _old_tables(subject, self.tables(subject))
         if reason is not None:
             raise IncompatibleError(reason)
         fields = {name: value for name, value in original.items() if value is not None}
-        replace_tables(twins_of(model), old, fields, edits)
+        replace_tables(twins_of(subject.model), old, fields, edits)
 
-    def why_final(self, model: PreTrainedModel) -> str | None:
-        return _old_tables(model, self.tables(model))[1]
+    def why_final(self, subject: Subject) -> str | None:
+        return _old_tables(subject, self.tables(subject))[1]
 
-    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
         return True
 
-    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
-        return {table.name: weight_of(model, table.name) for table in self.tables(model)}
+    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
+        return {table.name: weight_of(subject.model, table.name) for table in self.tables(subject)}
 
-    def kept_rows(self, model: PreTrainedModel) -> dict[str, Bool[Tensor, " rows"]]:
+    def kept_rows(self, subject: Subject) -> dict[str, Bool[Tensor, " rows"]]:
         """Mark the rows in tables of an extended model that are learned rows from before the extension.
 
         These are the rows for padding, and the first copy of each learned row: the first ``trained_length`` rows of
         ``tile`` and ``hierarchical``, every ``factor``-th row of ``pi``.
         """
         kept = {}
-        for table, trained, _, rows in _made_of(model, self.tables(model)):
+        for table, trained, _, rows in _made_of(subject, self.tables(subject)):
             kept[table.name] = torch.arange(table.rows) < table.first
             kept[table.name][table.first + places_of(trained, rows)] = True
         return kept
 
 
-def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
-    config = model.config
+def _refuse(subject: Subject, method: Method, request: Request) -> None:
+    config = subject.config
     if not isinstance(method, TableMethod):
         names = ", ".join(name for name, cls in METHODS.items() if issubclass(cls, TableMethod))
-        tables = " and ".join(f"{table.positions:,} tokens ({table.name})" for table in twins_of(model).tables)
+        tables = " and ".join(f"{table.positions:,} tokens ({table.name})" for table in twins_of(subject.model).tables)
         raise IncompatibleError(
             f"This {config.model_type} has learned positions, one vector each for {tables}, which method "
             f"{method.name!r} cannot change. Methods for it: {names}."
@@ -146,11 +147,11 @@ def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
     return dict.fromkeys(known, request.trained_length)
 
 
-def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
+def _fields(subject: Subject, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
     """Return the config fields of the longer tables, by dotted name."""
     fields: dict[str, int] = {}
     for table in tables:
-        part, leaf = field_of(model.config, table.field)
+        part, leaf = field_of(subject.config, table.field)
         more = targets[table.name] - table.positions
         if more < 0:
             raise InvalidParameterError(
@@ -160,7 +161,7 @@ def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[s
         value = getattr(part, leaf) + more
         if fields.setdefault(table.field, value) != value:
             raise IncompatibleError(
-                f"{table.field} of this {model.config.model_type} sets the size of several tables, which would need "
+                f"{table.field} of this {subject.kind} sets the size of several tables, which would need "
                 f"different values."
             )
         if vars(part).get(SAID_TWICE) == getattr(part, leaf):
@@ -213,13 +214,13 @@ def is_kept(rows: Rows, trained: int) -> bool:
     return bool(((weights * places).sum(1) == 1).all()) and bool((weights * ~places == 0).all())
 
 
-def _old_tables(model: PreTrainedModel, tables: list[PositionTable]) -> tuple[dict[str, Tensor], str | None]:
+def _old_tables(subject: Subject, tables: list[PositionTable]) -> tuple[dict[str, Tensor], str | None]:
     """Return the tables from before the extension of a loaded model, or the reason why they are lost."""
     originals: dict[str, Tensor] = {}
-    for table, trained, kept, rows in _made_of(model, tables):
-        old = unmixed(weight_of(model, table.name), table.first, trained, rows)
+    for table, trained, kept, rows in _made_of(subject, tables):
+        old = unmixed(weight_of(subject.model, table.name), table.first, trained, rows)
         if old is None or trained != kept:
-            method = _saved_method(model)
+            method = _saved_method(subject)
             return {}, (
                 f"Its {trained:,} learned rows cannot be recovered from the {table.positions:,} that method "
                 f"{method.name!r} (factor {method.factor:g}) made of them. Load the original checkpoint."
@@ -228,18 +229,18 @@ def _old_tables(model: PreTrainedModel, tables: list[PositionTable]) -> tuple[di
     return originals, None
 
 
-def _made_of(model: PreTrainedModel, tables: list[PositionTable]) -> Iterator[tuple[PositionTable, int, int, Rows]]:
+def _made_of(subject: Subject, tables: list[PositionTable]) -> Iterator[tuple[PositionTable, int, int, Rows]]:
     """Yield each table of an extended model, its learned rows that were used, all learned rows, and its mixtures."""
-    saved, method = model.config.ctxext, _saved_method(model)
+    saved, method = subject.config.ctxext, _saved_method(subject)
     for table in tables:
-        grown = getattr(*field_of(model.config, table.field)) - saved["original"][table.field]
+        grown = getattr(*field_of(subject.config, table.field)) - saved["original"][table.field]
         kept = table.positions - grown
         trained = min(saved["trained_length"], kept)
         yield table, trained, kept, method.rows(trained, table.positions)
 
 
-def _saved_method(model: PreTrainedModel) -> TableMethod:
-    saved = model.config.ctxext["method"]
+def _saved_method(subject: Subject) -> TableMethod:
+    saved = subject.config.ctxext["method"]
     method = saved_class(saved["method"]).from_dict(saved)
     assert isinstance(method, TableMethod)
     return method

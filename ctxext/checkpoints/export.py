@@ -28,9 +28,8 @@ from ctxext.surgery.lengths import scaling_of
 from ctxext.surgery.old_form import rope_dicts, same_rope
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rope_types import GUARDED_FIELD
-from ctxext.surgery.texts import field_of, text_of
+from ctxext.surgery.subject import base_model, field_of, text_of
 from ctxext.surgery.windows import is_windowed
-from ctxext.surgery.wrappers import base_model
 
 
 def export(

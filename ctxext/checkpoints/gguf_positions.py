@@ -18,7 +18,7 @@ from jaxtyping import Float
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.errors import CheckpointError
 from ctxext.surgery.old_form import rope_dicts
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import text_of
 from ctxext.surgery.windows import is_windowed
 
 DIVISORS = "rope_freqs.weight"

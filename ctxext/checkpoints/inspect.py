@@ -32,10 +32,8 @@ from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import LLAMA, Description, Request, RopeSpec
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.sides import sides_of
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject, owns_its_config, text_of
 from ctxext.surgery.windows import window_fields, window_note
-from ctxext.surgery.wrappers import owns_its_config
 
 Progress = Callable[[int, int], None]
 FEW = 8
@@ -138,9 +136,9 @@ def inspect_checkpoint(
     owns_its_config(model)  # which was read here
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
-    known = trained_length or trained_length_of(model)
+    known = trained_length or trained_length_of(Subject.of(model))
     window, caps = _window(text, known)
-    positions, reason, spec = _positions(model, known or 1)
+    positions, reason, spec = _positions(Subject.of(model), known or 1)
     verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
     saved = getattr(config, "ctxext", None)
     return Inspection(
@@ -223,10 +221,10 @@ def rope_of_checkpoint(
     saved = saved_extension(config, os.fspath(place))
     plain = config if saved is None else plain_config(config, saved)
     model = meta_model(plain, trust_remote_code=trust_remote_code)
-    known = trained_length or trained_length_of(model)
+    known = trained_length or trained_length_of(Subject.of(model))
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
-    _, reason, spec = _positions(model, known)
+    _, reason, spec = _positions(Subject.of(model), known)
     if spec is None:
         raise IncompatibleError(reason or f"{place} has no rotary positions.")
     return spec
@@ -258,31 +256,31 @@ def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:
     return window_note(text, target), False
 
 
-def _positions(
-    model: PreTrainedModel, trained_length: int
-) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
+def _positions(subject: Subject, trained_length: int) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
     """Find the sites of an extension, or why there are none, and the spec of the first."""
     rotations: list[Positions] = []
     try:
-        if sides := sides_of(model):
-            each = {name: _positions(side.model, trained_length) for name, side in sides.items()}
+        if sides := subject.sides:
+            each = {name: _positions(side, trained_length) for name, side in sides.items()}
             for name, (of_side, _, _) in each.items():
                 rotations += [replace(positions, side=name) for positions in of_side]
             reasons = [reason for _, reason, _ in each.values() if reason]
             return tuple(rotations), reasons[0] if reasons else None, next(iter(each.values()))[2]
-        text = text_of(model.config)
-        architecture = architecture_of(model)
+        text = subject.text
+        architecture = architecture_of(subject)
         if isinstance(architecture, AlibiArchitecture):
-            return (), f"none: this {model.config.model_type} has ALiBi", None
+            return (), f"none: this {subject.kind} has ALiBi", None
         if isinstance(architecture, Buckets):
-            return (), f"none: this {model.config.model_type} has buckets of relative distances", None
+            return (), f"none: this {subject.kind} has buckets of relative distances", None
         if isinstance(architecture, LearnedTable):
-            tables = " and ".join(f"{table.positions:,} tokens ({table.name})" for table in architecture.tables(model))
+            tables = " and ".join(
+                f"{table.positions:,} tokens ({table.name})" for table in architecture.tables(subject)
+            )
             return (), f"none: it has learned positions, one vector each for {tables}", None
         if isinstance(architecture, Sinusoids):
-            names = " and ".join(table.name for table in architecture.tables(model))
-            return (), f"none: it adds sinusoids to its input, from {names}", architecture.spec(model)
-        sites = find_sites(model, trained_length, scaled=not getattr(model.config, "ctxext", None))
+            names = " and ".join(table.name for table in architecture.tables(subject))
+            return (), f"none: it adds sinusoids to its input, from {names}", architecture.spec(subject)
+        sites = find_sites(subject, trained_length, scaled=not subject.saved)
         for site in sites:
             kind = str(site.rope_dict(text).get("rope_type", "default"))
             base, rotary_dim = site.spec.base, site.spec.rotary_dim

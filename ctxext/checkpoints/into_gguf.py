@@ -17,7 +17,7 @@ from ctxext.errors import CheckpointError
 from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import ExtensionInConfig
 from ctxext.runtimes.llama_cpp import DIVISORS, holds_divisors, is_scaling, keys_of
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import text_of
 
 # What llama.cpp takes where a file does not say it.
 USUAL_BASE = 10000.0

@@ -54,9 +54,8 @@ from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import current_form, without_guard
-from ctxext.surgery.sides import sides_of
+from ctxext.surgery.subject import Subject, base_model
 from ctxext.surgery.tables import put_weights
-from ctxext.surgery.wrappers import base_model
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
@@ -229,8 +228,9 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
         model: it is not touched.
         saved: the extension, as a config holds it; None asks whether it is so with every one.
     """
-    architecture = find_architecture(model)
-    return architecture is not None and architecture.replaces_weights(model, saved)
+    subject = Subject.of(model)
+    architecture = find_architecture(subject)
+    return architecture is not None and architecture.replaces_weights(subject, saved)
 
 
 def _buildable(extended: Any, config: Any) -> Any:
@@ -462,16 +462,16 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     ropes = [getattr(text, "rope_parameters", None) for text in texts]
     arguments = arguments_of(saved, attention)
     loaded: dict[str, nn.Parameter] = {}
+    subject = Subject.of(model)
     if sides := saved_sides(saved):
-        parts = {name: side.model for name, side in sides_of(model).items()}
         for name, side in sides.items():
-            architecture_of(parts[name]).revert(parts[name], side["original"], Edits())
+            architecture_of(subject.sides[name]).revert(subject.sides[name], side["original"], Edits())
     else:
-        architecture = architecture_of(model)
-        if architecture.why_final(model) is not None:  # it is in the weights, and complete without us
+        architecture = architecture_of(subject)
+        if architecture.why_final(subject) is not None:  # it is in the weights, and complete without us
             return model
-        loaded = architecture.replaced_weights(model)
-        architecture.revert(model, saved["original"], Edits())
+        loaded = architecture.replaced_weights(subject)
+        architecture.revert(subject, saved["original"], Edits())
     del model.config.ctxext
     extend(model, arguments)
     different = differences(saved, model.config.ctxext)

@@ -23,8 +23,7 @@ from ctxext.saved import put_old_form, saved_sides
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.rotary import require_as_patched
-from ctxext.surgery.sides import sides_of
-from ctxext.surgery.wrappers import base_model, unwrapped
+from ctxext.surgery.subject import Subject, base_model, unwrapped
 
 MODEL_CARD = "README.md"
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
@@ -91,9 +90,9 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
 @own_defaults()
 def _require_unchanged(model: PreTrainedModel) -> None:
     """Raise ``PatchStateError`` where the positions of an extended model are no longer those that its config says."""
-    sides = saved_sides(model.config.ctxext)
+    subject, sides = Subject.of(model), saved_sides(model.config.ctxext)
     for name, side in sides.items() or [("", model.config.ctxext)]:
-        part = sides_of(model)[name].model if name else model
+        part = subject.sides[name] if name else subject
         architecture = find_architecture(part)
         is_rotary = architecture is not None and architecture.positions == "rotary"
         if is_rotary and issubclass(saved_class(side["method"]["method"]), RopeMethod):  # others replace rotation
@@ -111,10 +110,11 @@ def _save_whole(model: PreTrainedModel, directory: Path, saving: dict[str, Any])
 
 def counts_from_padding(model: PreTrainedModel) -> bool:
     """Return whether positions of tokens depend on which id is padding."""
-    architecture = find_architecture(model)
+    subject = Subject.of(model)
+    architecture = find_architecture(subject)
     if not isinstance(architecture, LearnedTable | Sinusoids):
         return False
-    return any(table.skips_padding for table in architecture.tables(model))
+    return any(table.skips_padding for table in architecture.tables(subject))
 
 
 def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:

@@ -20,8 +20,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.learned import LearnedRotation, learn_rotation, turns
 from ctxext.surgery.rotary import RotarySite
-from ctxext.surgery.texts import text_of
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model, text_of
 from ctxext.training.loss import Pieces
 from ctxext.training.memory import recompute_layers
 

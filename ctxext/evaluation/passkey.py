@@ -37,7 +37,7 @@ from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.statistics import check_finite, wilson_interval
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.truncation import UNPATCHED
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, nearest_boundary, noise
 

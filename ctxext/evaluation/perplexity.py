@@ -38,7 +38,7 @@ from ctxext.evaluation.truncation import (
 )
 from ctxext.patching import patched_state
 from ctxext.saved import already_extended
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import Subject, base_model
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 MODES = ("position", "sliding", "yarn", "longlora")
@@ -196,7 +196,7 @@ def _require_reach(
             f"ask for a smaller --length."
         )
     if method is None and length > trained:
-        architecture_of(base_model(model))
+        architecture_of(Subject.of(model))
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from torch import nn
 from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus
 from ctxext.version import __version__
 

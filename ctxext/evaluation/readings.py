@@ -48,8 +48,8 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
 from ctxext.saved import already_extended, choices
 from ctxext.spec import AlibiSpec, Description, RopeSpec
+from ctxext.surgery.subject import Subject, base_model
 from ctxext.surgery.tables import put_weights
-from ctxext.surgery.wrappers import base_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def known_trained_length(model: nn.Module, given: int | None = None) -> int:
     """
     if given is not None:
         return checked_tokens("trained_length", given)
-    known = trained_length_of(base_model(model))
+    known = trained_length_of(Subject.of(model))
     if known is None:
         raise InvalidParameterError(
             "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
@@ -255,10 +255,10 @@ class Readings:
 
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:
-        base = base_model(self.model)
-        state = patched_state(base)
+        subject = Subject.of(self.model)
+        base, state = subject.model, patched_state(subject.model)
         if state is not None:
-            trained = architecture_of(base).replaced_weights(base)  # which may have been trained since
+            trained = architecture_of(subject).replaced_weights(subject)  # which may have been trained since
             patching.unpatch(self.model)
         try:
             with patching.patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
@@ -318,7 +318,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
 
 def _default_names(model: nn.Module) -> list[str]:
-    architecture = architecture_of(base_model(model))
+    architecture = architecture_of(Subject.of(model))
     if isinstance(architecture, Sinusoids):
         return [name for name in usable_methods() if not _required(METHODS[name])]
     kind: type[Method] = BiasMethod if isinstance(architecture, AlibiArchitecture) else RopeMethod

@@ -28,7 +28,7 @@ from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import command, machine, now, versions
 from ctxext.evaluation.statistics import check_finite
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
-from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Subject, subject_named, subjects
+from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subject_named, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
 from ctxext.texts.documents import read_documents
 from ctxext.version import __version__
@@ -131,7 +131,7 @@ class LabCell:
     """
 
     task: str
-    subject: Subject
+    subject: Variant
     seed: int
     settings: LabSettings
     text_sha256: str = ""

@@ -50,7 +50,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Variant:
     """One way to know the order of tokens, as a model that is trained from nothing.
 
     Args:
@@ -79,16 +79,16 @@ class Subject:
         return model if self.kind == "rotation" else patching.patch(model, self.name, factor=float(REACH))
 
 
-def subjects() -> dict[str, Subject]:
+def subjects() -> dict[str, Variant]:
     """Everyone by name: rotation, every method that can take its place on an untrained model, and recurrent models.
 
     A method that is found in the folder of methods is here without another line.
     """
-    found = [Subject(ROPE, "rotation"), *_encodings(), *(Subject(name, "recurrent") for name in RECURRENT)]
+    found = [Variant(ROPE, "rotation"), *_encodings(), *(Variant(name, "recurrent") for name in RECURRENT)]
     return {subject.name: subject for subject in found}
 
 
-def subject_named(name: str) -> Subject:
+def subject_named(name: str) -> Variant:
     """One of ``subjects``.
 
     Raises:
@@ -100,15 +100,15 @@ def subject_named(name: str) -> Subject:
     return known[name]
 
 
-def _encodings() -> Iterator[Subject]:
+def _encodings() -> Iterator[Variant]:
     for name, kind in known_methods().items():
         # Vectors that are added, and no positions at all, leave a plateau late: relative scores have left it long ago.
         if issubclass(kind, EncodingMethod):
-            yield Subject(name, "encoding", is_slow=kind.form == "added")
+            yield Variant(name, "encoding", is_slow=kind.form == "added")
         elif issubclass(kind, RopeMethod) and kind.needs_training:
-            yield Subject(name, "encoding", is_slow=True)
+            yield Variant(name, "encoding", is_slow=True)
         elif issubclass(kind, BiasMethod) and not issubclass(kind, RopeMethod):  # pi, say, stretches what is there
-            yield Subject(name, "encoding")
+            yield Variant(name, "encoding")
 
 
 # Recurrent and linear models from transformers as they are. A config for a width, layers and heads.

@@ -35,7 +35,7 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.surgery.caches import cache_argument, cache_in
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import require_head
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
 
 FIRST = 512

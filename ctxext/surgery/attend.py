@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ctxext.attention import AttentionBackend, Call, Need, named, require_usable, select
 from ctxext.errors import IncompatibleError
@@ -19,7 +18,7 @@ from ctxext.surgery.probe import Layers, forward_without_data, reads_an_encoder
 from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_twin
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 
 
 @dataclass
@@ -65,9 +64,9 @@ def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)
 
 
-def decoder_of(model: PreTrainedModel, place: RotaryPlace) -> nn.Module:
+def decoder_of(subject: Subject, place: RotaryPlace) -> nn.Module:
     """Return the module that owns the rotary module; it builds the mask and calls the layers."""
-    owner: nn.Module = model.get_submodule(place.path.rpartition(".")[0])
+    owner: nn.Module = subject.model.get_submodule(place.path.rpartition(".")[0])
     return owner
 
 
@@ -82,15 +81,15 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
-def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], seen: Layers) -> str | None:
+def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
     """Return why ctxext's attention cannot replace that of this model; None if it can."""
-    text = text_of(model.config)
+    text = subject.text
     if len(places) != 1 or places[0].layer_type is not None:
         return "its positions differ by layer type"
-    layers = attention_layers(decoder_of(model, places[0]))
-    if not layers or not type(model)._can_set_attn_implementation():
+    layers = attention_layers(decoder_of(subject, places[0]))
+    if not layers or not type(subject.model)._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
-    if len(layers) != text.num_hidden_layers * (2 if reads_an_encoder(decoder_of(model, places[0])) else 1):
+    if len(layers) != text.num_hidden_layers * (2 if reads_an_encoder(decoder_of(subject, places[0])) else 1):
         return "not all of its layers are attention layers"
     for layer in layers:
         if getattr(layer, "kv_lora_rank", None) is not None:
@@ -139,7 +138,7 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
     that a layout cannot express.
     """
     try:
-        twin = original_twin(rebuild.model, rebuild.config).eval()
+        twin = Subject((original_twin(rebuild.subject.model, rebuild.config).eval(),))
         decoder, edits = decoder_of(twin, place), Edits()
         install_attention(twin, place, None, edits)
         witnesses = {path: _Witness() for path in _paths(decoder)}
@@ -190,14 +189,14 @@ class CrossAttend:
 
 
 def install_attention(
-    model: PreTrainedModel, place: RotaryPlace, attend: Any, edits: Edits, crossing: Sequence[str] = ()
+    subject: Subject, place: RotaryPlace, attend: Any, edits: Edits, crossing: Sequence[str] = ()
 ) -> None:
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
     Layers at the paths ``crossing``, which attend to an encoder's text, get attention without distances.
     """
-    decoder = decoder_of(model, place)
-    edits.set(text_of(model.config), "_attn_implementation_internal", ATTENTION)
+    decoder = decoder_of(subject, place)
+    edits.set(subject.text, "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))
     across = CrossAttend(attend.backends) if crossing else None
     for path in _paths(decoder):

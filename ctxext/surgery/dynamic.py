@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
@@ -23,6 +22,7 @@ from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rope_types import ROPE_TYPE
 from ctxext.surgery.rotary import RotarySite
 from ctxext.surgery.stored_form import StoredForm
+from ctxext.surgery.subject import Subject
 
 # Rotary modules cached per model, one for each recent length: a few kilobytes each.
 KEPT = 64
@@ -186,14 +186,14 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
 
 
-def follow_length(model: PreTrainedModel, form: StoredForm, edits: Edits) -> None:
+def follow_length(subject: Subject, form: StoredForm, edits: Edits) -> None:
     """Make the rotary modules of a model, and the decoders that call them, follow the length of each sequence.
 
     Raises:
         IncompatibleError: if a module rotates other positions than those of the sequence.
     """
     method, paths = form.method, dict.fromkeys(site.path for site in form.sites)
-    owners = {path: _owner(model, path) for path in paths}
+    owners = {path: _owner(subject.model, path) for path in paths}
     for owner in owners.values():
         if not hasattr(
             owner, "config"
@@ -203,7 +203,7 @@ def follow_length(model: PreTrainedModel, form: StoredForm, edits: Edits) -> Non
                 f"positions that do not tell this length. Pick a method that is not dynamic."
             )
     for path in paths:
-        rotary = model.get_submodule(path)
+        rotary = subject.model.get_submodule(path)
         here = [site for site in form.sites if site.path == path]
         table = {site.layer_type: DynamicSite(rotary, site, method, form.rope_type(site)) for site in here}
         edits.set(rotary, "forward", DynamicForward(rotary, table))
@@ -215,7 +215,7 @@ def follow_length(model: PreTrainedModel, form: StoredForm, edits: Edits) -> Non
         edits.set(decoder, "forward", CountedForward.around(decoder))
 
 
-def _owner(model: PreTrainedModel, path: str) -> nn.Module:
+def _owner(model: nn.Module, path: str) -> nn.Module:
     """Return the module that calls the rotary module at ``path``, past the lists that hold it."""
     owner: nn.Module = model
     while path:

@@ -24,10 +24,10 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.positions import LayoutMask, layout_of
 from ctxext.surgery.probe import forward_without_data
-from ctxext.surgery.rebuild import FAILURES, Rebuild, rotaries
+from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_twin
 from ctxext.surgery.rotary import RotaryPlace
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject, rotaries
 from ctxext.surgery.travelling import Travelling
 
 ENCODING = "ctxext_encoding"
@@ -154,9 +154,9 @@ class AddedForward(ForwardOverride):
         return self.run(**kwargs | {"hidden_states": states})
 
 
-def spec_of(model: PreTrainedModel, trained_length: int) -> EncodingSpec:
+def spec_of(subject: Subject, trained_length: int) -> EncodingSpec:
     """What a method for encodings may know about a rotary model."""
-    text = text_of(model.config)
+    text = subject.text
     heads = text.num_attention_heads
     return EncodingSpec(
         hidden_size=text.hidden_size,
@@ -176,7 +176,7 @@ def encoding_fingerprint(method: EncodingMethod, spec: EncodingSpec) -> str:
 
 
 def install_encoding(
-    model: PreTrainedModel,
+    subject: Subject,
     place: RotaryPlace,
     method: EncodingMethod,
     spec: EncodingSpec,
@@ -187,9 +187,9 @@ def install_encoding(
 
     Encodings that are attached already, because a checkpoint was loaded with theirs, stay.
     """
-    decoder = decoder_of(model, place)
+    decoder = decoder_of(subject, place)
     layers = attention_layers(decoder)
-    install_attention(model, place, EncodingAttend(decoder, backends), edits)
+    install_attention(subject, place, EncodingAttend(decoder, backends), edits)
     for owner in _owners(decoder, method):
         found = getattr(owner, ENCODING, None)
         edits.attach(owner, ENCODING, _built(method, spec, owner) if found is None else found)
@@ -209,7 +209,7 @@ def install_encoding(
 def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, spec: EncodingSpec) -> str | None:
     """Why a rebuilt model would not run with the encoding, seen on one that has no data; None if it would."""
     try:
-        twin = original_twin(rebuild.model, rebuild.config).eval()
+        twin = Subject((original_twin(rebuild.subject.model, rebuild.config).eval(),))
         install_encoding(twin, place, method, spec, Backends(), Edits())
         forward_without_data(decoder_of(twin, place))
     except InvalidParameterError:  # it says itself which parameter to change
@@ -263,7 +263,7 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             path = next(path for path, _ in rotaries(self))
-            spec = spec_of(self, trained_length)
+            spec = spec_of(Subject((self,)), trained_length)
             for owner in _owners(self.get_submodule(path.rpartition(".")[0]), method):
                 owner.add_module(ENCODING, _built(method, spec, owner))
 

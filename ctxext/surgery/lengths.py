@@ -10,14 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods.formulas import NEVER
 from ctxext.surgery.old_form import rope_dicts
 from ctxext.surgery.published import CHUNKED, published_json, published_text
-from ctxext.surgery.rebuild import rotaries
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject, text_of
 from ctxext.surgery.windows import is_windowed
 
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -209,7 +206,7 @@ def _question(scaling: Scaling, trained_length: int | None) -> str:
     )
 
 
-def refuse_changed_length(model: PreTrainedModel) -> None:
+def refuse_changed_length(subject: Subject) -> None:
     """Raise if the config's length differs from that of its config.json, or from that at the model's construction.
 
     Some programs raise ``max_position_embeddings`` before a model is patched (axolotl, to its sequence length), which
@@ -218,16 +215,16 @@ def refuse_changed_length(model: PreTrainedModel) -> None:
     Raises:
         PatchStateError: with both lengths; the user has to pass one of them.
     """
-    text = text_of(model.config)
+    text = subject.text
     now = getattr(text, "max_position_embeddings", None)
-    published = published_json(model.config)
+    published = published_json(subject.config)
     lengths = {
         f"{type(rotary).__name__} was built for": getattr(rotary, "original_max_seq_len", None)
-        for _, rotary in rotaries(model)
+        for _, rotary in subject.rotaries
         if rotary.config is text
     }
     if "ctxext" not in published:  # config.json of an extended checkpoint has the extended length
-        lengths["its config.json says"] = published_text(model.config, published).get("max_position_embeddings")
+        lengths["its config.json says"] = published_text(subject.config, published).get("max_position_embeddings")
     for where, length in lengths.items():
         if isinstance(now, int) and isinstance(length, int) and length != now:
             raise PatchStateError(

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import text_of
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.surgery.code import source_of_home
 from ctxext.surgery.old_form import REFUSALS, rope_dicts
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject, path_to, text_of
 
 CHUNKED = "dual_chunk_attention_config"
 """The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
@@ -88,25 +88,12 @@ def published_json(config: Any) -> dict[str, Any]:
 
 def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
     """Return the text part of a published config.json; the whole of it if it has no such part."""
-    for name in _path_to(config, text_of(config)):
+    for name in path_to(config, text_of(config)):
         inner = published.get(name)
         if not isinstance(inner, dict):
             return published  # a file older than the parts of its class; transformers maps its fields
         published = inner
     return published
-
-
-def _path_to(config: Any, part: Any) -> list[str]:
-    """Return the attributes that lead from a config to one of its parts; none if the part is the config."""
-    return [] if part is config else next(_paths(config, part), [])
-
-
-def _paths(config: Any, part: Any) -> Iterator[list[str]]:
-    for name, value in vars(config).items():
-        if value is part:
-            yield [name]
-        elif isinstance(value, PreTrainedConfig):
-            yield from ([name, *rest] for rest in _paths(value, part))
 
 
 @dataclass(frozen=True)
@@ -346,24 +333,24 @@ SCALES = re.compile(
 )
 
 
-def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
+def refuse_other_positions(subject: Subject, kind: str) -> None:
     """Raise if a config asks for a kind of positions that the built model does not have.
 
     Checkpoints with code of their own may use a model type of transformers. The class of that type takes their weights
     and ignores fields that it does not know. A model that was built from its own code passes.
 
     Args:
-        model: the built model.
+        subject: the built model.
         kind: its kind of positions: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
         IncompatibleError: with the field and the way out.
     """
-    home = type(model).__module__
+    home = type(subject.model).__module__
     if home.startswith("transformers_modules."):
         return
-    code = source_of_home(type(model))
-    for config in {id(config): config for config in (model.config, text_of(model.config))}.values():
+    code = source_of_home(type(subject.model))
+    for config in {id(config): config for config in (subject.config, subject.text)}.values():
         for place, name, value in _asking(config, kind):
             reads = re.compile(rf"(\.|['\"]){re.escape(name)}\b")  # as an attribute, or as a string
             if reads.search(code) or (place == "" and reads.search(source_of_home(type(config)))):
@@ -373,9 +360,9 @@ def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
                 remedy = "The checkpoint brings its code (auto_map): read it, then load with trust_remote_code=True."
             of_transformers = " of transformers" if home.startswith("transformers.") else ""
             raise IncompatibleError(
-                f"The config of this {config.model_type} has {place}{name}={value!r}, but {type(model).__name__}"
-                f"{of_transformers} does not read it. The built model has other positions than the weights were "
-                f"trained with. {remedy}"
+                f"The config of this {config.model_type} has {place}{name}={value!r}, but "
+                f"{type(subject.model).__name__}{of_transformers} does not read it. The built model has other "
+                f"positions than the weights were trained with. {remedy}"
             )
 
 

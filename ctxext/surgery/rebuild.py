@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.surgery.edits import Edits, own_attributes
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject, text_of
 
 Scalar = int | float | str | bool | None
 
@@ -83,7 +83,7 @@ class Rebuild:
     The model is built on first use, and ``apply`` alone changes the live model.
 
     Args:
-        model: the live model.
+        subject: the live model.
         fields: new values of fields in the text part of its config; none for the model as it is now.
 
     Raises:
@@ -91,9 +91,9 @@ class Rebuild:
             does not accept the fields.
     """
 
-    def __init__(self, model: PreTrainedModel, fields: dict[str, Any] | None = None) -> None:
-        self.model, self.fields = model, fields or {}
-        changed = copy.deepcopy(model.config)
+    def __init__(self, subject: Subject, fields: dict[str, Any] | None = None) -> None:
+        self.subject, self.fields = subject, fields or {}
+        changed = copy.deepcopy(subject.config)
         text = text_of(changed)
         drop_old_form(text)
         for name, value in self.fields.items():
@@ -104,14 +104,14 @@ class Rebuild:
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
         """The whole model, on the meta device."""
-        return without_weights(self.model, self.config)
+        return without_weights(self.subject.model, self.config)
 
     def rotary_config(self, path: str) -> Any:
         """Return the config that transformers gives to the rotary module at ``path``.
 
         Nearly always this is the text part itself; some models hand changed copies of it to their modules.
         """
-        if self.model.get_submodule(path).config is text_of(self.model.config):
+        if self.subject.model.get_submodule(path).config is self.subject.text:
             return self.text
         return self.whole.get_submodule(path).config
 
@@ -121,7 +121,7 @@ class Rebuild:
         Raises:
             IncompatibleError: if its class cannot be built from a config.
         """
-        kind, config = type(self.model.get_submodule(path)), copy.deepcopy(self.rotary_config(path))
+        kind, config = type(self.subject.model.get_submodule(path)), copy.deepcopy(self.rotary_config(path))
         with torch.device("cpu"), restoring(), running(kind):
             built: nn.Module = kind(config=config)
         return built
@@ -141,7 +141,7 @@ class Rebuild:
         Raises:
             IncompatibleError: if transformers cannot build the model.
         """
-        model, before = self.model, Rebuild(self.model)
+        subject, model, before = self.subject, self.subject.model, Rebuild(self.subject)
         try:
             _ = self.whole
         except REFUSALS as error:
@@ -149,12 +149,12 @@ class Rebuild:
                 f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended "
                 f"config: {type(error).__name__}: {error}"
             ) from error
-        text = text_of(model.config)
+        text = subject.text
         for path, name, _, value in self.changes(before):
             edits.set(model.get_submodule(path), name, value)
         for name in self.fields:
             edits.set(text, name, getattr(self.text, name))
-        for path, rotary in rotaries(model):
+        for path, rotary in subject.rotaries:
             if rotary.config is not text:  # a changed copy of the text config, made when it was built
                 config = self.rotary_config(path)
                 if config.to_dict() == before.rotary_config(path).to_dict():
@@ -176,14 +176,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return bool(value) and all(isinstance(item, Scalar) for item in (*value, *value.values()))
     return isinstance(value, Scalar)
-
-
-def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module whose rotary frequencies follow transformers' rope types, with its path."""
-    for path, module in model.named_modules():
-        has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
-        if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
-            yield path, module
 
 
 RESTORING: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)

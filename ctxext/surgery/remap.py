@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
@@ -34,7 +33,7 @@ from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_code, replaced_in
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 
 BOTH_WAYS = "its attention is not causal, and the pieces cover keys before their query only"
 
@@ -247,19 +246,19 @@ def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_po
     return max(0, first - max(band.stop or 0 for band in bands) + 1)
 
 
-def as_it_rotates(model: PreTrainedModel, site: RotarySite) -> RotarySite:
+def as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
     """Return the site with the exact float32 frequencies of its module, so that unchanged distances keep every bit.
 
     A spec without frequencies means the powers of its base, which transformers computes in float32.
     """
     if site.spec.inv_freq is not None:
         return site
-    inv_freq = getattr(Rebuild(model).rotary(site.path), f"{site.prefix}inv_freq")
+    inv_freq = getattr(Rebuild(subject).rotary(site.path), f"{site.prefix}inv_freq")
     return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
 
 
 def require_remappable(
-    model: PreTrainedModel,
+    subject: Subject,
     method: RemapMethod,
     site: RotarySite,
     places: list[RotaryPlace],
@@ -273,9 +272,9 @@ def require_remappable(
         IncompatibleError: if they cannot; the message has the reason.
         InvalidParameterError: if the method's parameters do not fit the model.
     """
-    text = text_of(model.config)
+    text = subject.text
     refusal = f"Method {method.name!r} cannot replace the attention of this {text.model_type}"
-    if reason := why_no_custom_attention(model, places, layers):
+    if reason := why_no_custom_attention(subject, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
     if layers.windowed and not is_lifted:
         raise IncompatibleError(
@@ -286,7 +285,7 @@ def require_remappable(
 
 
 def install_pieces(
-    model: PreTrainedModel, method: RemapMethod, site: RotarySite, rebuild: Rebuild, backend: str, edits: Edits
+    subject: Subject, method: RemapMethod, site: RotarySite, rebuild: Rebuild, backend: str, edits: Edits
 ) -> RemapAttend:
     """Make every attention layer of an extended model attend in the pieces of ``method``.
 
@@ -300,9 +299,9 @@ def install_pieces(
     if trial.crossing:
         raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
     attend = RemapAttend(method, site.spec, False, Backends(backend))
-    attend.interleaved = _is_interleaved(model, site, attend, refusal)
-    install_attention(model, site, attend, edits)
-    compile_nothing_in_generate(model, edits)
+    attend.interleaved = _is_interleaved(subject, site, attend, refusal)
+    install_attention(subject, site, attend, edits)
+    compile_nothing_in_generate(subject.model, edits)
     return attend
 
 
@@ -322,20 +321,20 @@ def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
 
 
-def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAttend, refusal: str) -> bool:
+def _is_interleaved(subject: Subject, site: RotarySite, attend: RemapAttend, refusal: str) -> bool:
     """Return whether neighbouring dimensions rotate together, from queries of one token at two positions.
 
     Raises:
         IncompatibleError: if no rotation by the model's frequencies maps the one query to the other.
     """
-    decoder = decoder_of(model, site)
+    decoder = decoder_of(subject, site)
     # Weights may be offloaded, sharded or on the meta device, or not yet on the device of another program's kernels.
     out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
     if out_of_reach or replaced_in(type(attention_layers(decoder)[0]).__module__):
-        queries = _rotated_by_code(model, site, refusal)
+        queries = _rotated_by_code(subject, site, refusal)
     else:
         with Edits() as trial:
-            install_attention(model, site, _show_queries, trial)
+            install_attention(subject, site, _show_queries, trial)
             queries = _queries_of(decoder, next(decoder.parameters()).device)
             trial.undo()
     queries = queries.double().cpu()
@@ -355,7 +354,7 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
     return best
 
 
-def _rotated_by_code(model: PreTrainedModel, site: RotarySite, refusal: str) -> Tensor:
+def _rotated_by_code(subject: Subject, site: RotarySite, refusal: str) -> Tensor:
     """Rotate one vector to positions 0 and ``FAR`` by ``apply_rotary_pos_emb`` of the model's module.
 
     This serves models whose weights are not in memory, or whose code another program replaced by kernels.
@@ -363,12 +362,12 @@ def _rotated_by_code(model: PreTrainedModel, site: RotarySite, refusal: str) -> 
     Raises:
         IncompatibleError: if the model's module has no such function.
     """
-    layer = attention_layers(decoder_of(model, site))[0]
+    layer = attention_layers(decoder_of(subject, site))[0]
     rotate = original_code(type(layer).__module__).get("apply_rotary_pos_emb")
     vector = torch.randn(site.spec.rotary_dim, generator=torch.Generator().manual_seed(0)).expand(1, 1, 2, -1)
     try:
         with torch.device("cpu"), torch.no_grad():
-            cos, sin = Rebuild(model).rotary(site.path)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))
+            cos, sin = Rebuild(subject).rotary(site.path)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))
             rotated: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
     except FAILURES as error:
         raise IncompatibleError(

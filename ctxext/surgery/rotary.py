@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
@@ -21,8 +20,8 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.probe import Layers, look, reader_of
 from ctxext.surgery.published import FOREIGN_KEYS
-from ctxext.surgery.rebuild import Rebuild, restoring, rotaries, running
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.rebuild import Rebuild, restoring, running
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
 Output = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -153,12 +152,12 @@ class RotarySite(RotaryPlace):
 
 
 def find_sites(
-    model: PreTrainedModel, trained_length: int, *, scaled: bool = False, places: Sequence[RotaryPlace] = ()
+    subject: Subject, trained_length: int, *, scaled: bool = False, places: Sequence[RotaryPlace] = ()
 ) -> list[RotarySite]:
     """Find the frequencies of the decoder that reach beyond a sliding window, and the spec of each.
 
     Args:
-        model: a model with rotary positions.
+        subject: a model with rotary positions.
         trained_length: tokens that its weights were trained for.
         scaled: whether the weights were trained with the scaling of the config, rather than with plain frequencies.
         places: the places, if ``survey`` has found them already.
@@ -166,14 +165,14 @@ def find_sites(
     Raises:
         IncompatibleError: if there are no such frequencies, or none that a method could extend.
     """
-    text = text_of(model.config)
+    text = subject.text
     sites = []
-    for place in places or survey(model)[0]:
+    for place in places or survey(subject)[0]:
         kind = place.rope_dict(text).get("rope_type", "default")
         if scaled or kind not in TRAINED_WITH | PLAIN_INSIDE:
-            spec = _trained_spec(model, place, trained_length)
+            spec = _trained_spec(subject, place, trained_length)
         else:
-            spec = _plain_spec(model, place, trained_length)
+            spec = _plain_spec(subject, place, trained_length)
         if not scaled and kind == "dynamic" and spec.inv_freq is not None:
             raise IncompatibleError(
                 f"scaling='replace': this {text.model_type} was trained with the frequencies of its "
@@ -184,28 +183,28 @@ def find_sites(
     return sites
 
 
-def survey(model: PreTrainedModel) -> tuple[list[RotaryPlace], Layers]:
+def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
     """Return the places whose frequencies reach beyond a sliding window, and what the decoder's layers do with them.
 
     Raises:
         IncompatibleError: if there is no such place, or if windowed layers stand beside full ones and the probe failed.
     """
-    text = text_of(model.config)
-    places = _candidates(model, text)
-    rotating_sides = [path for path, _ in rotaries(model) if {"encoder", "decoder"} & set(path.split("."))]
-    if model.config.is_encoder_decoder and rotating_sides:
-        classes = ", ".join(sorted({type(module).__name__ for _, module in rotaries(model)}))
+    text = subject.text
+    places = _candidates(subject)
+    rotating_sides = [path for path, _ in subject.rotaries if {"encoder", "decoder"} & set(path.split("."))]
+    if subject.config.is_encoder_decoder and rotating_sides:
+        classes = ", ".join(sorted({type(module).__name__ for _, module in subject.rotaries}))
         raise IncompatibleError(
-            f"This {model.config.model_type} is an encoder-decoder whose encoder and decoder rotate separately "
+            f"This {subject.kind} is an encoder-decoder whose encoder and decoder rotate separately "
             f"({classes}). ctxext cannot extend it: a longer decoder alone would not let its encoder read further."
         )
-    if reader_of(model, places[0].path) is None:
-        first = next(iter(inspect.signature(model.forward).parameters))
+    if reader_of(subject.model, places[0].path) is None:
+        first = next(iter(inspect.signature(subject.model.forward).parameters))
         raise IncompatibleError(
-            f"{type(model).__name__} reads no tokens: the first argument of its forward is {first!r}. Patch the model "
-            f"that contains it and reads the text."
+            f"{type(subject.model).__name__} reads no tokens: the first argument of its forward is {first!r}. Patch "
+            f"the model that contains it and reads the text."
         )
-    layers = look(model, list(dict.fromkeys(place.path for place in places)))
+    layers = look(subject.model, list(dict.fromkeys(place.path for place in places)))
     if layers.failure and places[0].layer_type is None and mixes_windows(text):
         raise IncompatibleError(
             f"This {text.model_type} mixes sliding-window layers with full ones, and ctxext cannot tell which of them "
@@ -224,13 +223,13 @@ WINDOWS_ONLY = (
 )
 
 
-def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
+def _candidates(subject: Subject) -> list[RotaryPlace]:
     """Return the decoder's frequencies, without those that the config assigns to windowed layers by name.
 
     Raises:
         IncompatibleError: if there are none.
     """
-    places, elsewhere = _places(model, text)
+    text, (places, elsewhere) = subject.text, _places(subject)
     if places:
         return places
     if elsewhere:
@@ -241,10 +240,10 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
     raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
 
 
-def _places(model: PreTrainedModel, text: Any) -> tuple[list[RotaryPlace], list[str]]:
+def _places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
     """Return the places of ``_candidates``, and the paths of rotary modules that follow another config."""
-    places, elsewhere = list[RotaryPlace](), list[str]()
-    for path, module in rotaries(model):
+    text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
+    for path, module in subject.rotaries:
         if module.config is not text and not _is_copy(module.config, text):
             elsewhere.append(path)
             continue
@@ -258,9 +257,9 @@ def _is_copy(config: Any, text: Any) -> bool:
     return type(config) is type(text) and getattr(config, "layer_types", None) == getattr(text, "layer_types", None)
 
 
-def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
+def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> RopeSpec:
     """Read a spec off the module that an unscaled config builds, and check that its frequencies are plain."""
-    text = text_of(model.config)
+    text = subject.text
     parameters = place.rope_dict(text)
     base = parameters.get("rope_theta")
     if base is None:
@@ -270,11 +269,13 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
         )
     is_proportional = parameters.get("rope_type") == "proportional"
     unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
-    rotary = Rebuild(model, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
-    inv_freq, live = (getattr(part, f"{place.prefix}inv_freq") for part in (rotary, model.get_submodule(place.path)))
-    if inv_freq.shape != live.shape:  # Mistral 4: its "default" rotates whole heads, its other types a part of each
+    rotary = Rebuild(subject, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
+    live, inv_freq = subject.model.get_submodule(place.path), getattr(rotary, f"{place.prefix}inv_freq")
+    if inv_freq.shape != getattr(live, f"{place.prefix}inv_freq").shape:
+        # Mistral 4: its "default" rotates whole heads, its other types a part of each.
         unscaled = {"rope_type": "linear", "rope_theta": base, "factor": 1.0}
-        rotary = Rebuild(model, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
+        rope = place.rescaled(text.rope_parameters, unscaled)
+        rotary = Rebuild(subject, {"rope_parameters": rope}).rotary(place.path)
         inv_freq = getattr(rotary, f"{place.prefix}inv_freq")
     spec = RopeSpec(rotary_dim=2 * inv_freq.shape[-1], base=float(base), trained_length=trained_length)
     if is_proportional:
@@ -283,7 +284,7 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
     problem = disagreement(place.output(rotary), lambda length: plain, [trained_length])
     if problem is None:
         return spec
-    if model.get_submodule(place.path).config is not text:
+    if live.config is not text:
         raise IncompatibleError(
             f"The rotary modules of this {text.model_type} have bases that differ from rope_theta of its config. No "
             f"single field could rescale them: {problem}"
@@ -294,20 +295,20 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
     )
 
 
-def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
+def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> RopeSpec:
     """Read the frequencies that a checkpoint with scaled positions was trained with, and their scale of cos and sin.
 
     Both are those that the config gives a text of ``trained_length`` tokens, in float32, as in the training.
     """
-    plain = _plain_spec(model, place, trained_length)
-    text = text_of(model.config)
+    plain = _plain_spec(subject, place, trained_length)
+    text = subject.text
     parameters = place.rope_dict(text)
     if parameters.get("rope_type") == "proportional" and (parameters.get("factor") or 1.0) != 1:
         raise IncompatibleError(
             f"The frequencies of this {text.model_type} are 'proportional' with factor={parameters['factor']}. No "
             f"method can extend these. If the factor was added after training, remove it from config.json."
         )
-    rotary = Rebuild(model).rotary(place.path)
+    rotary = Rebuild(subject).rotary(place.path)
     output, length = place.output(rotary), trained_length
     if parameters.get("rope_type") == "dynamic":
         length = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
@@ -342,18 +343,18 @@ PATCH_ANEW = (
 )
 
 
-def require_as_patched(model: PreTrainedModel, trained_length: int) -> None:
+def require_as_patched(subject: Subject, trained_length: int) -> None:
     """Check that every rotary module of an extended model still computes what its config says.
 
     Raises:
         PatchStateError: if a module and the config differ; the message has both values.
     """
-    places, _ = _places(model, text_of(model.config))
-    require_as_configured(model, places, trained_length, PATCH_ANEW)
+    places, _ = _places(subject)
+    require_as_configured(subject, places, trained_length, PATCH_ANEW)
 
 
 def require_as_configured(
-    model: PreTrainedModel, places: Sequence[RotaryPlace], trained_length: int, way_out: str = LOAD_ANEW
+    subject: Subject, places: Sequence[RotaryPlace], trained_length: int, way_out: str = LOAD_ANEW
 ) -> None:
     """Check that live rotary modules compute what the model's config says.
 
@@ -365,9 +366,9 @@ def require_as_configured(
     """
     if not places:
         return
-    text, rebuild = text_of(model.config), Rebuild(model)
+    text, rebuild = subject.text, Rebuild(subject)
     for place in places:
-        live = model.get_submodule(place.path)
+        live = subject.model.get_submodule(place.path)
         if any(buffer.is_meta for buffer in live.buffers()):
             continue
         problem = _unlike(place, live, rebuild.rotary(place.path), text, trained_length)

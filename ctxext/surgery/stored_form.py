@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import as_longrope
@@ -17,10 +15,10 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.lengths import max_length_of
 from ctxext.surgery.old_form import REFUSALS
 from ctxext.surgery.published import without_foreign
-from ctxext.surgery.rebuild import Rebuild, rotaries
+from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rope_types import ROPE_NAME, ROPE_TYPE, method_rope_parameters, with_base
 from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ class StoredForm:
 
 
 def find_stored_form(
-    model: PreTrainedModel, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
+    subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
 ) -> StoredForm:
     """Find the first saved form from which transformers rebuilds the frequencies of the method.
 
     Args:
-        model: the live model; it is not touched.
+        subject: the live model; it is not touched.
         method: the extension.
         sites: the frequencies that it extends.
         windows: other config fields that the extension changes.
@@ -68,10 +66,10 @@ def find_stored_form(
     Raises:
         IncompatibleError: if there is none; the message lists the forms that were tried.
     """
-    text, reasons = text_of(model.config), []
+    text, reasons = subject.text, []
     for stored_as, forms in _forms(method, sites):
         try:
-            rebuild = Rebuild(model, _fields(text, method, sites, forms, windows))
+            rebuild = Rebuild(subject, _fields(text, method, sites, forms, windows))
         except REFUSALS as error:
             reason = str(error.__cause__ or error).strip()
             reasons.append(f"{stored_as}: its config does not accept it ({reason})")
@@ -191,7 +189,7 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
         try:
             rotary = form.rebuild.rotary(site.path)
         except REFUSALS as error:
-            name = type(form.rebuild.model.get_submodule(site.path)).__name__
+            name = type(form.rebuild.subject.model.get_submodule(site.path)).__name__
             return f"{name} does not build: {type(error).__name__}: {error}"
         lengths = checked_lengths(form.method, site.spec)
         if form.rope_type(site) == ROPE_TYPE and form.method.dynamic:
@@ -212,7 +210,7 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
 
 
 def score_form(
-    model: PreTrainedModel, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
+    subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
 ) -> StoredForm:
     """Find the stored form that applies the method's temperature to whole attention scores, if the model can.
 
@@ -224,11 +222,11 @@ def score_form(
         IncompatibleError: if the temperature follows the length, if the temperature of the training would be lost, or
             if there is no form at all.
     """
-    text, spec = text_of(model.config), sites[0].spec
+    text, spec = subject.text, sites[0].spec
     if not hasattr(text, "qk_rope_head_dim"):
-        return find_stored_form(model, method, sites, windows)
+        return find_stored_form(subject, method, sites, windows)
     scales = {method.frequencies(spec, length).attention_scale for length in checked_lengths(method, spec)}
-    trained = _score_factor(Rebuild(model), sites) if spec.inv_freq is not None else 1.0
+    trained = _score_factor(Rebuild(subject), sites) if spec.inv_freq is not None else 1.0
     if len(scales) > 1:
         raise IncompatibleError(
             f"The temperature of {method.name!r} follows the length of the text, but this {text.model_type} scales its "
@@ -237,7 +235,7 @@ def score_form(
         )
     temperature = trained * scales.pop()
     if temperature == trained == 1:
-        return find_stored_form(model, method, sites, windows)
+        return find_stored_form(subject, method, sites, windows)
     latent = [replace(site, spec=LatentSpec(**asdict(site.spec), temperature=temperature)) for site in sites]
     adapted = method.for_latent_attention()
     candidates: list[tuple[RopeMethod, Sequence[RotarySite]]] = [(method, latent)]
@@ -245,7 +243,7 @@ def score_form(
         candidates.insert(0, (adapted, sites))
     for candidate, at_sites in candidates:
         try:
-            form = find_stored_form(model, candidate, at_sites, windows)
+            form = find_stored_form(subject, candidate, at_sites, windows)
         except IncompatibleError:
             continue  # the last find_stored_form says why, if no form exists
         if math.isclose(_score_factor(form.rebuild, sites), temperature, rel_tol=1e-6):
@@ -256,17 +254,17 @@ def score_form(
             f"{text.model_type}. Its scores were trained with that number, which comes from the scaling of its config. "
             f"Take another factor, or scaling='replace'."
         )
-    return find_stored_form(model, method, sites, windows)
+    return find_stored_form(subject, method, sites, windows)
 
 
 def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
     """Return the number by which a built model multiplies queries and keys outside the rotation; 1 if it does not."""
-    text = text_of(built.model.config)
+    text = built.subject.text
     rope = dict(text.rope_parameters)
     for site in sites:
         rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": site.rope_dict(text)["rope_theta"]})
-    plain = Rebuild(built.model, {"rope_parameters": rope})
-    rotary_paths = {path for path, _ in rotaries(built.model)}
+    plain = Rebuild(built.subject, {"rope_parameters": rope})
+    rotary_paths = {path for path, _ in built.subject.rotaries}
     factors = set()
     for path, _, old, new in built.changes(plain):
         if path not in rotary_paths and isinstance(new, float) and isinstance(old, float) and old > 0 and new > 0:

@@ -29,8 +29,7 @@ from ctxext.surgery.lookups import TOKENS, lookups, table_of
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.rebuild import reread, restoring
 from ctxext.surgery.rope_types import without_guard
-from ctxext.surgery.texts import field_of
-from ctxext.surgery.wrappers import is_zero3
+from ctxext.surgery.subject import field_of, is_zero3
 
 # Config fields that count positions of tokens, and below those that count distances or places on a page.
 FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_length|max_source|max_target|max_text")

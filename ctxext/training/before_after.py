@@ -26,7 +26,7 @@ from ctxext.evaluation.perplexity import (
 from ctxext.evaluation.survey import LossJob, Survey
 from ctxext.files import write_json
 from ctxext.progress import StageBar, terminal
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import read_documents
 from ctxext.training.figure import Gain

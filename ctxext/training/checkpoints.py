@@ -18,7 +18,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateErro
 from ctxext.files import write_json
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.settings import Settings, checked_settings
 
 COMPLETE = "complete"

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from ctxext import patching
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state, resolve
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.lora import encodings
 from ctxext.training.memory import Memory

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from ctxext.errors import PatchStateError
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -27,7 +27,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
 from ctxext.surgery.code import own_bases, source_of
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then

@@ -30,7 +30,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import box_inputs_of_head, require_head, require_pieces, shell_of
 from ctxext.surgery.override import ForwardOverride
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.parallel import is_fsdp, is_sharded
 from ctxext.training.sequences import IGNORED
 

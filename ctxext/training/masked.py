@@ -19,7 +19,7 @@ from transformers import DataCollatorForLanguageModeling
 from ctxext.architectures import find_architecture
 from ctxext.architectures.table import LearnedTable
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import Subject
 from ctxext.texts.corpus import special_prefix, special_suffix
 from ctxext.training.sequences import IGNORED, Sequences
 
@@ -97,9 +97,9 @@ def shift_of(model: nn.Module) -> int:
     Raises:
         IncompatibleError: if the model accepts no positions, or ignores them.
     """
-    base = base_model(model)
-    architecture = find_architecture(base)
-    firsts = [table.first for table in architecture.tables(base)] if isinstance(architecture, LearnedTable) else []
+    subject = Subject.of(model)
+    base, architecture = subject.model, find_architecture(subject)
+    firsts = [table.first for table in architecture.tables(subject)] if isinstance(architecture, LearnedTable) else []
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, base.get_input_embeddings().weight.shape[0], (1, READ), generator=generator).to(base.device)
     chosen = base(input_ids=ids).logits

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.override import ForwardOverride
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.loss import chunk_loss
 
 ATTENTION_KERNELS = frozenset(

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state
 from ctxext.surgery.positions import ATTENTION
-from ctxext.surgery.wrappers import base_model, is_zero3
+from ctxext.surgery.subject import base_model, is_zero3
 
 CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.documents import TokenisedDocuments
 
 IGNORED = -100

@@ -21,8 +21,8 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.table import LearnedTable
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.patching import patched_state
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.tables import weight_of
-from ctxext.surgery.wrappers import base_model
 
 
 class TrainedTable:
@@ -38,14 +38,14 @@ class TrainedTable:
     """
 
     def __init__(self, model: nn.Module, *, only_new: bool) -> None:
-        base = base_model(model)
-        architecture = find_architecture(base)
+        subject = Subject.of(model)
+        base, architecture = subject.model, find_architecture(subject)
         if patched_state(base) is None or not isinstance(architecture, LearnedTable):
             raise IncompatibleError(
                 f"This {type(base).__name__} has no extended table of learned positions to train. Extend it by a "
                 f"method for tables (ctxext methods lists them), or train an adapter: leave out table."
             )
-        kept = architecture.kept_rows(base)
+        kept = architecture.kept_rows(subject)
         self.weights = {name: weight_of(base, name) for name in kept}
         for name, weight in self.weights.items():
             if weight.dtype != torch.float32:

@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ctxext.errors import CtxextError
 from ctxext.surgery.positions import ATTENTION
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training.parallel import release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import PackedSequences, RemainingSequences, Sequences
 from ctxext.training.shifted import ShiftedAttention

@@ -56,6 +56,7 @@ from ctxext.methods import NTK, PI, YaRN
 from ctxext.patching import patched
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject
 from ctxext.texts.corpus import TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
 from scripts.bench import machine, markdown_table
@@ -425,7 +426,7 @@ def main(
         corpus_of(read_documents(paths), reads, tokens=target + 1, whole=True, skip=skip).documents
         for paths in (text, held_out)
     )
-    sites = tuple(find_sites(model, known))
+    sites = tuple(find_sites(Subject.of(model), known))
     journal = Journal(output / "cells.jsonl", identity=output / "searches.json", work="searches")
     digest = weights_digest(model)
     journal.claim({"made_by": "compare_searches", "checkpoint": {"name": checkpoint.name, "sha256": digest}})

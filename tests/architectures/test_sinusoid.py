@@ -24,6 +24,7 @@ from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import Method, known_methods
+from ctxext.surgery.subject import Subject
 from tests._models import on_recent
 from tests._tokenizer import make_tokenizer
 from tests.walk.check import State, Stock
@@ -147,10 +148,10 @@ def text(length: int, rows: int = 2) -> Tensor:
 @every_case
 def test_it_is_found(name: str) -> None:
     model = build(name)
-    found = find_architecture(model)
+    found = find_architecture(Subject.of(model))
     assert isinstance(found, Sinusoids)
-    assert {table.first for table in found.tables(model)} == {CASES[name].first}
-    assert [table.name for table in found.tables(model)] == list(tables_of(model))
+    assert {table.first for table in found.tables(Subject.of(model))} == {CASES[name].first}
+    assert [table.name for table in found.tables(Subject.of(model))] == list(tables_of(model))
     assert ctxext.describe(model).trained_length == LENGTH
 
 

@@ -32,6 +32,7 @@ from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.surgery.subject import Subject
 from tests._models import RECENT
 from tests._tokenizer import make_tokenizer
 from tests.walk.check import State
@@ -53,9 +54,9 @@ def roberta() -> RobertaModel:
 
 
 def tables(model: PreTrainedModel) -> list[tuple[str, int, int, bool]]:
-    found = find_architecture(model)
+    found = find_architecture(Subject.of(model))
     assert isinstance(found, LearnedTable)
-    return [(table.name, table.rows, table.first, table.skips_padding) for table in found.tables(model)]
+    return [(table.name, table.rows, table.first, table.skips_padding) for table in found.tables(Subject.of(model))]
 
 
 # --- found -----------------------------------------------------------------------------------------------------------
@@ -70,7 +71,8 @@ def test_the_first_row_is_watched(model_type: str, first: int, skips_padding: bo
     [(name, rows, found, skips)] = tables(model)
     assert (found, skips) == (first, skips_padding)
     assert rows == len(dict(model.named_parameters())[name])
-    assert find_architecture(model).trained_length(model) == rows - first  # type: ignore[union-attr]
+    subject = Subject.of(model)
+    assert find_architecture(subject).trained_length(subject) == rows - first  # type: ignore[union-attr]
 
 
 def test_a_model_on_the_meta_device_is_read_as_well() -> None:
@@ -87,7 +89,7 @@ def test_others_are_not_taken_for_one(model_type: str) -> None:
     from transformers import AutoModel
 
     model = AutoModel.from_config(tiny_config(model_type))
-    assert not isinstance(find_architecture(model), LearnedTable)
+    assert not isinstance(find_architecture(Subject.of(model)), LearnedTable)
 
 
 def test_a_random_state_stays_what_it_was() -> None:

@@ -17,7 +17,7 @@ from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 

@@ -28,6 +28,7 @@ from ctxext.errors import (
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.check import State, Stock
 from tests.walk.tiny import TRAINED_LENGTH
@@ -39,7 +40,7 @@ def example(name: str) -> Method:
     model, cls = tiny(), METHODS[name]
     if not issubclass(cls, RopeMethod):
         return cls(factor=4)
-    return cls.example(find_sites(model, TRAINED_LENGTH)[0].spec)
+    return cls.example(find_sites(Subject.of(model), TRAINED_LENGTH)[0].spec)
 
 
 def unpatched(loaded: PreTrainedModel, before: State, plain: Path) -> None:

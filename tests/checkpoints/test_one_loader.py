@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import ctxext
 from ctxext.errors import CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import base_model
 from ctxext.training import checkpoint as training
 from ctxext.training.settings import Settings, read_settings
 from tests._gguf import write_gguf

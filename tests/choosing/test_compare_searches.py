@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import ctxext
 from ctxext.choosing.landscape import Example, Landscape, as_method
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject
 from docs.results import compare_searches
 from docs.results.compare_searches import Genetic, Problem
 from tests._models import byte_model, tiny, tokens
@@ -33,7 +34,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 def test_a_search_keeps_to_its_passes_and_its_seed(search: str) -> None:
     model = tiny()
-    sites = find_sites(model, TRAINED_LENGTH)
+    sites = find_sites(Subject.of(model), TRAINED_LENGTH)
     ctxext.patch(model, as_method(torch.zeros(17, dtype=torch.float64), 4.0))
     found = []
     for seed in (0, 0, 1):
@@ -57,7 +58,7 @@ def test_a_search_keeps_to_its_passes_and_its_seed(search: str) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_the_genetic_search_has_divisors_that_never_fall_and_all_three_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    rope = find_sites(tiny(), TRAINED_LENGTH)[0].spec
+    rope = find_sites(Subject.of(tiny()), TRAINED_LENGTH)[0].spec
     given: dict[str, Any] = {"landscape": None, "rope": rope, "target": TARGET, "batch": None, "step_cost": 2.9}
     problem = Problem(**given, passes=30, seed=0, scale=True)
     read: list[torch.Tensor] = []

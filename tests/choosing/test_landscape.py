@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.methods import NTK, YaRN
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.wrappers import base_model
+from ctxext.surgery.subject import Subject
 from tests._models import on_recent, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -25,7 +25,7 @@ LENGTH = 4 * TRAINED_LENGTH
 
 def landscape(model: Any, factor: float = 4.0) -> Landscape:
     """The landscape of a plain model, patched for it."""
-    sites = find_sites(base_model(model), TRAINED_LENGTH)
+    sites = find_sites(Subject.of(model), TRAINED_LENGTH)
     ctxext.patch(model, as_method(torch.zeros(sites[0].spec.rotary_dim // 2 + 1, dtype=torch.float64), factor))
     return Landscape(model, sites, factor)
 

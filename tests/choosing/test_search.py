@@ -23,6 +23,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.methods import PI, LongRoPE, YaRN
+from ctxext.surgery.subject import Subject
 from ctxext.texts.corpus import TokenisedDocument
 from tests._choices import on_disk, told
 from tests._models import byte_model
@@ -85,7 +86,7 @@ def test_what_is_found_is_stock_and_judged_on_texts_that_nothing_was_chosen_on(
     assert isinstance(method, LongRoPE)
     assert method.short_factor == method.long_factor
     assert method.attention_factor is not None
-    form = method.rope_parameters(run.find_sites(model, 512)[0].spec)
+    form = method.rope_parameters(run.find_sites(Subject.of(model), 512)[0].spec)
     assert form["rope_type"] == "longrope"
     assert found.accepted, found.why_not
     assert (choice.finish.choice, choice.finish.runner_up) == (name, found.rival)

@@ -20,8 +20,8 @@ import ctxext.architectures.rope
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.remap import RemapMethod
-from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject, rotaries
 from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import some
 from tests.walk.check import State, Stock, check_model
@@ -35,7 +35,7 @@ every_model = pytest.mark.parametrize("model_type", MODELS)
 
 def example(method: type[RopeMethod], model: PreTrainedModel) -> RopeMethod:
     model.config.get_text_config(decoder=True)
-    return method.example(find_sites(model, TRAINED_LENGTH)[0].spec)
+    return method.example(find_sites(Subject.of(model), TRAINED_LENGTH)[0].spec)
 
 
 def patched(method: type[RopeMethod], model_type: str = "llama") -> PreTrainedModel:

@@ -14,8 +14,8 @@ import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.methods import known_methods
 from ctxext.spec import RopeSpec
-from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject, rotaries
 from tests._models import FOR_LLAMA, RECENT, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
@@ -52,7 +52,7 @@ def is_extended(model: PreTrainedModel, method: str) -> bool:
     model.config.get_text_config(decoder=True)
     spec = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
     if any(True for _ in rotaries(model)):
-        spec = find_sites(model, TRAINED_LENGTH)[0].spec
+        spec = find_sites(Subject.of(model), TRAINED_LENGTH)[0].spec
     try:
         ctxext.patch(model, known_methods()[method].example(spec), trained_length=TRAINED_LENGTH)
     except IncompatibleError:

@@ -17,7 +17,7 @@ from ctxext.methods import METHODS
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.subject import rotaries
 from tests._models import RECENT, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model

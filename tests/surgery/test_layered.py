@@ -9,7 +9,7 @@ import torch
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.subject import rotaries
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.check import State
 

@@ -19,6 +19,7 @@ from ctxext.patching import trained_length_of
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 from ctxext.surgery.published import lost_fields
+from ctxext.surgery.subject import Subject
 from tests._famous import PUBLISHED
 from tests._models import RECENT
 
@@ -100,7 +101,7 @@ def test_every_part_reads_the_length_that_a_form_means(name: str, written: Writt
     model = AutoModelForCausalLM.from_config(config)
     assert inspect_checkpoint(place).trained_length == window
     assert reach_of(config) == window
-    assert trained_length_of(model) == window
+    assert trained_length_of(Subject.of(model)) == window
     assert ctxext.describe(model).trained_length == window
     if scaling is not None:
         extended = read_extended(config)
@@ -125,7 +126,7 @@ def test_a_form_that_means_two_lengths_is_asked_about(name: str, written: Writte
     model = AutoModelForCausalLM.from_config(config)
     assert inspect_checkpoint(place).trained_length is None
     assert reach_of(config) is None
-    assert trained_length_of(model) is None
+    assert trained_length_of(Subject.of(model)) is None
     extended: ExtensionInConfig = read_extended(config)
     assert extended.length_note is not None
     assert all(str(window) in extended.length_note for window in windows)

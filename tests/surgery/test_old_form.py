@@ -27,6 +27,7 @@ from ctxext.saved import with_old_form
 from ctxext.spec import RopeSpec
 from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, RECENT, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -131,7 +132,7 @@ def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_an_older_reader_reads_the_same_or_fails(name: str, base: float, tmp_path: Path) -> None:
     model = tiny(rope_parameters={"rope_type": "default", "rope_theta": base})
-    spec = find_sites(model, TRAINED_LENGTH)[0].spec
+    spec = find_sites(Subject.of(model), TRAINED_LENGTH)[0].spec
     cls = METHODS[name]
     assert issubclass(cls, RopeMethod)
     model.save_pretrained(tmp_path / "plain")  # saving fills in fields of the config

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.probe import Layers, look
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.subject import Subject, rotaries
 from tests._models import RECENT, tiny, tokens
 from tests.walk.check import State
 
@@ -39,7 +39,7 @@ def test_inspecting_such_a_model_says_so_too() -> None:
 
     model = tiny("cohere2")
     with pytest.raises(IncompatibleError, match="belong to its sliding-window layers only"):
-        find_sites(model, 64)
+        find_sites(Subject.of(model), 64)
 
 
 @pytest.mark.parametrize("model_type", ["smollm3"])

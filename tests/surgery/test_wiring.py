@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.subject import rotaries
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model

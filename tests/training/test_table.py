@@ -24,6 +24,7 @@ from transformers import (
 import ctxext
 from ctxext.architectures import architecture_of
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.surgery.subject import Subject
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.masked import MaskedSequences, shift_of
@@ -58,7 +59,7 @@ def made(kind: str) -> Any:
 
 def rows_of(model: Any) -> Tensor:
     """The table, without rows for padding."""
-    (table,) = architecture_of(model).tables(model)  # type: ignore[attr-defined]
+    (table,) = architecture_of(Subject.of(model)).tables(Subject.of(model))  # type: ignore[attr-defined]
     weight: Tensor = model.get_parameter(table.name)
     return weight.detach()[table.first :]
 
@@ -131,7 +132,7 @@ def test_rows_for_padding_and_causal_models_too(settings: Any, tmp_path: Path, k
     recipe.finetune(settings(kind))
     loader = AutoModelForCausalLM if kind == "gpt2" else AutoModelForMaskedLM
     after = loader.from_pretrained(tmp_path / "run" / "model")
-    (table,) = architecture_of(after).tables(after)  # type: ignore[attr-defined]
+    (table,) = architecture_of(Subject.of(after)).tables(Subject.of(after))  # type: ignore[attr-defined]
     weight = {name: model.get_parameter(table.name) for name, model in (("old", made(kind)), ("new", after))}
     kept = table.first + TRAINED
     assert torch.equal(weight["new"][:kept], weight["old"][:kept])

@@ -23,9 +23,9 @@ from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, TableMethod, known_methods
 from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import look
-from ctxext.surgery.rebuild import FAILURES, rotaries
+from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.sides import sides_of
+from ctxext.surgery.subject import Subject, rotaries
 from tests.walk.kinds import group_of, groups_for
 from tests.walk.stock import logits_of, output_of
 from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY
@@ -197,9 +197,9 @@ def check_model(
 def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[Finding] | Exception:
     """The model as it is, or what is wrong with it already, or the error of one that does not read tokens alone."""
     long, short = text_of_length(3 * TRAINED_LENGTH), text_of_length(3 * TRAINED_LENGTH)
-    trained, architecture = TRAINED_LENGTH, find_architecture(model)
+    trained, architecture = TRAINED_LENGTH, find_architecture(Subject.of(model))
     logits = _read(model, short)
-    if architecture is None or architecture.replaces_weights(model) or logits is None:
+    if architecture is None or architecture.replaces_weights(Subject.of(model)) or logits is None:
         said = ctxext.describe(model).trained_length
         trained = said if said and said > 0 else TRAINED_LENGTH  # XLNet's config says -1
         short, long = text_of_length(trained), text_of_length(int(FACTOR * trained))
@@ -349,7 +349,7 @@ def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder:
 def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What ``patch`` asks to be told about this model: nothing, its trained length, its windows."""
     given: dict[str, Any] = {}
-    method = "stretch_buckets" if isinstance(find_architecture(model), Buckets) else "pi"
+    method = "stretch_buckets" if isinstance(find_architecture(Subject.of(model)), Buckets) else "pi"
     for _ in range(3):
         try:
             ctxext.unpatch(ctxext.patch(model, method, factor=4.0, **given))
@@ -373,13 +373,12 @@ def _spec(model: PreTrainedModel) -> RopeSpec:
     """What examples of methods are made for; any spec will do for a model that is refused anyway."""
     model.config.get_text_config(decoder=True)
     try:
-        found = find_architecture(model)
+        subject = Subject.of(model)
+        found = find_architecture(subject)
         if hasattr(found, "spec") and not isinstance(found, AlibiArchitecture):
-            spec: RopeSpec = found.spec(model)
+            spec: RopeSpec = found.spec(subject)
             return spec
-        sides = sides_of(model)
-        part = next(iter(sides.values())).model if sides else model
-        return find_sites(part, TRAINED_LENGTH)[0].spec
+        return find_sites(next(iter(subject.sides.values()), subject), TRAINED_LENGTH)[0].spec
     except IncompatibleError:
         return RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 

@@ -10,7 +10,7 @@ from ctxext.architectures.base import why_absent
 from ctxext.errors import IncompatibleError
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.remap import RemapMethod
-from ctxext.surgery.sides import sides_of
+from ctxext.surgery.subject import Subject
 
 # Groups of methods by what they change; a method belongs to the first one that fits.
 GROUPS: dict[str, type[Method]] = {
@@ -46,7 +46,7 @@ def positions_of(model: PreTrainedModel, read_as: str) -> str:
         model: any model.
         read_as: what it is walked as, one of ``tests.walk.tiny.KINDS``.
     """
-    found = find_architecture(model)
+    found = find_architecture(Subject.of(model))
     if found is None:
         why = why_absent(model)
         return NO_POSITIONS if "no positions at all" in why else "sinusoids" if "sinusoid" in why else OTHER
@@ -60,7 +60,7 @@ def positions_of(model: PreTrainedModel, read_as: str) -> str:
 
 def _has_sides(model: PreTrainedModel) -> bool:
     try:
-        return bool(sides_of(model))
+        return bool(Subject.of(model).sides)
     except IncompatibleError:  # it has, and they cannot be told apart
         return True
 

@@ -44,7 +44,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctxext.surgery.probe import look
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.subject import rotaries
 from tests.walk.check import Finding, Stock, check_model, walked_methods
 from tests.walk.kinds import OTHER, positions_of
 from tests.walk.pages import coverage as coverage_of

@@ -16,7 +16,7 @@ from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.methods import BiasMethod, EncodingMethod
 from ctxext.methods.encoding import Encoding
 from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import text_of
 
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
 TURNS = 32  # of a learned bias, at most: T5 has so many buckets

@@ -16,7 +16,7 @@ from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.methods import BucketMethod
 from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.subject import text_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

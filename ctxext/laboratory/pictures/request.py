@@ -22,9 +22,8 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.saved import saved_extension
 from ctxext.spec import EncodingSpec
 from ctxext.surgery.encodings import spec_of
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.subject import Subject, base_model, rotaries
 from ctxext.surgery.tables import twins_of
-from ctxext.surgery.wrappers import base_model
 
 UNTRAINED = "as it begins, untrained"
 SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)
@@ -136,7 +135,7 @@ class PictureRequest:
                 raise InvalidParameterError(
                     f"There is no layer {self.layer} with an encoding of its own: this model has {len(modules)}."
                 )
-            spec = spec_of(model, known_trained_length(model, self.trained_length))
+            spec = spec_of(Subject.of(model), known_trained_length(model, self.trained_length))
             module, layer = modules[self.layer], f", layer {self.layer}" if len(modules) > 1 else ""
         return method, module, spec, state if any(True for _ in module.parameters()) else "", layer
 
