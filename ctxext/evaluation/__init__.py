@@ -3,14 +3,15 @@
 | module | what it measures | begin with |
 |---|---|---|
 | ``loss`` | the loss at every position of a text | ``loss_by_position`` |
-| ``perplexity`` | perplexity by position, or by a published protocol | ``make_plan``, then ``run`` |
-| ``longppl`` | perplexity over the tokens that need a long context | ``key_tokens.find_key_tokens``, then ``run`` |
+| ``perplexity`` | perplexity by position, or by a published protocol | ``make_plan``, then ``prepare`` |
+| ``longppl`` | perplexity over the tokens that need a long context | ``key_tokens.prepare_search``, then ``prepare`` |
 | ``masked`` | the loss of masked tokens, by models that read to both sides | ``masked_readers``, then ``masked_jobs`` |
 | ``passkey`` | whether the model repeats a number hidden in a long text | ``run`` |
 | ``ruler`` | RULER's tasks, offline | ``ruler_prompts``, asked by a ``survey.Survey`` |
-| ``comparison`` | all methods side by side | ``prepare``, then ``begin``, ``measure`` and ``result`` |
+| ``comparison`` | all methods side by side | ``prepare`` |
 
-Each is imported when it is first asked for.
+What is prepared is a ``survey.Survey``: call ``begin``, ``measure`` and ``result``. Each module is imported when it is
+first asked for.
 """
 
 from __future__ import annotations

@@ -16,26 +16,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from ctxext import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.forward import turning_point
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import Window
 from ctxext.evaluation.provenance import Report
-from ctxext.evaluation.statistics import check_finite
+from ctxext.evaluation.readings import Reader, Reading, Readings
+from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
+from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # The thresholds of the paper.
 ALPHA, BETA = 2.0, -2.0
-FINDING = "key tokens"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ class KeyTokens(Report):
                 f"{self.tokenizer_sha256}, that of {checkpoint.name} is {here}): tokens of one are no tokens of the "
                 f"other. Find them anew, into another file."
             )
-        found = [(document.name, _digest(ending(document, self.window))) for document in corpus.documents]
+        texts = [(document.name, ending(document, self.window).sha256) for document in corpus.documents]
         known = [(passage.name, passage.sha256) for passage in self.passages]
-        if found != known:
-            different = next((name for (name, _), pair in zip(found, known, strict=False) if (name, _) != pair), None)
-            what = f"the end of {different!r} is another" if different else f"{len(known)} texts then, {len(found)} now"
+        if texts != known:
+            different = next((name for (name, _), pair in zip(texts, known, strict=False) if (name, _) != pair), None)
+            what = f"the end of {different!r} is another" if different else f"{len(known)} texts then, {len(texts)} now"
             raise InvalidParameterError(
                 f"The key tokens belong to other texts ({what}). The texts, --skip and the greatest --length must be "
                 f"those of the run that found them; or find them anew, into another file."
@@ -125,7 +126,63 @@ class KeyTokens(Report):
         return cls.from_dict(saved)
 
 
-def find_key_tokens(
+@dataclass(eq=False, kw_only=True)
+class KeySearch(Survey[LossJob]):
+    """A planned search for key tokens; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
+
+    Args:
+        evaluator: that finds them.
+        texts: the ends of the documents, which it reads.
+        window: see ``KeyTokens``.
+        short: see ``KeyTokens``.
+        stride: see ``KeyTokens``.
+        alpha: see ``KeyTokens``.
+        beta: see ``KeyTokens``.
+    """
+
+    evaluator: Checkpoint
+    texts: tuple[TokenisedDocument, ...]
+    window: int
+    short: int
+    stride: int
+    alpha: float
+    beta: float
+
+    def result(self) -> KeyTokens:
+        """Compare the losses with the long and the short context.
+
+        Raises:
+            InvalidParameterError: no key token at all.
+        """
+        losses = self.losses()
+        pairs = zip(self.jobs[::2], self.jobs[1::2], strict=True)
+        keys = KeyTokens(
+            passages=tuple(self._passage(losses[long.key], losses[short.key], long.text) for long, short in pairs),
+            window=self.window,
+            short=self.short,
+            stride=self.stride,
+            alpha=self.alpha,
+            beta=self.beta,
+            evaluator=self.evaluator.name,
+            evaluator_sha256=self.evaluator.sha256,
+            tokenizer_sha256=tokenizer_digest(self.evaluator.tokenizer),
+        )
+        if not keys.tokens:
+            raise InvalidParameterError(
+                f"None of {len(self.texts) * keys.searched:,} tokens is a key token (alpha={self.alpha:g}, "
+                f"beta={self.beta:g}): nothing in these texts needs more than {self.short:,} tokens of context. Give "
+                f"other texts, or a smaller short context or alpha."
+            )
+        return keys
+
+    def _passage(self, full: Tensor, cut: Tensor, text: TokenisedDocument) -> KeyPassage:
+        # The first positions have a short context in any case.
+        gains = torch.cat([full[: self.stride], cut]) - full
+        (places,) = torch.nonzero((gains > self.alpha) & (full < -self.beta), as_tuple=True)
+        return KeyPassage(text.name, text.sha256, tuple(sorted(len(full) - 1 - int(place) for place in places)))
+
+
+def prepare_search(
     evaluator: Checkpoint,
     corpus: Corpus,
     *,
@@ -134,9 +191,11 @@ def find_key_tokens(
     stride: int | None = None,
     alpha: float = ALPHA,
     beta: float = BETA,
-    progress: Progress = lambda *_: None,
-) -> KeyTokens:
-    """Find the tokens at the end of each text that need a long context.
+    measured: Checkpoint | None = None,
+    journal: Journal | None = None,
+    group: ProcessGroup | None = None,
+) -> KeySearch:
+    """Lay out the search for the tokens at the end of each text that need a long context.
 
     The model reads the last ``window`` tokens of a text once as a whole and once in pieces: ``stride`` tokens at a
     time, with ``short`` to ``short + stride - 1`` tokens of context. A token is a key token if the long context lowers
@@ -151,14 +210,15 @@ def find_key_tokens(
         stride: tokens that share a short context; default a quarter of the short context.
         alpha: nats, above 0.
         beta: nats, at most 0.
-        progress: called with what is being done and the cost done since the last call (``search_cost`` in all).
+        measured: the checkpoint that the journal is of; default the evaluator.
+        journal: where losses are kept; default in memory.
+        group: the processes that share the work; None for this one alone.
 
     Raises:
         PatchStateError: the evaluator is extended.
-        InvalidParameterError: an argument out of range, or no key token at all.
+        InvalidParameterError: an argument out of range, or a text that is too short.
     """
-    model = evaluator.model
-    described = patching.describe(model)
+    described = patching.describe(evaluator.model)
     if described.method is not None:
         raise PatchStateError(
             f"{evaluator.name} is extended, and key tokens are found by a model in the window that it was trained for. "
@@ -167,56 +227,40 @@ def find_key_tokens(
     window, short, stride = _sizes(described.trained_length, window, short, stride)
     if alpha <= 0 or beta > 0:
         raise InvalidParameterError(f"alpha must be above 0 and beta at most 0 nats, found {alpha} and {beta}.")
-    point = turning_point(model)
-    passages = []
-    for document in corpus.documents:
-        ids = ending(document, window)
-        with ticking(model, FINDING, pass_cost(window, point), progress):
-            full = loss_by_position(model, ids, start=short - 1)[0]
-        with ticking(model, FINDING, pass_cost(short + stride, point), progress):
-            cut = _short_losses(model, ids, short=short, stride=stride, prefix=document.prefix)
-        for losses in (full, cut):
-            check_finite(losses, f"{evaluator.name}, which finds key tokens, {document.name}")
-        cut = torch.cat([full[:stride], cut])
-        (key,) = torch.nonzero((cut - full > alpha) & (full < -beta), as_tuple=True)
-        from_end = sorted(len(full) - 1 - int(place) for place in key)
-        passages.append(KeyPassage(document.name, _digest(ids), tuple(from_end)))
-    found = KeyTokens(
-        passages=tuple(passages),
+    readings = Readings(evaluator, trained_length=window, windows=())
+    reader = Reader(Reading(name=UNPATCHED, label=evaluator.name), readings, (window,))
+    texts = tuple(ending(document, window) for document in corpus.documents)
+    options = {"turning_point": turning_point(evaluator.model)}
+    jobs = []
+    for text in texts:
+        name = f"{evaluator.name}, which finds key tokens, {text.name}"
+        firsts = range(short - 1 + stride, window, stride)
+        stops = [min(first + stride, window) for first in firsts]
+        pieces = [
+            Window(first - short + 1 + text.prefix, stop + 1, stop - first, text.prefix)
+            for first, stop in zip(firsts, stops, strict=True)
+        ]
+        jobs.append(LossJob.of(reader, text, [Window(0, window + 1, window - short + 1)], name=name, **options))
+        jobs.append(LossJob.of(reader, text, pieces, name=name, **options))
+    return KeySearch(
+        "ctxext eval longppl",
+        measured or evaluator,
+        jobs,
+        corpus=corpus,
+        journal=journal or Journal(None),
+        group=group or ProcessGroup(),
+        evaluator=evaluator,
+        texts=texts,
         window=window,
         short=short,
         stride=stride,
         alpha=alpha,
         beta=beta,
-        evaluator=evaluator.name,
-        evaluator_sha256=evaluator.sha256,
-        tokenizer_sha256=tokenizer_digest(evaluator.tokenizer),
     )
-    if not found.tokens:
-        raise InvalidParameterError(
-            f"None of {len(passages) * found.searched:,} tokens is a key token (alpha={alpha:g}, beta={beta:g}): "
-            f"nothing in these texts needs more than {short:,} tokens of context. Give other texts, or a smaller short "
-            f"context or alpha."
-        )
-    return found
 
 
-def _short_losses(model: nn.Module, input_ids: Tensor, *, short: int, stride: int, prefix: int) -> Tensor:
-    """The losses after ``short`` to ``short + stride - 1`` tokens, at the positions from ``short - 1 + stride`` on.
-
-    A pass scores ``stride`` positions; each keeps the first ``prefix`` tokens of the text in front.
-    """
-    positions = input_ids.shape[1] - 1
-    pieces = []
-    for first in range(short - 1 + stride, positions, stride):
-        stop = min(first + stride, positions)
-        kept = [input_ids[:, :prefix], input_ids[:, first - short + 1 + prefix : stop + 1]]
-        pieces.append(loss_by_position(model, torch.cat(kept, dim=1), start=short - 1)[0])
-    return torch.cat(pieces)
-
-
-def ending(document: TokenisedDocument, length: int) -> Int[Tensor, "1 tokens"]:
-    """The prefix and the last tokens of a text: ``length`` to read, and one more to predict.
+def ending(document: TokenisedDocument, length: int) -> TokenisedDocument:
+    """Cut a text to its prefix and its last tokens: ``length`` to read, and one more to predict.
 
     Raises:
         InvalidParameterError: if the text is too short.
@@ -226,27 +270,18 @@ def ending(document: TokenisedDocument, length: int) -> Int[Tensor, "1 tokens"]:
             f"The text {document.name!r} has {document.tokens:,} tokens; this length needs {length + 1:,}."
         )
     kept = length + 1 - document.prefix
-    return torch.cat([document.input_ids[:, : document.prefix], document.input_ids[:, -kept:]], dim=1)
+    tokens = [document.input_ids[:, : document.prefix], document.input_ids[:, -kept:]]
+    return replace(document, input_ids=torch.cat(tokens, dim=1))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Twelve hexadecimal digits of a tokenizer's vocabulary."""
+    """Return the first 12 hexadecimal digits of a hash of a tokenizer's vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
 
 
-def search_cost(
-    model: nn.Module, documents: int, *, window: int | None = None, short: int | None = None, stride: int | None = None
-) -> float:
-    """About what ``find_key_tokens`` reports to ``progress`` in all; arguments as there."""
-    window, short, stride = _sizes(patching.describe(model).trained_length, window, short, stride)
-    point = turning_point(model)
-    pieces = -(-(window - short + 1 - stride) // stride)
-    return documents * (pass_cost(window, point) + pieces * pass_cost(short + stride, point))
-
-
 def _sizes(trained: int | None, window: int | None, short: int | None, stride: int | None) -> tuple[int, int, int]:
-    """Window, short context and stride, with their defaults."""
+    """Return window, short context and stride, with their defaults."""
     window = window or trained
     if window is None:
         raise InvalidParameterError("The config does not say for how many tokens the model was trained; give a window.")
@@ -259,7 +294,3 @@ def _sizes(trained: int | None, window: int | None, short: int | None, stride: i
             f"stride={stride:,}, window={window:,}."
         )
     return window, short, stride
-
-
-def _digest(ids: Tensor) -> str:
-    return TokenisedDocument("", ids, 0).sha256

@@ -13,40 +13,32 @@ Source: Fang et al., arXiv:2410.23771.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ctxext import patching
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import turning_point
+from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, ExtensionRecord, Provenance, Report, provenance_of
-from ctxext.evaluation.readings import check_reference, label_for, name_for
-from ctxext.evaluation.statistics import (
-    PairedDifference,
-    check_finite,
-    difference_columns,
-    document_difference,
-)
+from ctxext.evaluation.loss import Window
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
+from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, name_for
+from ctxext.evaluation.statistics import PairedDifference, difference_columns, document_difference
+from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
     is_reference,
-    tail_losses,
-    tails_cost,
+    tail_windows,
     window_name,
     windows_of,
 )
@@ -87,7 +79,7 @@ class LongPplScore:
         return math.exp(self.all_loss)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LongPplReading:
     """One way to read the texts.
 
@@ -151,7 +143,78 @@ class LongPplResult(Report):
         ]
 
 
-def run(
+@dataclass(eq=False, kw_only=True)
+class LongPpl(Survey[LossJob]):
+    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
+
+    Args:
+        key_tokens: the key tokens of the texts.
+        texts: by reader and length, a job for each text.
+    """
+
+    key_tokens: KeyTokens
+    texts: Mapping[tuple[Reader, int], Sequence[LossJob]]
+
+    def result(self) -> LongPplResult:
+        """Average the losses over the key tokens, and over all tokens that could have been key tokens.
+
+        Raises:
+            ResultsError: losses cannot be read.
+        """
+        kept, lines = self.losses(), self.journal.finished()
+        last = self.key_tokens.searched - 1
+        places = [
+            torch.tensor([last - after for after in one.from_end]).sort().values for one in self.key_tokens.passages
+        ]
+        every = {place: [kept[job.key] for job in jobs] for place, jobs in self.texts.items()}
+        on_keys = {
+            place: [losses[where] for losses, where in zip(texts, places, strict=True)]
+            for place, texts in every.items()
+        }
+        truncations = [place for place in self.texts if place[0].window is not None]
+        on_all_windows = {length: every[reader, length] for reader, length in truncations}
+        on_key_windows = {length: on_keys[reader, length] for reader, length in truncations}
+        readings = []
+        for reader in self.readers:
+            own = [place for place in self.texts if place[0] is reader]
+            compared = reader.reading.name != UNPATCHED
+            scores = tuple(
+                LongPplScore(
+                    length=place[1],
+                    key_loss=_mean(on_keys[place]),
+                    all_loss=_mean(every[place]),
+                    versus_truncation=_versus(on_keys[place], on_key_windows) if compared else None,
+                    versus_truncation_all=_versus(every[place], on_all_windows) if compared else None,
+                )
+                for place in own
+            )
+            seconds = sum(lines[job.key]["seconds"] for place in own for job in self.texts[place])
+            readings.append(LongPplReading(reader.reading.name, reader.reading.label, scores, seconds))
+        window, window_all = best_window(on_key_windows), best_window(on_all_windows)
+        best = LongPplScore(
+            length=max(on_all_windows),
+            key_loss=_mean(on_key_windows[window]),
+            all_loss=_mean(on_all_windows[window_all]),
+            window=window,
+            window_all=window_all,
+        )
+        readings.insert(1 + len(truncations), LongPplReading(TRUNCATED, label_of(TRUNCATED), (best,)))
+        provenance = self.with_extensions(provenance_of(self.checkpoint, self.corpus))
+        return LongPplResult(keys=self.key_tokens, readings=tuple(readings), provenance=provenance)
+
+
+def _mean(losses: Sequence[Tensor]) -> float:
+    return torch.cat(list(losses)).double().mean().item()
+
+
+def _versus(losses: Sequence[Tensor], truncations: Mapping[int, Sequence[Tensor]]) -> PairedDifference | None:
+    """Return the loss minus that of the truncation that is best there; None where a single token counts."""
+    if sum(map(len, losses)) < 2:
+        return None
+    return document_difference(losses, truncations[best_window(truncations)], baselines=len(truncations))
+
+
+def prepare(
     checkpoint: Checkpoint,
     corpus: Corpus,
     keys: KeyTokens,
@@ -160,227 +223,100 @@ def run(
     methods: Sequence[Method] = (),
     reference: Checkpoint | None = None,
     trained_length: int | None = None,
-    progress: Progress = lambda *_: None,
-) -> LongPplResult:
-    """Measure the references, then the checkpoint extended by each method; it is at the end what it was.
+    journal: Journal | None = None,
+    group: ProcessGroup | None = None,
+) -> LongPpl:
+    """Lay out the references' jobs, then those of the checkpoint extended by each method.
 
     Args:
         checkpoint: what to measure.
         corpus: the texts of ``keys``, each longer than the greatest length.
-        keys: from ``find_key_tokens`` with the same tokenizer.
+        keys: from ``prepare_search`` with the same tokenizer.
         lengths: tokens, each at least ``keys.window``, which is added to them.
         methods: to extend by; none measures the checkpoint as it was saved, extended.
         reference: the unextended original, which reads the references of a checkpoint that comes extended.
         trained_length: as for ``ctxext.patch``; also the longest truncation.
-        progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
+        journal: where losses are kept; default in memory.
+        group: the processes that share the work; None for this one alone.
 
     Raises:
         InvalidParameterError: key tokens of other texts, a length out of range, a method twice, or no unextended model
             for the references.
-        CtxextError: as ``ctxext.patch`` and the evaluations do.
+        IncompatibleError: a method that cannot be right on this model.
     """
-    plain = _plain(checkpoint, reference, methods)
+    own = Readings(checkpoint, trained_length=trained_length, windows=())
+    plain = _plain(own, reference, methods)
     keys.check(checkpoint, corpus)
-    lengths = _lengths(lengths, keys)
-    work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
-    records = {UNPATCHED: ExtensionRecord.of(plain)}
-    unpatched = work.read(plain, UNPATCHED, keys.window)
-    windows = _windows(_trained(plain, trained_length, keys), lengths)
-    truncations = {size: work.truncate(plain, size, lengths[-1]) for size in windows}
-    readings = [
-        work.reading(UNPATCHED, UNPATCHED, [unpatched], {}),
-        *(
-            work.reading(name := window_name(size), label_of(name), [one], truncations)
-            for size, one in truncations.items()
-        ),
-        work.best(truncations),
-    ]
-    for name, label, method in _named(methods):
-        given = {"trained_length": trained_length}
-        with patching.patched(checkpoint.model, method, **given) if method is not None else contextlib.nullcontext():
-            check_reach(checkpoint.model, lengths[-1], beyond=False)
-            records[name] = ExtensionRecord.of(checkpoint.model)
-            found = [work.read(checkpoint.model, name, length) for length in lengths]
-        readings.append(work.reading(name, label, found, truncations))
-    provenance = provenance_of(checkpoint, corpus, trained_length=trained_length)
-    return LongPplResult(keys=keys, readings=tuple(readings), provenance=replace(provenance, extensions=records))
-
-
-def total_cost(
-    checkpoint: Checkpoint,
-    corpus: Corpus,
-    keys: KeyTokens,
-    *,
-    lengths: Sequence[int],
-    methods: int,
-    trained_length: int | None = None,
-) -> float:
-    """About what ``run`` reports to ``progress`` in all; ``methods`` is how many extensions are measured."""
-    point = turning_point(checkpoint.model)
-    lengths = _lengths(lengths, keys)
-    truncated = tails_cost(
-        _windows(_trained(checkpoint.model, trained_length, keys), lengths),
-        start=lengths[-1] - keys.searched,
-        positions=lengths[-1],
-        prefix=corpus.documents[0].prefix,
-        turning_point=point,
-    )
-    whole = pass_cost(keys.window, point) + methods * sum(pass_cost(n, point) for n in lengths)
-    return len(corpus.documents) * (whole + truncated)
-
-
-def _trained(model: nn.Module, given: int | None, keys: KeyTokens) -> int:
-    """Tokens that the model was trained for: as given, as its config says, or those in which key tokens were found."""
-    return given or patching.describe(model).trained_length or keys.window
-
-
-def _windows(trained_length: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The truncations to try; where nothing lies beyond the trained window, there is nothing to drop."""
-    return windows_of(trained_length) if lengths[-1] > trained_length else (trained_length,)
-
-
-@dataclass(frozen=True, eq=False)
-class _Losses:
-    """The losses of one reading at one length: all tokens that could have been key tokens, [tokens] per text."""
-
-    length: int
-    losses: list[Tensor]
-    seconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Counted:
-    """The tokens that a number is of: the key tokens, or all that could have been key tokens.
-
-    Args:
-        places: where they are among the losses of each text, increasing.
-    """
-
-    places: list[Tensor]
-
-    def losses(self, found: _Losses) -> list[Tensor]:
-        """Return the losses of these tokens, [tokens] per text."""
-        return [own[places] for own, places in zip(found.losses, self.places, strict=True)]
-
-    def mean(self, found: _Losses) -> float:
-        """Their mean loss, nats."""
-        return torch.cat(self.losses(found)).double().mean().item()
-
-    def best(self, truncations: Mapping[int, _Losses]) -> int:
-        """The window of the truncation that is best on them."""
-        return best_window({window: self.losses(one) for window, one in truncations.items()})
-
-    def versus(self, found: _Losses, truncations: Mapping[int, _Losses]) -> PairedDifference | None:
-        """Return the loss minus that of the truncation that is best on them; None where a single token counts."""
-        if sum(map(len, self.places)) < 2:
-            return None
-        best = truncations[self.best(truncations)]
-        return document_difference(self.losses(found), self.losses(best), baselines=len(truncations))
-
-
-@dataclass(frozen=True, eq=False)
-class _Work:
-    """The passes of a measurement, and what their losses add up to."""
-
-    corpus: Corpus
-    keys: KeyTokens
-    progress: Progress
-    turning_point: int
-
-    def read(self, model: nn.Module, name: str, length: int) -> _Losses:
-        """The end of every text after what comes before it, at one length."""
-        start = length - self.keys.searched
-        return self._pass_over(model, name, length, length, lambda ids, _: loss_by_position(model, ids, start=start))
-
-    def truncate(self, model: nn.Module, window: int, length: int) -> _Losses:
-        """The same tokens when the model sees the last ``window`` tokens before each."""
-
-        def losses(ids: Tensor, prefix: int) -> Tensor:
-            return tail_losses(model, ids, window=window, start=length - self.keys.searched, prefix=prefix)
-
-        return self._pass_over(model, window_name(window), window, length, losses)
-
-    def _pass_over(
-        self, model: nn.Module, name: str, seen: int, length: int, losses: Callable[[Tensor, int], Tensor]
-    ) -> _Losses:
-        began = time.perf_counter()
-        with ticking(model, name, pass_cost(seen, self.turning_point), self.progress):
-            found = [losses(ending(one, length), one.prefix)[0] for one in self.corpus.documents]
-        for document, own in zip(self.corpus.documents, found, strict=True):
-            check_finite(own, f"{name}, {document.name}, {length:,} tokens")
-        return _Losses(seen, found, time.perf_counter() - began)
-
-    @cached_property
-    def on_keys(self) -> _Counted:
-        """The key tokens."""
-        last = self.keys.searched - 1
-        return _Counted([torch.tensor([last - n for n in one.from_end]).sort().values for one in self.keys.passages])
-
-    @cached_property
-    def on_all(self) -> _Counted:
-        """All tokens that could have been key tokens."""
-        return _Counted([torch.arange(self.keys.searched) for _ in self.keys.passages])
-
-    def reading(
-        self, name: str, label: str, found: Sequence[_Losses], truncations: Mapping[int, _Losses]
-    ) -> LongPplReading:
-        """What the losses of all lengths add up to; with no truncations, nothing is held against them."""
-        scores = tuple(
-            LongPplScore(
-                length=one.length,
-                key_loss=self.on_keys.mean(one),
-                all_loss=self.on_all.mean(one),
-                versus_truncation=self.on_keys.versus(one, truncations) if truncations else None,
-                versus_truncation_all=self.on_all.versus(one, truncations) if truncations else None,
-            )
-            for one in found
-        )
-        return LongPplReading(name=name, label=label, scores=scores, seconds=sum(one.seconds for one in found))
-
-    def best(self, truncations: Mapping[int, _Losses]) -> LongPplReading:
-        """The truncation that is best on the key tokens, and the one that is best on all."""
-        window, window_all = self.on_keys.best(truncations), self.on_all.best(truncations)
-        score = LongPplScore(
-            length=max(truncations),
-            key_loss=self.on_keys.mean(truncations[window]),
-            all_loss=self.on_all.mean(truncations[window_all]),
-            window=window,
-            window_all=window_all,
-        )
-        return LongPplReading(name=TRUNCATED, label=label_of(TRUNCATED), scores=(score,))
-
-
-def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequence[Method]) -> nn.Module:
-    """The model that reads the references."""
-    extended = patching.describe(checkpoint.model).method is not None
-    if not extended and not methods:
-        raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
-    if reference is None and extended:
+    lengths = sorted({*lengths, keys.window})
+    if lengths[0] < keys.window:
         raise InvalidParameterError(
-            f"{checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it was made "
-            f"from as the reference, which reads the last tokens only."
+            f"A length must be at least the {keys.window:,} tokens in which the key tokens were found, found "
+            f"{lengths[0]:,}."
+        )
+    trained, longest = own.trained_length, lengths[-1]
+    # Where nothing lies beyond the trained window, there is nothing to drop.
+    windows = windows_of(trained) if longest > trained else (trained,)
+    unpatched = Reader(Reading(name=UNPATCHED, label=label_of(UNPATCHED)), plain, (keys.window,))
+    readers = [unpatched]
+    for window in windows:
+        readers.append(Reader(Reading(name=window_name(window), label=label_of(window_name(window))), plain, (window,)))
+    readers += [Reader(reading, own, tuple(lengths)) for reading in _extensions(own, methods, longest)]
+    options = {"turning_point": turning_point(checkpoint.model)}
+
+    def jobs_of(reader: Reader, length: int) -> list[LossJob]:
+        start, jobs = (longest if reader.window else length) - keys.searched, []
+        for document in corpus.documents:
+            text = ending(document, longest if reader.window else length)
+            passes: Sequence[Window] = [Window(0, length + 1, keys.searched)]
+            if reader.window:
+                passes = tail_windows(reader.window, start=start, positions=longest, prefix=text.prefix)
+            name = f"{reader.reading.name}, {document.name}, {text.tokens - 1:,} tokens"
+            jobs.append(LossJob.of(reader, text, passes, name=name, **options))
+        return jobs
+
+    texts = {(reader, length): jobs_of(reader, length) for reader in readers for length in reader.lengths}
+    return LongPpl(
+        "ctxext eval longppl",
+        checkpoint,
+        [job for jobs in texts.values() for job in jobs],
+        corpus=corpus,
+        journal=journal or Journal(None),
+        group=group or ProcessGroup(),
+        key_tokens=keys,
+        texts=texts,
+    )
+
+
+def _plain(own: Readings, reference: Checkpoint | None, methods: Sequence[Method]) -> Readings:
+    """Return what reads the references."""
+    if not own.extended and not methods:
+        raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
+    if reference is None and own.extended:
+        raise InvalidParameterError(
+            f"{own.checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it was "
+            f"made from as the reference, which reads the last tokens only."
         )
     if reference is None:
-        return checkpoint.model
-    check_reference(checkpoint, reference)
-    return reference.model
+        return own
+    check_reference(own.checkpoint, reference)
+    return Readings(reference, trained_length=own.trained_length, windows=())
 
 
-def _named(methods: Sequence[Method]) -> list[tuple[str, str, Method | None]]:
-    """Each extension with a name of its own and a label."""
-    if not methods:
-        return [(AS_SAVED, AS_SAVED, None)]
+def _extensions(own: Readings, methods: Sequence[Method], longest: int) -> list[Reading]:
+    """Try the methods, and refuse one that does not reach the greatest length; without any, the checkpoint as saved."""
     names = [name_for(method) for method in methods]
     if len(set(names)) < len(names):
         raise InvalidParameterError(f"Give each method once; found {', '.join(names)}.")
-    return [(name, label_for(method), method) for name, method in zip(names, methods, strict=True)]
-
-
-def _lengths(lengths: Sequence[int], keys: KeyTokens) -> list[int]:
-    found = sorted({*lengths, keys.window})
-    if found[0] < keys.window:
-        raise InvalidParameterError(
-            f"A length must be at least the {keys.window:,} tokens in which the key tokens were found, found "
-            f"{found[0]:,}."
-        )
-    return found
+    (saved, *others), refusals = own.find(methods)
+    if refusals:
+        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+    extensions = [reading for reading in others if not reading.is_reference]
+    if not methods:
+        extensions = [replace(saved, name=AS_SAVED, label=AS_SAVED)]
+    for reading in extensions:
+        if not reading.dynamic and longest > (reading.reach or 0):
+            raise InvalidParameterError(
+                f"{longest:,} tokens are more than the {reading.reach or 0:,} that {reading.label} reaches. Ask for "
+                f"fewer, or extend further."
+            )
+    return extensions

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
+from ctxext.evaluation.key_tokens import KeyTokens, ending, prepare_search
 from ctxext.evaluation.longppl import LongPplResult
 from ctxext.evaluation.loss import truncated_loss
 from ctxext.texts.corpus import Corpus, corpus_of
@@ -26,6 +28,7 @@ from ctxext.texts.documents import Document
 from tests._programs import command
 
 TRAINED = 512
+Step = Callable[[str, float], None]
 WINDOWS = (128, 256, 384, 512)
 # A random model predicts nothing well; these thresholds leave a few key tokens.
 LOOSE = {"short": 96, "stride": 32, "alpha": 0.5, "beta": -6.0}
@@ -38,6 +41,24 @@ TEXTS = [
 @pytest.fixture
 def checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Checkpoint:
     return Checkpoint("tiny", model, tokenizer)
+
+
+def quiet(_: str, __: float) -> None:
+    """Report nothing."""
+
+
+def find_key_tokens(evaluator: Checkpoint, texts: Corpus, *, progress: Step = quiet, **options: Any) -> KeyTokens:
+    search = prepare_search(evaluator, texts, **options)
+    search.measure(search.begin(), progress=progress)
+    return search.result()
+
+
+def run(
+    checkpoint: Checkpoint, texts: Corpus, keys: KeyTokens, *, progress: Step = quiet, **options: Any
+) -> LongPplResult:
+    survey = longppl.prepare(checkpoint, texts, keys, **options)
+    survey.measure(survey.begin(), progress=progress)
+    return survey.result()
 
 
 def corpus(tokenizer: PreTrainedTokenizerFast, length: int = 900) -> Corpus:
@@ -81,7 +102,7 @@ def test_a_short_context_keeps_the_prefix(model: LlamaForCausalLM, bos_tokenizer
     loaded = Checkpoint("tiny", model, bos_tokenizer)
     texts = corpus(bos_tokenizer)
     found = find_key_tokens(loaded, texts, window=300, **LOOSE)
-    ids = ending(texts.documents[0], 300)[0]
+    ids = ending(texts.documents[0], 300).input_ids[0]
     assert len(ids) == 301
     assert ids[0] == bos_tokenizer.bos_token_id
     full = token_losses(model, ids)
@@ -102,17 +123,15 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     steps: list[tuple[str, float]] = []
     keys = find_key_tokens(checkpoint, texts, **LOOSE, progress=lambda *step: steps.append(step))
     assert (keys.window, keys.searched) == (TRAINED, TRAINED - 96 + 1)
-    cost = search_cost(model, 2, short=96, stride=32)
+    cost = sum(job.cost for job in prepare_search(checkpoint, texts, **LOOSE).jobs)
     assert sum(done for _, done in steps) == pytest.approx(cost)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     steps.clear()
     methods = [ctxext.method("pi", factor=2), ctxext.method("dynamic_ntk", factor=2)]
-    found = longppl.run(
-        checkpoint, texts, keys, lengths=[900], methods=methods, progress=lambda *step: steps.append(step)
-    )
+    found = run(checkpoint, texts, keys, lengths=[900], methods=methods, progress=lambda *step: steps.append(step))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    total = longppl.total_cost(checkpoint, texts, keys, lengths=[900], methods=2)
-    assert sum(done for _, done in steps) == pytest.approx(total, rel=0.1)
+    jobs = longppl.prepare(checkpoint, texts, keys, lengths=[900], methods=methods).jobs
+    assert sum(done for _, done in steps) == pytest.approx(sum(job.cost for job in jobs))
     truncations = [f"truncated {window}" for window in WINDOWS]
     names = ["unpatched", *truncations, "truncated", "pi x2", "dynamic_ntk x2"]
     assert [reading.name for reading in found.readings] == names
@@ -223,7 +242,7 @@ def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> N
     keys = find_key_tokens(checkpoint, texts, window=400, **LOOSE)
     pi = ctxext.method("pi", factor=1.5)
     for arguments, message in (
-        ({"lengths": [900], "methods": [pi]}, r"900 tokens are more than the 768 .* by pi"),
+        ({"lengths": [900], "methods": [pi]}, r"900 tokens are more than the 768 that PI .*1\.5 reaches"),
         ({"lengths": [300], "methods": [pi]}, r"at least the 400 tokens in which .* found 300"),
         ({"lengths": [700], "methods": [pi, pi]}, "Give each method once; found pi x1.5, pi x1.5"),
         ({"lengths": [700]}, "Nothing is extended"),
@@ -233,13 +252,13 @@ def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> N
         ),
     ):
         with pytest.raises(InvalidParameterError, match=message):
-            longppl.run(checkpoint, texts, keys, **arguments)  # type: ignore[arg-type]
+            run(checkpoint, texts, keys, **arguments)  # type: ignore[arg-type]
         assert ctxext.describe(model).method is None
     ctxext.patch(model, pi)
     with pytest.raises(PatchStateError, match="tiny is extended"):
         find_key_tokens(checkpoint, texts)
     with pytest.raises(InvalidParameterError, match=r"comes extended.*as the reference"):
-        longppl.run(checkpoint, texts, keys, lengths=[700])
+        run(checkpoint, texts, keys, lengths=[700])
 
 
 @pytest.mark.slow
@@ -265,7 +284,7 @@ def test_the_command(
     assert KeyTokens.load(tmp_path / "keys.json").passages == keys.passages == report.keys.passages
     factor = 900 / TRAINED
     methods = [ctxext.method("pi", factor=factor), ctxext.method("yarn", factor=factor, ramp="turns")]
-    expected = longppl.run(loaded, texts, keys, lengths=[900], methods=methods)
+    expected = run(loaded, texts, keys, lengths=[900], methods=methods)
     found = [(one.name, [score.key_loss for score in one.scores]) for one in report.readings]
     assert found == [(one.name, pytest.approx([s.key_loss for s in one.scores], rel=1e-5)) for one in expected.readings]
     best = min(report.extensions, key=lambda reading: reading.scores[-1].key_loss)
@@ -276,7 +295,7 @@ def test_the_command(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("key tokens were found before")
 
-    monkeypatch.setattr(key_tokens, "find_key_tokens", never)
+    monkeypatch.setattr(key_tokens, "prepare_search", never)
     again = command(*given, "--csv")
     assert again.exit_code == 0, again.output
     assert again.stdout.splitlines()[0].startswith("checkpoint,reading,length,key_tokens")
@@ -292,21 +311,18 @@ def test_the_trained_length_that_is_given_is_that_of_the_truncations(checkpoint:
     given = TRAINED // 2
     texts = corpus(checkpoint.tokenizer)
     keys = find_key_tokens(checkpoint, texts, window=given, **LOOSE)
-    methods, steps = [ctxext.method("pi", factor=2)], []
-    found = longppl.run(
+    methods = [ctxext.method("pi", factor=2)]
+    found = run(
         checkpoint,
         texts,
         keys,
         lengths=[TRAINED],
         methods=methods,
         trained_length=given,
-        progress=lambda *step: steps.append(step),
     )
     windows = [reading.name for reading in found.readings if reading.name.startswith("truncated ")]
     assert windows == [f"truncated {given * part // 4}" for part in (1, 2, 3, 4)]
     assert found.provenance.trained_length == given
-    total = longppl.total_cost(checkpoint, texts, keys, lengths=[TRAINED], methods=1, trained_length=given)
-    assert sum(cost for _, cost in steps) == pytest.approx(total, rel=0.1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -320,4 +336,4 @@ def test_losses_that_are_no_numbers_are_refused_by_name(checkpoint: Checkpoint, 
     methods = [ctxext.method("pi", factor=2)]
     keys = replace(keys, evaluator_sha256=checkpoint.sha256)
     with pytest.raises(IncompatibleError, match=f"no numbers: unpatched, {keys.passages[0].name}"):
-        longppl.run(checkpoint, texts, keys, lengths=[900], methods=methods)
+        run(checkpoint, texts, keys, lengths=[900], methods=methods)

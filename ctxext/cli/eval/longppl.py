@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from ctxext.cli.eval.common import Session
+from ctxext.cli.eval.common import Session, trials_beside
 from ctxext.cli.options import (
     Factors,
     Lengths,
@@ -26,6 +26,7 @@ from ctxext.files import write_whole
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
+    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.key_tokens import KeyTokens
     from ctxext.texts.corpus import Corpus
 
@@ -71,6 +72,7 @@ def longppl(
     [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
     """
     from ctxext.evaluation import longppl as evaluation
+    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.readings import chosen_methods, factors_for, known_trained_length
     from ctxext.evaluation.report.longppl import save_figure, show
     from ctxext.patching import describe
@@ -87,45 +89,47 @@ def longppl(
     corpus = texts.read(loaded, tokens=max(lengths) + 1)
     finder = session.reference or loaded if evaluator is None else session.load(evaluator)
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
-    found = _key_tokens(session, finder, corpus, keys, {k: v for k, v in search.items() if v is not None})
-    asked: dict[str, Any] = {"lengths": lengths, "trained_length": trained_length}
-    total = evaluation.total_cost(loaded, corpus, found, methods=max(1, len(methods)), **asked)
-    with session.bar(total) as bar:
-        result = evaluation.run(
-            loaded,
-            corpus,
-            found,
-            methods=methods,
-            reference=session.reference,
-            progress=bar,
-            **asked,
-        )
-    session.finish(result, show=show, draw=save_figure)
+    journal = Journal(trials_beside(results), session.group.process, work="texts")
+    search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
+    search = {name: value for name, value in search.items() if value is not None}
+    survey = evaluation.prepare(
+        loaded,
+        corpus,
+        _key_tokens(session, finder, corpus, keys, search, journal),
+        lengths=lengths,
+        methods=methods,
+        reference=session.reference,
+        trained_length=trained_length,
+        journal=journal,
+        group=session.group,
+    )
+    session.measure(survey)
+    session.finish(survey.result(), show=show, draw=save_figure)
 
 
 def _key_tokens(
-    session: Session, finder: Loaded, corpus: Corpus, path: Path | None, search: dict[str, Any]
+    session: Session, finder: Loaded, corpus: Corpus, path: Path | None, search: dict[str, Any], journal: Journal
 ) -> KeyTokens:
-    """Those of the file, or new ones, kept there before anything else is computed."""
+    """Read the key tokens of the file, or find them and keep them there before anything else is computed."""
     from ctxext.evaluation.journal import explain_disk_error
-    from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
+    from ctxext.evaluation.key_tokens import KeyTokens, prepare_search
 
     if path is not None and path.exists():
-        found = KeyTokens.load(path)
+        kept = KeyTokens.load(path)
         for name, value in search.items():
-            if getattr(found, name) != value:
+            if getattr(kept, name) != value:
                 raise InvalidParameterError(
-                    f"{str(path)!r} holds key tokens found with {name}={getattr(found, name)}, and {name}={value} is "
+                    f"{str(path)!r} holds key tokens found with {name}={getattr(kept, name)}, and {name}={value} is "
                     f"asked for. Leave it out, or name another file."
                 )
-        session.console.print(f"{found.tokens:,} key tokens out of {path}, found by {found.evaluator}.")
-        return found
-    sizes = {name: search[name] for name in ("window", "short", "stride") if name in search}
-    with session.bar(search_cost(finder.model, len(corpus.documents), **sizes)) as bar:
-        found = find_key_tokens(finder, corpus, **search, progress=bar)
-    if path is not None:
+        session.console.print(f"{kept.tokens:,} key tokens out of {path}, found by {kept.evaluator}.")
+        return kept
+    survey = prepare_search(finder, corpus, **search, measured=session.checkpoint, journal=journal, group=session.group)
+    session.measure(survey)
+    keys = survey.result()
+    if path is not None and session.group.is_main:
         with explain_disk_error(path, lambda: 0, "key tokens"):
-            write_whole(path, json.dumps(found.to_dict(), indent=1) + "\n")
-    kept = f", kept in {path}" if path else ""
-    session.console.print(f"{found.tokens:,} key tokens found by {finder.name}{kept}.")
-    return found
+            write_whole(path, json.dumps(keys.to_dict(), indent=1) + "\n")
+    where = f", kept in {path}" if path else ""
+    session.console.print(f"{keys.tokens:,} key tokens found by {finder.name}{where}.")
+    return keys
