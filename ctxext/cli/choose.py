@@ -40,8 +40,8 @@ class PageOptions(OutputOptions):
     """Where a choice goes beside the terminal."""
 
     output: list[Path] | None = option(
-        "Also write a file: .json, .csv, a page (.md) or a figure of the race (.png, .svg, .pdf). Repeatable. Finished "
-        "parts are kept in a folder beside the first one.",
+        "Also write a file: .json, a page (.md) or a figure of the race (.png). Repeatable. Finished parts are kept in "
+        "a folder beside the first one.",
         "--output",
         "-o",
         metavar="FILE",
@@ -52,11 +52,6 @@ class PageOptions(OutputOptions):
     def folder(self) -> Path | None:
         """Where finished cells are kept; None where no output is named."""
         return self.output[0].with_name(f"{self.output[0].stem}.race") if self.output else None
-
-    @property
-    def picture(self) -> Path | None:
-        """The first picture among the outputs, which a page shows."""
-        return next((path for path in self.output or () if path.suffix in (".png", ".svg")), None)
 
 
 @grouped
@@ -182,11 +177,18 @@ def _run(console: Console, contest: Contest) -> Choice:
 def _write(console: Console, choice: Choice, results: PageOptions) -> None:
     from ctxext.choosing.report import page, save_race_figure, show_choice
 
-    shown = None if results.picture is None else results.picture.name
-    results.write(
-        choice,
-        console,
-        show=lambda console: show_choice(choice, console),
-        draw=lambda path: save_race_figure(choice, path),
-        page=lambda: page(choice, shown),
-    )
+    class RacePage:
+        """The old report in the form of a page, until it is one."""
+
+        name, figures = "race", property(lambda self: [self])
+
+        def show(self, console: Console) -> None:
+            show_choice(choice, console)
+
+        def markdown(self, pictures: dict[str, str]) -> str:
+            return page(choice, pictures.get("race"))
+
+        def save(self, path: Path) -> None:
+            save_race_figure(choice, path)
+
+    results.write(choice, RacePage(), console)  # type: ignore[arg-type]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import inspect
-import io
 import json
 import re
 import sys
@@ -25,6 +23,7 @@ from ctxext.progress import saying_what_is_left_out, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
+    from ctxext.evaluation.report.page import Page
     from ctxext.texts.corpus import Corpus
 
 # How the library names what an option gives, and the option. Fields of a config have such names too: they stay.
@@ -38,6 +37,8 @@ SPOKEN = (
 )
 
 
+# Options that went, and what to use instead.
+REMOVED = {"--csv": "--csv was removed: --json prints all numbers."}
 BESIDE_METHODS = {"auto", "rope"}  # what is asked for like a method, and what the library answers to itself
 
 
@@ -56,6 +57,8 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
+        for removed in REMOVED.keys() & set(args):
+            raise typer.BadParameter(REMOVED[removed], ctx=ctx)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option in order:
             repeatable = getattr(option, "multiple", False) or getattr(option, "count", False) or option.nargs == -1
@@ -347,11 +350,12 @@ class DemoOptions:
 
 @runtime_checkable
 class Measurement(Protocol):
-    """What every measurement ends in: plain JSON values, and flat rows that all have the same keys."""
+    """Result of a measurement, which consists of plain JSON values."""
 
     def to_dict(self) -> Mapping[str, Any]: ...
 
-    def rows(self) -> Sequence[Mapping[str, Any]]: ...
+
+ENDINGS = (".json", ".md", ".png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,122 +363,71 @@ class OutputOptions:
     """Where a result goes beside the terminal."""
 
     output: list[Path] | None = option(
-        "Also write a file: .json, .csv, .md (what is shown here), or a figure (.png, .svg, .pdf). Repeatable.",
+        "Also write a file: .json, .md (the tables and sentences) or .png (the figure). Repeatable.",
         "--output",
         "-o",
         metavar="FILE",
         show_default="none",
     )
     as_json: Json = False
-    as_csv: bool = option("Print one row per number, for spreadsheets.", "--csv", default=False)
-
-    @property
-    def to_stdout(self) -> bool:
-        """Whether standard output is for a program, so that nothing else may be printed there."""
-        return self.as_json or self.as_csv
 
     def check(self) -> None:
         """Refuse outputs that could not be written, before anything is computed.
 
         Raises:
-            InvalidParameterError: two forms for standard output, a picture without matplotlib, or a folder that does
-                not exist.
-            UnknownNameError: an ending that says no kind of file.
+            InvalidParameterError: a figure without matplotlib, a folder that does not exist, or another ending.
         """
-        if self.as_json and self.as_csv:
-            raise InvalidParameterError(
-                "--json and --csv both print to standard output; give one, the other with -o FILE."
-            )
         for path in self.output or ():
-            check_output(path, picture=path.suffix not in (*FORMS, PAGE))
+            check_output(path)
 
-    def write(
-        self,
-        result: Measurement,
-        console: Console,
-        *,
-        show: Callable[[Console], None],
-        draw: Callable[[Path], None],
-        page: Callable[[], str] | None = None,
-    ) -> None:
+    def write(self, result: Measurement, page: Page, console: Console) -> None:
         """Print and write a result; each file appears whole or not at all.
 
         Args:
             result: what was measured.
+            page: what is shown of it, with one figure.
             console: where it is printed.
-            show: prints it for a reader.
-            draw: saves a figure of it.
-            page: makes its page of Markdown; None for what is printed.
 
         Raises:
             InvalidParameterError: a file that cannot be written.
         """
-        if not self.to_stdout:
-            show(console)
-        for ending, asked in ((".json", self.as_json), (".csv", self.as_csv)):
-            if asked:
-                typer.echo(FORMS[ending](result), nl=False)
+        data = json.dumps(result.to_dict(), indent=1) + "\n"
+        if self.as_json:
+            typer.echo(data, nl=False)
+        else:
+            page.show(console)
+        (figure,) = page.figures
+        picture = next((path.name for path in self.output or () if path.suffix == ".png"), None)
         for path in self.output or ():
             try:
-                if path.suffix in FORMS:
-                    write_whole(path, FORMS[path.suffix](result))
-                elif path.suffix == PAGE:
-                    write_whole(path, _page(result, show) if page is None else page())
-                else:
+                if path.suffix == ".png":
                     with whole_file(path) as half:
-                        draw(half)
+                        figure.save(half)
+                else:
+                    write_whole(
+                        path,
+                        data if path.suffix == ".json" else page.markdown({figure.name: picture} if picture else {}),
+                    )
             except OSError as error:
                 raise InvalidParameterError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
 
 
-def check_output(path: Path, *, picture: bool = True) -> None:
+def check_output(path: Path, endings: Sequence[str] = ENDINGS) -> None:
     """Refuse a file that could not be written, before it is made.
 
-    Raises:
-        InvalidParameterError: its folder does not exist, or matplotlib, which draws pictures, is not installed.
-        UnknownNameError: for an ending that matplotlib does not write.
-    """
-    if picture:
-        require_package("matplotlib", "eval", "Plots need")
-        from matplotlib.backend_bases import FigureCanvasBase
+    Args:
+        path: the file.
+        endings: what can be written.
 
-        kinds = FigureCanvasBase.get_supported_filetypes()
-        if path.suffix.removeprefix(".") not in kinds:
-            raise UnknownNameError.of("picture format", path.suffix, [f".{kind}" for kind in kinds])
+    Raises:
+        InvalidParameterError: another ending, no such folder, or no matplotlib, which draws pictures.
+    """
+    if path.suffix not in endings:
+        kinds = " or ".join(endings)
+        raise InvalidParameterError(
+            f"{path} cannot be written: ctxext writes {kinds} files. The JSON of a report has all numbers."
+        )
+    if path.suffix == ".png":
+        require_package("matplotlib", "eval", "Plots need")
     if not path.parent.is_dir():
         raise InvalidParameterError(f"{path} cannot be written: there is no directory {path.parent}.")
-
-
-def _json(result: Measurement) -> str:
-    return json.dumps(result.to_dict(), indent=1) + "\n"
-
-
-def _csv(result: Measurement) -> str:
-    text, rows = io.StringIO(), result.rows()
-    table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    return text.getvalue()
-
-
-def _page(result: Measurement, show: Callable[[Console], None]) -> str:
-    """What a reader is shown, as Markdown, and what it was measured on and with."""
-    from ctxext.evaluation.report.markdown import escaped, fenced
-
-    text = io.StringIO()
-    show(terminal(file=text, width=160))
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    made = result.to_dict()["provenance"]
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    texts = escaped(", ".join(made["documents"]))
-    about = [
-        f"Checkpoint {escaped(made['checkpoint'])} (sha256 {made['checkpoint_sha256']}), {made['dtype']}, on "
-        f"{made['device']}.",
-        *([f"Texts (sha256 {made['corpus_sha256']}): {texts}."] if texts else []),
-        f"Made {made['date']}; {versions}; {made['machine']}.",
-    ]
-    return "\n".join([fenced("\n".join(lines), "text"), "", *about, "", fenced(made["command"], "bash"), ""])
-
-
-FORMS = {".json": _json, ".csv": _csv}
-PAGE = ".md"

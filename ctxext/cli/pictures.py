@@ -206,7 +206,7 @@ def _checked(output: Path | None, name: str) -> Path:
     """Return the file to write a picture to, by default one that does not exist: an earlier picture must stay."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     output = output or next(path for unused in names if not os.path.lexists(path := Path(f"{unused}.png")))
-    check_output(output)
+    check_output(output, (".png",))
     return output
 
 

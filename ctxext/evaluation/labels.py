@@ -61,3 +61,18 @@ def label_of(name: str) -> str:
     """Return a method's name as its paper writes it, or a reference's in plain words."""
     window = window_of(name)
     return LABELS.get(name, name) if window is None else f"last {tokens_label(window)}"
+
+
+def all_of(names: Sequence[str]) -> str:
+    """Join names as in a sentence: ``a``, ``a and b``, ``a, b and c``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def capitalised(text: str) -> str:
+    """Write the first letter large, and leave all others as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def perplexity_label(value: float) -> str:
+    """Write a perplexity with two digits after the point, with fewer from 100 and from 1,000 on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"

@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.report.comparison import terminal_table
-from ctxext.evaluation.report.comparison_tables import NONE, TextTable
+from ctxext.evaluation.report.comparison_tables import NONE, TextTable, terminal_table
 from ctxext.evaluation.report.style import rendered, require_report, write_pages
 from ctxext.laboratory.claims import LabVerdict, verdicts
 from ctxext.laboratory.figures import CLASSIC, drawings, name_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -12,8 +13,9 @@ from markdown_it import MarkdownIt
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.choosing import budget, run
+from ctxext.evaluation.report.figures import Figure
 from ctxext.evaluation.report.markdown import code, escaped, fenced, table
-from ctxext.evaluation.report.style import Drawing, saved_figure
+from ctxext.evaluation.report.page import Code, Heading, Headline, Page, TextTable
 from ctxext.methods import YaRN
 from ctxext.progress import StageBar, terminal
 from ctxext.texts.documents import Document
@@ -54,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTok
 
 
 def outputs(folder: Path, stem: str) -> list[Any]:
-    paths = [folder / f"{stem}{ending}" for ending in (".json", ".md", ".png", ".svg")]
+    paths = [folder / f"{stem}{ending}" for ending in (".json", ".md", ".png")]
     return [word for path in paths for word in ("-o", path)]
 
 
@@ -163,12 +165,24 @@ def test_a_bar_and_a_figure_show_a_name_as_it_is(name: str, tmp_path: Path) -> N
         axes.set_xticks([1, 2], [name, name])
         axes.legend(title=name)
 
-    drawing = Drawing("x", name, name, name, (5.0, 3.0), draw)
-    drawing.save(tmp_path / "x.png")
-    assert "mathdefault" not in drawing.svg()
-    assert ">100,000<" in drawing.svg()
-    with saved_figure(tmp_path / "x.pdf", (3.0, 2.0), name) as figure:
-        draw(figure)
+    drawn: list[Any] = []
+    figure = Figure(name="x", title=name, size=(5.0, 3.0), draw=lambda canvas: (draw(canvas), drawn.append(canvas)))
+    figure.save(tmp_path / "x.png")
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert "100,000" in labels
+    assert not any("math" in label for label in labels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_a_name_as_it_is(name: str) -> None:
+    table = TextTable(header=["", name], rows=[[name, Code(name)]], title=name, caption=name)
+    page = Page(name, [table, name, Headline(name)], [Heading(name)])
+    console = terminal(record=True, width=200)
+    page.show(console)
+    assert console.export_text().count(name) == 7
+    assert text_of(page.markdown()).count(name) == 9
+    shown = re.sub(r"<style>.*?</style>|<[^>]*>", "", page.html(), flags=re.DOTALL)
+    assert html.unescape(shown).count(name) == 10
 
 
 def test_a_name_is_one_line_that_can_be_printed() -> None:
@@ -178,7 +192,10 @@ def test_a_name_is_one_line_that_can_be_printed() -> None:
 
 def test_every_console_and_every_figure_come_from_one_place() -> None:
     """The one that shows names as they are."""
-    makers = {r"(?<![\w.])Console\(": "ctxext/progress.py", r"(?<![\w.])Figure\(": "ctxext/evaluation/report/style.py"}
+    makers = {
+        r"(?<![\w.])Console\(": "ctxext/progress.py",
+        r"\bfigure\.Figure\(": "ctxext/evaluation/report/figures.py",
+    }
     files = [*(ROOT / "ctxext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
     for pattern, where in makers.items():
         found = [path.relative_to(ROOT).as_posix() for path in files if re.search(pattern, path.read_text("utf-8"))]

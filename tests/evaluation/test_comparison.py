@@ -26,7 +26,7 @@ from ctxext.evaluation.comparison.run import Comparison, prepare
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
-from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
+from ctxext.evaluation.report.comparison import headline, sentences, verdict_line
 from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.survey import my_share
 from ctxext.methods import PI, ALiBi, YaRN

@@ -269,7 +269,7 @@ def test_the_command(
     bos_tokenizer.save_pretrained(tmp_path / "tiny")
     for document in TEXTS:
         (tmp_path / f"{document.name}.txt").write_text(document.text, encoding="utf-8")
-    names = [f"longppl.{kind}" for kind in ("json", "csv", "png")]
+    names = [f"longppl.{kind}" for kind in ("json", "md", "png")]
     given = ["eval", "longppl", tmp_path / "tiny", "--dtype", "fp32", "-m", "pi", "-m", "yarn ramp=turns", "-l", 900]
     given += ["-t", tmp_path / "one.txt", "-t", tmp_path / "two.txt", "--keys", tmp_path / "keys.json"]
     given += ["--short", 96, "--stride", 32, "--alpha", 0.5, "--beta", -6]
@@ -290,15 +290,17 @@ def test_the_command(
     best = min(report.extensions, key=lambda reading: reading.scores[-1].key_loss)
     assert f"Best at 900: {best.label}." in shown.output
     assert (tmp_path / "longppl.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "longppl.csv").read_text(encoding="utf-8").splitlines()) == 1 + 10
+    page = (tmp_path / "longppl.md").read_text(encoding="utf-8")
+    assert f"{best.scores[-1].longppl:.2f} |" in page
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("key tokens were found before")
 
     monkeypatch.setattr(key_tokens, "prepare_search", never)
-    again = command(*given, "--csv")
+    again = command(*given, "--json")
     assert again.exit_code == 0, again.output
-    assert again.stdout.splitlines()[0].startswith("checkpoint,reading,length,key_tokens")
+    printed = json.loads(again.stdout)["readings"]
+    assert [one["scores"] for one in printed] == [one["scores"] for one in saved["readings"]]
     assert re.search(r"\d+ key tokens out of .*keys\.json, found by tiny", again.stderr)
     given[given.index("--alpha") + 1] = 1
     other = command(*given)

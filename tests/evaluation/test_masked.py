@@ -259,7 +259,7 @@ def test_the_command_writes_its_result_and_goes_on_where_it_was(tmp_path: Path) 
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
     page = outputs[1].read_text()
     assert "Loss of masked tokens" in page
-    assert "Checkpoint model (sha256 " in page
+    assert "| Checkpoint | model; sha256 " in page
     written = json.loads(outputs[0].read_text())
     outputs[0].unlink()
     again = command(*arguments)

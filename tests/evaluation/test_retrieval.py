@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import os
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,7 +25,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
 from ctxext.evaluation.provenance import from_json, provenance_of
 from ctxext.evaluation.readings import find_readers
-from ctxext.evaluation.report.retrieval import passkey_sentences, ruler_sentences, save_passkey_figure, show_passkeys
+from ctxext.evaluation.report.retrieval import passkey_page, passkey_sentences, ruler_sentences
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.statistics import wilson_interval
 from tests._programs import command, killed_at, launched
@@ -52,7 +52,7 @@ def read(path: Path) -> Any:
 def test_passkeys_are_those_of_the_evaluation(
     checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    outputs = [tmp_path / f"keys.{kind}" for kind in ("json", "csv", "png")]
+    outputs = [tmp_path / f"keys.{kind}" for kind in ("json", "md", "png")]
     shown = command("eval", "passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)))
     assert shown.exit_code == 0, shown.output
     saved = json.loads(outputs[0].read_text(encoding="utf-8"))
@@ -77,9 +77,12 @@ def test_passkeys_are_those_of_the_evaluation(
             fingerprint = ctxext.describe(model).fingerprint
             assert report.provenance.extensions[reading.reading].fingerprint == fingerprint
             ctxext.unpatch(model)
-    with open(outputs[1], encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows] == [t.loss for one in report.readings for t in one.trials]
+    page = outputs[1].read_text(encoding="utf-8")
+    for reading in report.readings:
+        counts = [f"{sum(t.correct for t in reading.at(n).trials)}/2 ({reading.at(n).loss:.2f})" for n in (512, 1024)]
+        assert f"| {reading.label} | {' | '.join(counts)} |" in page
+    assert "](keys.png)" in page
+    assert saved["provenance"]["checkpoint_sha256"] in page
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
     assert "14 trials" in shown.output
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
@@ -292,7 +295,7 @@ def test_ruler_is_that_of_the_evaluation(
     output = tmp_path / "ruler.json"
     given = ["ruler", checkpoint, "--dtype", "fp32", "-m", "pi", "-l", "1024", "-l", "1400", "--samples", "2"]
     given += ["--task", "niah_single_1", "--task", "niah_single_2", "-t", prose, "-o", output]
-    shown = command("eval", *given, "-o", tmp_path / "ruler.svg")
+    shown = command("eval", *given, "-o", tmp_path / "ruler.png")
     assert shown.exit_code == 0, shown.output
     report = RulerReport.from_dict(json.loads(output.read_text(encoding="utf-8")))
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
@@ -350,14 +353,15 @@ def test_the_words_follow_the_numbers(
     inside = replace(report, readings=readings[2:])
     assert passkey_sentences(inside)[0].startswith("Within the trained 512 tokens, found: pi 2 of 2")
     console = Console(record=True, width=100)
-    show_passkeys(report, console)
+    page = passkey_page(report)
+    page.show(console)
     text = console.export_text()
     assert re.search(r"yarn +1/2 \(0\.50\) +2/2 \(0\.50\)", text)
     assert re.search(r"pi +2/2 \(0\.50\) +-", text)
-    save_passkey_figure(report, tmp_path / "keys.svg")
-    drawn = (tmp_path / "keys.svg").read_text(encoding="utf-8")
-    assert "yarn: 75% found" in drawn
-    assert "Dashed: the trained window ends, at 512." in drawn
+    drawn = matplotlib.figure.Figure(layout="constrained")
+    page.figures[0].draw(drawn)
+    assert drawn.axes[1].get_title("left").startswith("yarn: 75% found")
+    assert drawn.get_supxlabel().endswith("Dashed: the trained window ends, at 512.")
 
     def scored(name: str, scores: dict[int, float]) -> RulerResult:
         trials = [RulerTrial("vt", length, 0, 9, "x", ("a",), score) for length, score in scores.items()]

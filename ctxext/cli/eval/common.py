@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.provenance import Provenance
+    from ctxext.evaluation.report.page import Page
     from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
     from ctxext.texts.documents import Document
 
@@ -80,7 +81,7 @@ class Session:
         self.results = results or OutputOptions()
         self.results.check()
         self.group = launched_processes()
-        self.console = terminal(stderr=self.results.to_stdout, quiet=not self.group.is_main)
+        self.console = terminal(stderr=self.results.as_json, quiet=not self.group.is_main)
         self._source = source
         self._masked = masked
         self.checkpoint = self.load(source.checkpoint)
@@ -117,17 +118,10 @@ class Session:
         with told_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
             survey.measure(mine, progress=bar)
 
-    def finish(
-        self, result: Result, *, show: Callable[[Result, Console], None], draw: Callable[[Result, Path], None]
-    ) -> None:
+    def finish(self, result: Result, page: Callable[[Result], Page]) -> None:
         """Show and write what was measured, in the main process; see ``OutputOptions.write``."""
         if self.group.is_main:
-            self.results.write(
-                result,
-                self.console,
-                show=lambda console: show(result, console),
-                draw=lambda path: draw(result, path),
-            )
+            self.results.write(result, page(result), self.console)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +187,7 @@ class RetrievalSession(Session):
             Exit: with code 130 on Ctrl-C.
         """
         from ctxext.evaluation.journal import Journal
-        from ctxext.evaluation.labels import tokens_label
-        from ctxext.evaluation.report.sentences import all_of
+        from ctxext.evaluation.labels import all_of, tokens_label
         from ctxext.evaluation.survey import Survey, jobs_of
 
         journal = Journal(self.trials, self.group.process)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn
 from rich.text import Text
 from typer import Option
@@ -66,9 +66,9 @@ def compare(
     """
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
-    from ctxext.evaluation.report.style import require_report
+    from ctxext.evaluation.report.figures import require_matplotlib
 
-    require_report()
+    require_matplotlib()
     session = Session(source)
     console, group = session.console, session.group
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
@@ -96,8 +96,7 @@ def compare(
 
 
 def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
-    from ctxext.evaluation.labels import tokens_label
-    from ctxext.evaluation.report.sentences import all_of
+    from ctxext.evaluation.labels import all_of, tokens_label
 
     plan, corpus = comparison.plan, comparison.corpus
     names = all_of([document.name for document in plan.documents])
@@ -143,18 +142,12 @@ def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...]) -> None:
 
 
 def _show(console: Console, result: ComparisonResult, output: Path) -> None:
-    from ctxext.evaluation.report.comparison import terminal_table, write_report
-    from ctxext.evaluation.report.comparison_tables import main_table
-    from ctxext.evaluation.report.sentences import sentences, verdict_line
+    from ctxext.evaluation.report.comparison import comparison_page
+    from ctxext.evaluation.report.page import write_page
 
+    page = comparison_page(result)
     with console.status("Drawing the report ..."):
-        written = write_report(result, output)
-    table = main_table(result)
-    console.print()
-    console.print(terminal_table(table))
-    console.print(f"\n{table.caption}.\n", style="dim")
-    for verdict in result.verdicts:
-        console.print(verdict_line(result, verdict), style="bold")
-    for sentence in sentences(result):
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
+        data = json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n"
+        written = write_page(page, output, "report", data)
+    page.show(console)
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(str(path) for path in written[1:])}", soft_wrap=True)

@@ -74,7 +74,7 @@ def longppl(
     from ctxext.evaluation import longppl as evaluation
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.readings import chosen_methods, factors_for, known_trained_length
-    from ctxext.evaluation.report.longppl import save_figure, show
+    from ctxext.evaluation.report.longppl import longppl_page
     from ctxext.patching import describe
 
     if keys is not None and not keys.parent.is_dir():
@@ -88,7 +88,6 @@ def longppl(
     lengths = length or [reach or trained]
     corpus = texts.read(loaded, tokens=max(lengths) + 1)
     finder = session.reference or loaded if evaluator is None else session.load(evaluator)
-    search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     journal = Journal(trials_beside(results), session.group.process, work="texts")
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     search = {name: value for name, value in search.items() if value is not None}
@@ -104,7 +103,7 @@ def longppl(
         group=session.group,
     )
     session.measure(survey)
-    session.finish(survey.result(), show=show, draw=save_figure)
+    session.finish(survey.result(), longppl_page)
 
 
 def _key_tokens(

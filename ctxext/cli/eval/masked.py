@@ -55,11 +55,10 @@ def masked(
     [bold]Example[/]: ctxext eval masked bert-base-uncased -t books.parquet -m pi -m hierarchical -f 4 -o loss.png
     """
     from ctxext.evaluation.journal import Journal
-    from ctxext.evaluation.labels import few_of, tokens_label
+    from ctxext.evaluation.labels import all_of, few_of, tokens_label
     from ctxext.evaluation.masked import masked_jobs, masked_readers, masked_report, masked_texts, tokens_needed
     from ctxext.evaluation.provenance import provenance_of
-    from ctxext.evaluation.report.masked import save_masked_figure, show_masked
-    from ctxext.evaluation.report.sentences import all_of
+    from ctxext.evaluation.report.masked import masked_page
     from ctxext.evaluation.survey import Survey
 
     source = SourceOptions(checkpoint=checkpoint, dtype=dtype, device=device, trust=trust)
@@ -92,4 +91,4 @@ def masked(
     with told_on_interrupt(console, survey), session.bar(cost_of(mine)) as bar:
         survey.measure(mine, progress=bar)
     report = masked_report(survey, provenance_of(loaded, corpus, seed=seed), every=every, passes=passes)
-    session.finish(report, show=show_masked, draw=save_masked_figure)
+    session.finish(report, masked_page)

@@ -49,17 +49,16 @@ def passages(
     [bold]Example[/]: ctxext eval passages all-MiniLM-L6-v2 -m pi -m tile -f 4 -o passages.json -o passages.png
     """
     from ctxext.evaluation.journal import Journal
-    from ctxext.evaluation.labels import tokens_label
+    from ctxext.evaluation.labels import all_of, tokens_label
     from ctxext.evaluation.passages import load_embedder, make_shelf, passage_jobs, passage_readers, passage_report
     from ctxext.evaluation.provenance import provenance_of
-    from ctxext.evaluation.report.passages import save_passage_figure, show_passages
-    from ctxext.evaluation.report.sentences import all_of
+    from ctxext.evaluation.report.passages import passage_page
     from ctxext.evaluation.survey import Survey
     from ctxext.texts.haystack import noise, of_text
 
     results.check()
     document = first_document(text, split, column)
-    console = terminal(stderr=results.to_stdout)
+    console = terminal(stderr=results.as_json)
     with console.status("Loading the model ..."):
         embedder = load_embedder(checkpoint, dtype=dtype, device=device, trust_remote_code=trust)
     readers = passage_readers(
@@ -88,9 +87,4 @@ def passages(
     if document is not None:
         provenance = replace(provenance, documents=(document.name,))
     report = passage_report(survey, haystack.name, provenance)
-    results.write(
-        report,
-        console,
-        show=lambda console: show_passages(report, console),
-        draw=lambda path: save_passage_figure(report, path),
-    )
+    results.write(report, passage_page(report), console)

@@ -39,7 +39,7 @@ def passkey(
     """
     from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
-    from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
+    from ctxext.evaluation.report.retrieval import passkey_page
     from ctxext.texts.haystack import noise, of_text
 
     document = first_document(text, split, column)
@@ -57,4 +57,4 @@ def passkey(
     )
     survey = session.ask("ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
     report = passkey_report(survey, haystack, session.provenance(document, seed))
-    session.finish(report, show=show_passkeys, draw=save_passkey_figure)
+    session.finish(report, passkey_page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
+from rich.text import Text
 from typer import Option
 
 from ctxext.cli.eval.common import Session, trials_beside
@@ -71,7 +72,7 @@ def perplexity(
     from ctxext.evaluation.forward import parse_bytes
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.perplexity import make_plan, prepare
-    from ctxext.evaluation.report.perplexity import announce, save_figure, show
+    from ctxext.evaluation.report.perplexity import perplexity_page
 
     budget = None if memory is None else parse_bytes(memory)
     session = Session(source, results, reference=reference)
@@ -88,11 +89,25 @@ def perplexity(
         unpatched=unpatched,
     )
     corpus = _corpus(loaded, texts, plan, tokens)
-    announce(session.console, loaded, corpus, plan)
+    _announce(session, corpus, plan)
     journal = Journal(trials_beside(results), group.process, work="texts")
     survey = prepare(loaded, corpus, plan, reference=session.reference, journal=journal, group=group)
     session.measure(survey)
-    session.finish(survey.result(), show=show, draw=save_figure)
+    session.finish(survey.result(), perplexity_page)
+
+
+def _announce(session: Session, corpus: Corpus, plan: PerplexityPlan) -> None:
+    """Say what is about to be measured, on which texts."""
+    from ctxext.evaluation.labels import few_of, tokens_label
+
+    short = corpus.read - len(corpus.documents)
+    about = (
+        f", trained to {tokens_label(plan.trained_length)} tokens, in {session.checkpoint.dtype_note}, reads "
+        f"{corpus.tokens:,} tokens of {few_of([document.name for document in corpus.documents])}"
+        + (f" ({short} shorter documents left out)" if short else "")
+        + f"; in front of each: {corpus.prefix}."
+    )
+    session.console.print(Text.assemble((session.checkpoint.name, "bold"), about))
 
 
 def _corpus(loaded: Loaded, texts: TextOptions, plan: PerplexityPlan, tokens: int | None) -> Corpus:

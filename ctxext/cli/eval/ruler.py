@@ -49,7 +49,7 @@ def ruler(
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """
     from ctxext.evaluation.forward import turning_point
-    from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
+    from ctxext.evaluation.report.retrieval import ruler_page
     from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
     document = first_document(text, split, column)
@@ -71,4 +71,4 @@ def ruler(
     survey = session.ask("ctxext eval ruler", prompts, where=where)
     provenance = session.provenance(document, seed)
     report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)
-    session.finish(report, show=show_ruler, draw=save_ruler_figure)
+    session.finish(report, ruler_page)

@@ -1,109 +1,575 @@
-"""The files that a comparison ends in: JSON, CSV, Markdown, figures, and one page that needs nothing else."""
+"""The report on a comparison: tables, sentences and figures."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.table import Table as RichTable
+from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, FactorSeries, Row, Score, Series, Verdict
+from ctxext.evaluation.labels import all_of, capitalised, label_of, perplexity_label, tokens_label
+from ctxext.evaluation.readings import TIMES, Reading
+from ctxext.evaluation.report.figures import (
+    COLOURS,
+    DASHED,
+    NOTE,
+    OTHERS,
+    Figure,
+    HeatMaps,
+    Line,
+    colours_for,
+    draw_differences,
+    draw_grid,
+    draw_lines,
+)
+from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
+from ctxext.evaluation.statistics import PairedDifference
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of, windows_of
 
-from ctxext.evaluation.comparison.result import ComparisonResult
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.report.comparison_figures import drawings
-from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
-from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
-from ctxext.evaluation.report.style import plain_table, rendered, require_report, write_pages
-from ctxext.evaluation.truncation import windows_of
-
-PAGE, DATA, ROWS, MARKDOWN = "report.html", "report.json", "report.csv", "report.md"
-
-
-def write_report(result: ComparisonResult, output: Path) -> list[Path]:
-    """Write all files of a report and return their paths, the page first.
-
-    Raises:
-        ResultsError: a file cannot be written.
-        InvalidParameterError: matplotlib or jinja2 is not installed.
-    """
-    require_report()
-    figures = [figure for group in drawings(result) for figure in group]
-    texts = {
-        PAGE: page(result),
-        DATA: json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n",
-        ROWS: _csv(result),
-        MARKDOWN: _rendered("comparison.md.jinja", result, figures=figures),
-    }
-    return write_pages(output, texts, figures)
+WIDTH = 5.4  # inches
+# Beyond this ratio to its own window a perplexity counts as broken.
+BROKEN = 2.0
 
 
-def page(result: ComparisonResult) -> str:
-    """The report as one HTML document without any reference to another."""
-    # A page shows passkeys as coloured tables, which fit a phone and can be read aloud.
-    groups = [[figure for figure in group if figure.name != "passkeys"] for group in drawings(result)]
-    figures = [[(figure, figure.svg()) for figure in group] for group in groups]
-    return _rendered("comparison.html.jinja", result, figures=figures)
+def comparison_page(result: ComparisonResult) -> Page:
+    """Return the answer, the sentences and the main table of a result, and in the details all the rest."""
+    last = tokens_label(result.lengths[-1])
+    lines = [verdict_line(result, verdict) for verdict in result.verdicts] if len(result.verdicts) > 1 else []
+    details: list[Part] = [
+        Heading("Figures"),
+        *_figures(result),
+        Heading("Numbers"),
+        *_other_tables(result),
+        Heading("How to read this"),
+        *_explanations(result),
+        Heading("Provenance"),
+        _provenance(result),
+    ]
+    parts: list[Part] = [Headline(headline(result)), *lines, *sentences(result), _main_table(result)]
+    return Page(f"{result.provenance['checkpoint']}, read to {last} tokens", parts, details)
 
 
-def terminal_table(table: TextTable) -> RichTable:
-    """A table for a terminal."""
-    meaning = {"best": "bold", "reference": "dim", "": None}
-    styles = {row[0]: meaning[emphasis] for row, emphasis in zip(table.rows, table.emphasis, strict=True)}
-    return plain_table([name.replace("vs ", "vs\n") for name in table.header], table.rows, styles)
+def _explanations(result: ComparisonResult) -> list[str]:
+    windows, several = windows_in_words(result.trained_length, "or"), len(result.provenance["documents"]) > 1
+    texts = "these" if several else "this one"
+    others = "" if result.unit == "documents" else ", not how other texts would differ"
+    return [
+        f"Best truncation: what anybody can do without an extension. The unpatched model sees only the last {windows} "
+        f"tokens, whichever predicts the compared tokens best. To choose on those very tokens is more than anybody "
+        f"could do beforehand, so an extension that beats it beats each of them. An extension that does not beat it "
+        f"adds nothing to plain prediction, however flat its curve; it may still find what truncation has thrown away, "
+        f"which is what the passkeys test.",
+        f"Differences: taken on the same tokens, so that the difficulty of the text falls out. The standard error is "
+        f"over {result.unit}: it says how sure the difference is for texts such as {texts}{others}. The best of many "
+        f"is partly the luckiest, so a verdict asks for more than two standard errors: "
+        f"{result.verdicts[-1].standard_errors:.2f} here.",
+        "One pass: a pass over the longest text gives the loss at every position, and so at every shorter length. "
+        "Methods whose positions follow the length of the text (dynamic ones) are measured by a pass of their own at "
+        "each length.",
+    ]
 
 
-def _rendered(template: str, result: ComparisonResult, *, figures: Any) -> str:
-    window, last = tokens_label(result.trained_length), tokens_label(result.lengths[-1])
-    return rendered(
-        template,
-        result=result,
-        title=f"{result.provenance['checkpoint']}, read to {last} tokens",
-        window=window,
-        last=last,
-        windows=windows_in_words(result.trained_length, "or"),
-        headline=headline(result),
-        beats=result.verdicts[-1].beats,
-        verdict_lines=[verdict_line(result, verdict) for verdict in result.verdicts],
-        sentences=sentences(result),
-        main=main_table(result),
-        tables=other_tables(result),
-        grids=passkey_grids(result),
-        figures=figures,
-        facts=_facts(result),
+def _provenance(result: ComparisonResult) -> TextTable:
+    made, verdict = result.made, result.verdicts[-1]
+    truncations = len(windows_of(result.trained_length))
+    processes = f"{made['processes']} process" + ("es" if made["processes"] > 1 else "")
+    return provenance_table(
+        {**result.provenance, **made},
+        Trained_length=f"{result.trained_length:,} tokens",
+        Standard_errors=f"over {result.unit}; at {verdict.standard_errors:.2f} of them a gain counts (5 percent, "
+        f"Bonferroni for {verdict.candidates} candidates), and a loss at "
+        f"{verdict.versus_truncation.errors_needed(truncations):.2f} (for {truncations} truncations)",
+        Computing=f"{made['seconds']:,.0f} s in {processes}",
     )
 
 
-def _facts(result: ComparisonResult) -> dict[str, str]:
-    """Provenance as a reader wants it."""
-    found, made = result.provenance, result.made
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    truncations = len(windows_of(result.trained_length))
-    lost = result.verdicts[-1].versus_truncation.errors_needed(truncations)
-    seeds = f"{found['seed']} (passkeys)" if any(row.passkeys for row in result.rows) else "nothing random"
-    return {
-        "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",
-        "Trained length": f"{result.trained_length:,} tokens",
-        "Texts": f"{', '.join(found['documents'])}; sha256 {found['corpus_sha256']}",
-        "In front of each text": found["prefix"],
-        "dtype": found["dtype"],
-        "Seed": seeds,
-        "Device": f"{found['device']}; {found['machine']}",
-        "Versions": versions,
-        "Standard errors": f"over {result.unit}; at {result.verdicts[-1].standard_errors:.2f} of them a gain counts "
-        f"(5 percent, Bonferroni for {result.verdicts[-1].candidates} candidates), and a loss at {lost:.2f} (for "
-        f"{truncations} truncations)",
-        "Command": made["command"],
-        "Made": f"{made['date']}, {made['seconds']:,.0f} s of computing in {made['processes']} process"
-        + ("es" if made["processes"] > 1 else ""),
-    }
+def headline(result: ComparisonResult) -> str:
+    """Answer for the greatest length, in a sentence."""
+    verdict = result.verdicts[-1]
+    row = result.row(verdict.best)
+    window, length = tokens_label(verdict.window), tokens_label(verdict.length)
+    name = f"the checkpoint {row.reading.label}" if row.reading.is_reference else row.reading.label
+    kind = "extension" if row.reading.is_reference else "zero-shot extension"
+    best = f"At {length} tokens, the {f'best {kind} is {name}' if verdict.candidates > 1 else f'{kind} is {name}'}"
+    difference = verdict.versus_truncation
+    gap = f"{abs(difference.mean):.3f} ± {difference.standard_error:.3f} nats per token"
+    where = difference.scope(len(result.provenance["documents"]))
+    truncation = f"the best truncation, seeing only the last {window} tokens"
+    if verdict.beats == YES:
+        return f"{best}. It uses its window{where}: it predicts better than {truncation}, by {gap}."
+    if verdict.beats == NO:
+        return f"{best}. It predicts worse{where} than {truncation}, by {gap}."
+    return (
+        f"{best}. Whether it predicts better or worse than {truncation}, {_these_texts(result)} cannot show: "
+        f"{difference} nats per token."
+    )
 
 
-def _csv(result: ComparisonResult) -> str:
-    rows = csv_rows(result)
-    with io.StringIO(newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return file.getvalue()
+def windows_in_words(trained_length: int, last: str = "and") -> str:
+    """Name the truncations of which the best is the baseline, such as ``2K, 4K, 6K and 8K``."""
+    *first, longest = map(tokens_label, windows_of(trained_length))
+    return f"{', '.join(first)} {last} {longest}" if first else longest
+
+
+def verdict_line(result: ComparisonResult, verdict: Verdict) -> str:
+    """Give the verdict at one length in one line."""
+    row = result.row(verdict.best)
+    kind = "best" if row.reading.is_reference else "best zero-shot"
+    where = verdict.versus_truncation.scope(len(result.provenance["documents"]))
+    answer = {YES: f"yes{where}, by", NO: f"no{where}, by"}.get(
+        verdict.beats, f"no difference that {_these_texts(result)} can show,"
+    )
+    return (
+        f"{tokens_label(verdict.length)}: {kind}: {row.reading.label}; beats the best truncation (the last "
+        f"{tokens_label(verdict.window)}): {answer} {verdict.versus_truncation} nats"
+    )
+
+
+def sentences(result: ComparisonResult) -> list[str]:
+    """Return everything else that the numbers say, in the order of importance."""
+    verdict = result.verdicts[-1]
+    best = result.row(verdict.best)
+    lines = []
+    if verdict.as_good:
+        names = [result.row(name).reading.label for name in verdict.as_good]
+        lines.append(f"As good, as far as {_these_texts(result)} can show: {all_of(names)}.")
+    lines += _unneeded_sentence(result, verdict)
+    lines.append(_short_context_sentence(result, best))
+    if any(row.passkeys for row in result.rows):
+        lines += _passkey_sentences(result, best)
+    if not result.row(UNPATCHED).reading.is_candidate:
+        lines.append(unpatched_sentence(result.panels[-1].series[0], result.trained_length))
+    lines += [f"Not measured: {refusal.label}. {refusal.reason}" for refusal in result.refusals]
+    return lines
+
+
+def unpatched_sentence(series: Series, trained_length: int) -> str:
+    """Say whether the unpatched model breaks beyond its window.
+
+    Args:
+        series: losses of the unpatched model.
+        trained_length: tokens.
+    """
+    inside, *_, last = series.buckets
+    ratio = last.perplexity / inside.perplexity
+    start, stop = tokens_label(last.start), tokens_label(last.stop)
+    numbers = (
+        f"from {inside.perplexity:.3g} inside its trained {tokens_label(trained_length)} tokens to "
+        f"{last.perplexity:.3g} at {start}-{stop}"
+    )
+    if ratio < BROKEN:
+        return f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."
+    return f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."
+
+
+def hidden_keys(row: Row) -> tuple[int, int]:
+    """Count the passkeys found, and those asked for, where truncation cuts the key off."""
+    hidden = [score for score in row.passkeys if score.hidden]
+    return sum(score.found for score in hidden), sum(score.trials for score in hidden)
+
+
+def _these_texts(result: ComparisonResult) -> str:
+    return "this text" if len(result.provenance["documents"]) == 1 else "these texts"
+
+
+def _unneeded_sentence(result: ComparisonResult, verdict: Verdict) -> list[str]:
+    """Say so where the unpatched model reads the length no worse than the best extension."""
+    plain = result.row(UNPATCHED)
+    score = plain.at(verdict.length)
+    gap = score.versus_truncation if score else None
+    if plain.reading.is_candidate or gap is None or gap.mean > verdict.versus_truncation.mean:
+        return []
+    length = tokens_label(verdict.length)
+    return [
+        f"The unpatched model reads {length} tokens no worse ({gap} against the best truncation): it needs no "
+        f"extension there."
+    ]
+
+
+def _short_context_sentence(result: ComparisonResult, best: Row) -> str:
+    if best.reading.is_reference:
+        return f"Inside the trained window, its perplexity is {best.inside.perplexity:.4g}."
+    gap = best.short_context
+    free = [row.reading for row in result.candidates if row.short_context.mean == 0 and row is not best]
+    labels = ["the dynamic methods"] if len(free) > 3 and all(r.dynamic for r in free) else [r.label for r in free]
+    cost = (
+        "changes nothing inside the trained window"
+        if gap.mean == 0
+        else f"{'costs' if gap.mean > 0 else 'gains'} {abs(gap.mean):.3f} ± {gap.standard_error:.3f} nats per token "
+        f"inside the trained window"
+    )
+    tail = f"; {all_of(labels)} change{'s' if len(free) == 1 else ''} nothing there" if free and gap.mean else ""
+    return capitalised(f"{best.reading.label} {cost}{tail}.")
+
+
+def _passkey_sentences(result: ComparisonResult, best: Row) -> list[str]:
+    keys = {row.reading.name: hidden_keys(row) for row in result.rows if row.passkeys}
+    asked = max(trials for _, trials in keys.values())
+    if not asked:
+        window = tokens_label(result.trained_length)
+        return [f"Every passkey lies in the last {window} tokens, which truncation reads, too; ask for smaller depths."]
+    competing = [row for row in result.candidates if keys[row.reading.name][1] == asked]
+    most = max((keys[row.reading.name][0] for row in competing), default=0)
+    winners = [row.reading.label for row in competing if keys[row.reading.name][0] == most]
+    plain = result.row(UNPATCHED).reading
+    others = [plain] if plain not in [row.reading for row in competing] else []
+    others += [best.reading] if best.reading.label not in winners else []
+    named = all_of(winners) if len(winners) <= 4 else f"{len(winners)} of {len(competing)} extensions"
+    subject = named if most else "no extension"
+    compared = ", ".join(f"{reading.label} {keys[reading.name][0]}" for reading in others)
+    verb = "finds" if len(winners) == 1 or not most else "find"
+    passkeys = f"{asked} passkey{'s' if asked > 1 else ''}"
+    aside = f" ({compared})" if compared else ""
+    return [f"Of {passkeys} that truncation cuts off, {subject} {verb} {most or 'any'}{aside}."]
+
+
+def _main_table(result: ComparisonResult) -> TextTable:
+    """Return perplexity in the window and at each length, differences to truncation and keys, one row per reading."""
+    beyond = [verdict.length for verdict in result.verdicts]
+    window = tokens_label(result.trained_length)
+    ends = [score.end for score in result.row(UNPATCHED).scores if score.length in beyond]
+    header = [f"inside {window}", "vs unpatched"]
+    for end in ends:
+        header += [f"{tokens_label(end.start)}-{tokens_label(end.stop)}", "vs best truncation"]
+    with_keys = any(hidden_keys(row)[1] for row in result.rows)
+    header += ["hidden keys"] if with_keys else []
+
+    def cells(row: Row) -> list[str]:
+        texts = [perplexity_label(row.inside.perplexity), NONE if row.reading.is_reference else str(row.short_context)]
+        for length in beyond:
+            score = row.at(length)
+            texts.append(_with_window(row, score.end.perplexity, score.window) if score else NONE)
+            is_baseline = row.reading.name == TRUNCATED
+            texts.append(str(score.versus_truncation) if score and not is_baseline else NONE)
+        keys, asked = hidden_keys(row)
+        return texts + ([f"{keys}/{asked}" if asked else NONE] if with_keys else [])
+
+    caption = (
+        f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
+        f"nats per token ± standard error over {result.unit}; best truncation: whichever of the last "
+        f"{windows_in_words(result.trained_length, 'or')} tokens predicts those best"
+        + ("; passkeys found where truncation cuts the key off" if with_keys else "")
+        + "."
+    )
+    return _table(result, caption, header, cells)
+
+
+def _other_tables(result: ComparisonResult) -> list[TextTable]:
+    """Return the tables of whole texts, single documents and methods."""
+    several = len(result.provenance["documents"]) > 1
+    return [_whole_texts(result), *([_single_documents(result)] if several else []), _methods(result)]
+
+
+def _ordered(result: ComparisonResult) -> list[Row]:
+    """Sort the rows: references first, then methods that reach furthest, the best of them first."""
+
+    def place(row: Row) -> tuple[bool, int, float]:
+        last = row.scores[-1]
+        gap = last.versus_truncation.mean if last.versus_truncation else 0.0
+        return (False, 0, 0.0) if row.reading.is_reference else (True, -last.length, gap)
+
+    return sorted(result.rows, key=place)
+
+
+def _table(
+    result: ComparisonResult, caption: str, header: Sequence[str], cells: Callable[[Row], Sequence[str]]
+) -> TextTable:
+    """Return a table with a row per reading, whose label is its first cell."""
+    rows, best = _ordered(result), result.row(result.verdicts[-1].best).reading.label
+    return TextTable(
+        header=["", *header],
+        rows=[[row.reading.label, *cells(row)] for row in rows],
+        caption=caption,
+        styles={row.reading.label: "reference" for row in rows if row.reading.is_reference} | {best: "best"},
+    )
+
+
+def _whole_texts(result: ComparisonResult) -> TextTable:
+    def cells(row: Row) -> list[str]:
+        scores = [row.at(length) for length in result.lengths]
+        return [_with_window(row, one.whole.perplexity, one.window_of_whole) if one else NONE for one in scores]
+
+    caption = (
+        "Perplexity of all tokens up to each length, as published curves have it: more context and other text mixed."
+    )
+    return _table(result, caption, [tokens_label(length) for length in result.lengths], cells)
+
+
+def _single_documents(result: ComparisonResult) -> TextTable:
+    last = result.verdicts[-1].length
+    names = result.provenance["documents"]
+
+    def cells(row: Row) -> list[str]:
+        score = row.at(last)
+        gaps = score.by_document if score and row.reading.name != TRUNCATED else ()
+        return [f"{gap:+.3f}" for gap in gaps] or [NONE] * len(names)
+
+    caption = (
+        f"Loss minus the best truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token."
+    )
+    return _table(result, caption, names, cells)
+
+
+def _methods(result: ComparisonResult) -> TextTable:
+    def cells(row: Row) -> list[str]:
+        method = dict(row.reading.method or {})
+        name = str(method.pop("method", NONE))
+        parameters = ", ".join(f"{key}={_short(value)}" for key, value in method.items()) or NONE
+        attention = [f"Attention: {row.reading.attention}."] if row.reading.attention else []
+        notes = " ".join([*attention, *(f"{note.rstrip('.')}." for note in row.reading.notes)]) or NONE
+        return [name, parameters, row.reading.fingerprint or NONE, notes]
+
+    caption = "What was measured, with a fingerprint of its frequencies."
+    return replace(_table(result, caption, ["method", "parameters", "frequencies", "notes"], cells), prose=True)
+
+
+def _with_window(row: Row, perplexity: float, window: int | None) -> str:
+    """Return a perplexity, and for the best truncation which window it has."""
+    if row.reading.name != TRUNCATED or window is None:
+        return perplexity_label(perplexity)
+    return f"{perplexity_label(perplexity)} (last {tokens_label(window)})"
+
+
+def _short(value: object) -> str:
+    return f"<{len(value)} values>" if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+
+
+def _figures(result: ComparisonResult) -> list[Figure]:
+    """Return all figures: distances to truncation, losses by position, perplexity at each length, and passkeys."""
+    figures = [_distances(result, verdict) for verdict in reversed(result.verdicts)]
+    for panel in result.panels:
+        figures += [_by_position(result, panel), _against_truncation(result, panel)]
+    return [*figures, _at_length(result), *([_passkeys(result)] if any(row.passkeys for row in result.rows) else [])]
+
+
+def loss_figure(series: Sequence[Series], *, trained_length: int, title: str) -> Figure:
+    """Return perplexity by position on the left, the methods' difference to the best truncation on the right.
+
+    Args:
+        series: the references first, then the methods; of the truncations the best one is drawn.
+        trained_length: tokens; shaded in the figure.
+        title: one line.
+    """
+    methods = [item for item in series if not is_reference(item.name)]
+    shown = [item for item in series if window_of(item.name) is None]
+    colours = colours_for({item.name: item.name for item in shown})
+    looks = {name: (label_of(name), colour) for name, colour in colours.items()}
+    widths = (1.65, 1) if methods else (1,)
+
+    def draw(figure: Any) -> None:
+        left, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        _draw_perplexity(left, shown, looks, trained_length, title="Perplexity by position")
+        for axes in others:
+            _draw_against(axes, methods, looks, title="Loss minus the best truncation's, nats")
+
+    return Figure(name="loss", title=title, size=(11.0, 4.5), draw=draw)
+
+
+Looks = Mapping[str, tuple[str, str]]
+"""Label and colour of each reading, by its name."""
+
+
+def _looks(readings: Sequence[Reading]) -> Looks:
+    """Return labels without the factor, which the title of the figure names, and colours."""
+    colours = colours_for({reading.name: _kind(reading) for reading in readings})
+    return {one.name: (re.sub(rf" {TIMES}[\d.]+", "", one.label), colours[one.name]) for one in readings}
+
+
+def _kind(reading: Reading) -> str:
+    """Return what decides the colour of a reading: its method, whatever the factor."""
+    if reading.window is not None:
+        return TRUNCATED
+    return reading.name if reading.is_reference or reading.method is None else str(reading.method["method"])
+
+
+def _distances(result: ComparisonResult, verdict: Verdict) -> Figure:
+    """Return the distance of every reading to the best truncation, the best first."""
+    scored = [(row, row.at(verdict.length)) for row in result.rows if row.reading.name != TRUNCATED]
+    rows = [(row, score, score.versus_truncation) for row, score in scored if score and score.versus_truncation]
+    rows.sort(key=lambda item: item[2].mean)
+    end, window = tokens_label(verdict.length), tokens_label(verdict.window)
+    numbers = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
+    dots = " Small dots: each document." if len(result.provenance["documents"]) > 1 else ""
+    return Figure(
+        name=f"truncation-{verdict.length}",
+        title=f"Against the best truncation, at {end} tokens",
+        caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
+        f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
+        f"{windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
+        alternative=f"Each method's loss minus the best truncation's (to the last {window}) at {end} tokens, in nats "
+        f"per token: {numbers}.",
+        size=(WIDTH, 0.9 + 0.29 * len(rows)),
+        draw=lambda figure: _draw_distances(figure, rows),
+    )
+
+
+def _draw_distances(figure: Any, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
+    axes = figure.subplots()
+    gaps = [gap for _, _, gap in rows]
+    nearest = min(abs(gap.mean) + gap.margin for row, _, gap in rows if row.reading.window is None)
+    limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + gap.margin for gap in gaps))
+    low = min(-0.25 * limit, *(gap.mean - gap.margin for gap in gaps)) * 1.1
+    axes.axvline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
+    for place, (row, score, gap) in enumerate(rows):
+        colour = COLOURS.get(_kind(row.reading), OTHERS[0])  # that of the method, whatever the factor
+        if gap.mean > limit:
+            axes.plot(limit * 0.985, place, marker=">", ms=6, color=colour, clip_on=False)
+        else:
+            axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=5.5, lw=1.8, color=colour, zorder=4)
+            if len(score.by_document) > 1:
+                dots = [value for value in score.by_document if low < value < limit]
+                axes.plot(dots, [place] * len(dots), ".", ms=4, color=NOTE, zorder=5)
+        axes.text(1.02, place, str(gap), transform=axes.get_yaxis_transform(), va="center", fontsize=9.5)
+    axes.set_yticks(range(len(rows)), [row.reading.label for row, _, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(low, limit)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("nats per token; left: better than the best truncation")
+    draw_grid(axes, axis="x")
+
+
+def _by_position(result: ComparisonResult, panel: FactorSeries) -> Figure:
+    readings = [result.row(item.name).reading for item in panel.drawn]
+    looks = _looks(readings)
+    ends = "; ".join(f"{looks[item.name][0]} {item.buckets[-1].perplexity:.4g}" for item in panel.drawn)
+    last = panel.drawn[0].buckets[-1]
+    dynamic = [looks[reading.name][0] for reading in readings if reading.dynamic]
+    caption = "How well each token is predicted, by its position. Shaded: the trained window."
+    if dynamic:
+        caption += (
+            f" {capitalised(all_of(dynamic))} here with the positions of {tokens_label(panel.length)} throughout."
+        )
+    return Figure(
+        name=f"loss{_suffix(panel)}",
+        title=f"Perplexity by position{_of_factor(panel)}",
+        caption=caption,
+        alternative=f"Perplexity by position. At positions {last.start:,} to {last.stop:,}: {ends}.",
+        size=(WIDTH, 3.7),
+        draw=lambda figure: _draw_perplexity(figure.subplots(), panel.drawn, looks, result.trained_length),
+    )
+
+
+def _draw_perplexity(axes: Any, series: Sequence[Series], looks: Looks, trained_length: int, title: str = "") -> None:
+    """Draw perplexity by position; inside the window truncation is the unpatched model itself and left out."""
+    lines = []
+    for item in series:
+        is_baseline = item.name == TRUNCATED
+        buckets = [bucket for bucket in item.curve if bucket.start >= trained_length or not is_baseline]
+        label, colour = looks[item.name]
+        x, y = [(bucket.start + bucket.stop) / 2 for bucket in buckets], [bucket.perplexity for bucket in buckets]
+        lines.append(Line(label=label, colour=colour, x=x, y=y, dashed=is_baseline))
+    stop = series[0].curve[-1].stop
+    step = max(1, trained_length // 4)
+    while stop / step > 9:
+        step *= 2
+    ticks = range(0, stop + 1, step)
+    draw_lines(
+        axes, lines, title=title, x_label="position in the text, tokens", ticks=ticks, trained_length=trained_length
+    )
+
+
+def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure:
+    readings = [result.row(item.name).reading for item in panel.drawn]
+    looks = _looks(readings)
+    names = {reading.name for reading in readings if reading.is_candidate}
+    methods = [item for item in panel.drawn if item.name in names]
+    windows = next(item for item in panel.series if item.name == TRUNCATED).windows
+    chosen = all_of([tokens_label(window) for window in windows])
+    numbers = "; ".join(
+        f"{looks[item.name][0]} {', '.join(str(gap) for gap in item.versus_truncation)}" for item in methods
+    )
+    return Figure(
+        name=f"difference{_suffix(panel)}",
+        title=f"Against the best truncation{_of_factor(panel)}",
+        caption=f"The same tokens, minus their loss under the best truncation (in these stretches the last {chosen} "
+        f"tokens), with 95 percent intervals.",
+        alternative=f"Loss minus the best truncation's (the last {chosen}) in consecutive stretches beyond the window, "
+        f"nats per token: {numbers}.",
+        size=(WIDTH, 3.7),
+        draw=lambda figure: _draw_against(figure.subplots(), methods, looks),
+    )
+
+
+def _draw_against(axes: Any, methods: Sequence[Series], looks: Looks, title: str = "") -> None:
+    spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
+    draw_differences(axes, spans, [(*looks[item.name], item.versus_truncation) for item in methods], title=title)
+
+
+def _at_length(result: ComparisonResult) -> Figure:
+    last, end = result.lengths[-1], result.row(UNPATCHED).scores[-1].end
+    numbers = "; ".join(
+        f"{row.reading.label} {', '.join(f'{tokens_label(s.length)} {s.end.perplexity:.4g}' for s in row.scores)}"
+        for row in result.rows
+    )
+    return Figure(
+        name="perplexity-at-length",
+        title="Perplexity at length",
+        caption=f"Of the last {tokens_label(end.stop - end.start)} positions before each length. Other positions are "
+        f"other words: compare methods at one length, not lengths.",
+        alternative=f"Perplexity at the end of each length, up to {tokens_label(last)}: {numbers}.",
+        size=(WIDTH, 0.4 + 2.9 * len(result.panels)),
+        draw=lambda figure: _draw_at_length(figure, result),
+    )
+
+
+def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
+    grid = figure.subplots(len(result.panels), 1, squeeze=False)[:, 0]
+    for axes, panel in zip(grid, result.panels, strict=True):
+        rows = [result.row(item.name) for item in panel.drawn]
+        looks = _looks([row.reading for row in rows])
+        lines = []
+        for row in rows:
+            label, colour = looks[row.reading.name]
+            x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
+            lines.append(Line(label=label, colour=colour, x=x, y=y, dashed=row.reading.name == TRUNCATED))
+        title = "" if panel.factor is None else f"factor {panel.factor:g}"
+        draw_lines(axes, lines, title=title, x_label="length, tokens", ticks=result.lengths, doubling=True)
+
+
+def _passkeys(result: ComparisonResult) -> Figure:
+    rows = [row for row in result.rows if row.passkeys]
+    scores = [score for row in rows for score in row.passkeys]
+    numbers = "; ".join(
+        f"{row.reading.label} {sum(p.found for p in row.passkeys)} of {sum(p.trials for p in row.passkeys)}"
+        for row in rows
+    )
+    heat = HeatMaps(
+        maps=[
+            (
+                row.reading.label,
+                {
+                    (f"{one.depth:.0%}", one.length): (
+                        one.found / one.trials,
+                        f"{one.found}/{one.trials}\n{one.loss:.2f}",
+                    )
+                    for one in row.passkeys
+                },
+            )
+            for row in rows
+        ],
+        rows=[f"{depth:.0%}" for depth in sorted({score.depth for score in scores})],
+        lengths=sorted({score.length for score in scores}),
+        trained_length=result.trained_length,
+        x_label="length, tokens",
+        y_label="depth of the key",
+        scale=("none", "half", "all"),
+        note="In each cell: keys found of keys hidden, and the mean loss of the key's tokens in nats.",
+    )
+    return Figure(
+        name="passkeys",
+        title="Passkeys found",
+        caption="A five-digit key in noise, by length and by depth (0%: at the start).",
+        alternative=f"Passkeys found of those hidden, all lengths and depths together: {numbers}.",
+        size=heat.size,
+        draw=heat.draw,
+    )
+
+
+def _of_factor(panel: FactorSeries) -> str:
+    return "" if panel.factor is None else f", factor {panel.factor:g}"
+
+
+def _suffix(panel: FactorSeries) -> str:
+    return "" if panel.factor is None else f"-x{panel.factor:g}".replace(".", "_")
