@@ -149,8 +149,10 @@ def _as_markdown(part: Part, pictures: Mapping[str, str]) -> str:
         title = f"**{escaped(part.title)}**" if part.title else ""
         return "\n\n".join(filter(None, (title, part.as_markdown(), escaped(part.caption))))
     if isinstance(part, Figure):
-        picture = f"![{escaped(part.alternative or part.title)}]({quote(pictures.get(part.name, ''))})"
-        return f"{picture}\n\n*{escaped(part.title)}.* {escaped(part.caption)}" if part.name in pictures else ""
+        if part.name not in pictures:
+            return ""
+        picture = f"![{escaped(part.alternative or part.title)}]({quote(pictures[part.name])})"
+        return "\n\n".join(filter(None, (picture, escaped(part.caption))))
     form = "## {}" if isinstance(part, Heading) else "**{}**" if isinstance(part, Headline) else "- {}"
     return form.format(escaped(part))
 
