@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer import Option
 from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import told_on_interrupt
 from ctxext.cli.options import Json, Markdown, StrictCommand
 from ctxext.progress import StageBar, terminal
-
-if TYPE_CHECKING:
-    from ctxext.laboratory.run import Laboratory
 
 
 class LabGroup(TyperGroup):
@@ -114,10 +110,16 @@ def run(
         text=text or (),
         workers=workers,
     )
-    _announce(console, laboratory, output)
-    bar = StageBar(terminal(stderr=True), sum(cell.cost for cell in laboratory.left))
+    jobs = laboratory.begin()
+    console.print(
+        f"{len({job.subject for job in laboratory.jobs})} subjects, tasks "
+        f"{', '.join(dict.fromkeys(job.task for job in laboratory.jobs))}: {laboratory.done} finished in {output}; "
+        f"{workers} at once, one thread each."
+    )
+    bar = StageBar(terminal(stderr=True), sum(job.cost for job in jobs))
     with told_on_interrupt(console, laboratory), bar, ending_cleanly():
-        result = laboratory.run(bar)
+        laboratory.measure(jobs, progress=bar)
+    result = laboratory.result()
     written = write_page(result, output)
     show_result(result, console)
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)
@@ -125,13 +127,3 @@ def run(
 
 def _split(names: list[str] | None) -> list[str]:
     return [part.strip() for name in names or () for part in name.split(",") if part.strip()]
-
-
-def _announce(console: Console, laboratory: Laboratory, output: Path) -> None:
-    left, cells = laboratory.left, laboratory.cells
-    who = len({cell.subject for cell in cells})
-    kept = f", {len(cells) - len(left)} of them finished in {output}" if len(left) < len(cells) else ""
-    console.print(
-        f"{who} subjects, tasks {', '.join(dict.fromkeys(cell.task for cell in cells))}: {len(cells)} cells{kept}; "
-        f"{laboratory.workers} at once, one thread each."
-    )

@@ -1,23 +1,22 @@
-"""The work of the laboratory: each subject trained and tested on each task with each seed, kept as it goes."""
+"""The bench: every subject trained and tested on every task with every seed, as jobs of a survey."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import hashlib
 import itertools
 import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, logging
 
 from ctxext import patching
@@ -27,6 +26,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import command, machine, now, versions
 from ctxext.evaluation.statistics import check_finite
+from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subject_named, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
@@ -36,22 +36,22 @@ from ctxext.version import __version__
 JOURNAL = "cells.jsonl"
 SLOWER = 3
 """How many times the steps a slow subject gets."""
-# Test texts that go through a model at once.
 TOGETHER = 8
+"""Test texts that go through a model at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabSettings:
-    """How much is trained and tested.
+    """Amount of training and testing.
 
     Args:
         text: sizes of the models that read text.
         puzzle: sizes of the models that do puzzles.
         length: bytes that are read at once in training; the test reads 8 times as many.
-        text_steps: of training on text.
+        text_steps: training steps on text.
         text_rows: stretches of text in a step.
         windows: stretches of text in the test.
-        puzzle_steps: of training on a puzzle.
+        puzzle_steps: training steps on a puzzle.
         puzzle_tokens: tokens in such a step, about.
         puzzle_rows: puzzles of each length in the test.
         rate: the greatest learning rate, the same for all.
@@ -71,13 +71,7 @@ class LabSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LabPreset:
-    """What is measured where nothing else is asked for.
-
-    Args:
-        settings: how much.
-        seeds: how many.
-        tasks: which.
-    """
+    """Settings, number of seeds and tasks where nothing else is asked for."""
 
     settings: LabSettings
     seeds: int
@@ -118,85 +112,88 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabCell:
-    """The smallest piece of work, done, kept and resumed by itself.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabJob(Job):
+    """One subject that is trained on one task from one seed and then tested.
 
     Args:
-        task: its name.
-        subject: who is trained.
-        seed: of the weights and of what is drawn in training; what is tested is the same for all.
-        settings: how much.
-        text_sha256: of the text, where text is read.
+        task: name of the task.
+        subject: model to train.
+        seed: seed of the weights and of what is drawn in training; what is tested is the same for all.
+        settings: amount of training and testing.
+        text: the text, where text is read.
     """
 
+    reader: Any = None  # it trains its model itself
     task: str
     subject: Variant
     seed: int
     settings: LabSettings
-    text_sha256: str = ""
+    text: ByteText | None = None
 
-    @property
-    def name(self) -> str:
-        """To show."""
-        return f"{self.subject.name}, {self.task}, seed {self.seed}"
+    @classmethod
+    def of(cls, task: str, subject: Variant, seed: int, settings: LabSettings, text: ByteText | None = None) -> LabJob:
+        """Lay out a job; its key and its cost, in tokens of training, follow from the arguments."""
+        identity = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
+        identity["text_sha256"] = "" if text is None else text.sha256
+        content = json.dumps([__version__, identity], sort_keys=True)
+        tokens = settings.puzzle_tokens if text is None else settings.length * settings.text_rows
+        return cls(
+            key=hashlib.sha256(content.encode()).hexdigest()[:16],
+            cost=float(_steps(task, subject, settings) * tokens),
+            name=f"{subject.name}, {task}, seed {seed}",
+            task=task,
+            subject=subject,
+            seed=seed,
+            settings=settings,
+            text=text,
+        )
 
     @property
     def steps(self) -> int:
-        """Of training."""
-        steps = self.settings.text_steps if self.task == TEXT else self.settings.puzzle_steps
-        return steps * (SLOWER if self.subject.is_slow else 1)
+        """Number of training steps."""
+        return _steps(self.task, self.subject, self.settings)
 
-    @property
-    def key(self) -> str:
-        """A hash of everything that the answer depends on."""
-        told = json.dumps([__version__, asdict(self)], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+    def ask(self, model: nn.Module | None = None, progress: Progress = lambda *_: None) -> Answer:
+        """Train and test on one thread.
 
-    @property
-    def cost(self) -> float:
-        """In tokens of training."""
-        one = self.settings.length * self.settings.text_rows if self.task == TEXT else self.settings.puzzle_tokens
-        return float(self.steps * one)
-
-    def measure(self, text: ByteText | None) -> dict[str, Any]:
-        """Train and test; return what was measured as JSON values.
+        Such small models get no faster by more threads, and two jobs then do not disturb each other.
 
         Raises:
             IncompatibleError: a loss or a share is no number.
         """
-        with _one_thread():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
             began = time.process_time()
-            answer = self._on_text(text) if text is not None else self._on_puzzles()
+            answer = self._on_puzzles() if self.text is None else self._on_text(self.text)
             for extension, reading in answer["readings"].items():
                 for values in reading.values():
-                    check_finite(
-                        torch.tensor(values), f"{self.name}, extended by {extension}" if extension else self.name
-                    )
-            return answer | {"seconds": round(time.process_time() - began, 1)}
+                    name = f"{self.name}, extended by {extension}" if extension else self.name
+                    check_finite(torch.tensor(values), name)
+        finally:
+            torch.set_num_threads(threads)
+        progress(self.name, self.cost)
+        return Answer(answer | {"seconds": round(time.process_time() - began, 1)})
 
     def _on_text(self, text: ByteText) -> dict[str, Any]:
-        settings = self.settings
-        model = self.subject.build(settings.text, vocabulary=256, trained_length=settings.length, seed=self.seed)
+        length = self.settings.length
+        model = self.subject.build(self.settings.text, vocabulary=256, trained_length=length, seed=self.seed)
         generator = torch.Generator().manual_seed(self.seed)
-        last = self._train(model, lambda: text.drawn(settings.length, settings.text_rows, generator))
+        last = self._train(model, lambda: text.drawn(length, self.settings.text_rows, generator))
         truncated = _in_parts(
-            lambda part: truncated_loss(
-                model, part, window=settings.length, stride=settings.length // 2, start=settings.length
-            ),
-            text.tested,
+            lambda part: truncated_loss(model, part, window=length, stride=length // 2, start=length), text.tested
         )
-        octaves = [edge - settings.length for edge in octaves_of(settings.length)]
-        edges = blocks_of(settings.length)
+        octaves = [edge - length for edge in octaves_of(length)]
         readings = {
-            name: {"scores": _means(_in_parts(lambda part: loss_by_position(model, part), text.tested), edges)}
+            name: {
+                "scores": _means(_in_parts(lambda part: loss_by_position(model, part), text.tested), blocks_of(length))
+            }
             for name in self._extended(model)
         }
-        readings[""] |= {
-            "truncated": _means(truncated, octaves),
-            "order": _rounded(_order_learned(model, text, settings.length)),
-        }
-        return {"parameters": _weights_of(model), "loss": round(last, 4), "readings": readings}
+        order = _order_learned(model, text, length)
+        readings[""] |= {"truncated": _means(truncated, octaves), "order": _rounded(order)}
+        return self._answer(model, last, readings)
 
     def _on_puzzles(self) -> dict[str, Any]:
         settings, task = self.settings, TASKS[self.task]
@@ -215,10 +212,14 @@ class LabCell:
             tested = torch.Generator().manual_seed(2**31)  # the same puzzles for all
             shares = [_right(model, *task.example(length, settings.puzzle_rows, tested)) for length in task.lengths()]
             readings[name] = {"scores": _rounded(torch.stack(shares, 1))}
-        return {"parameters": _weights_of(model), "loss": round(last, 4), "readings": readings}
+        return self._answer(model, last, readings)
+
+    def _answer(self, model: PreTrainedModel, loss: float, readings: dict[str, Any]) -> dict[str, Any]:
+        weights = sum(weight.numel() for weight in model.parameters())
+        return {"parameters": weights, "loss": round(loss, 4), "readings": readings}
 
     def _train(self, model: PreTrainedModel, drawn: Callable[[], tuple[Tensor, Tensor]]) -> float:
-        """AdamW and a cosine, the same for all; the mean loss of the last tenth of the steps."""
+        """Train by AdamW and a cosine, the same for all; return the mean loss of the last tenth of the steps."""
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), self.settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = get_cosine_schedule_with_warmup(optimizer, min(50, self.steps // 5), self.steps)
@@ -239,7 +240,7 @@ class LabCell:
         return sum(latest) / len(latest)
 
     def _extended(self, model: PreTrainedModel) -> Iterator[str]:
-        """The model as it was trained (an empty name), then, if it rotates, under each extension without training."""
+        """Leave the model as it was trained (an empty name); then, if it rotates, put on each extension in turn."""
         yield ""
         for name in EXTENSIONS if self.subject.name == ROPE else ():
             with patching.patched(model, name, factor=float(REACH)):
@@ -247,7 +248,7 @@ class LabCell:
 
 
 def _order_learned(model: PreTrainedModel, text: ByteText, length: int) -> Float[Tensor, " windows"]:
-    """How much worse bytes inside the trained length are predicted when all before the last byte is shuffled.
+    """Measure how much worse bytes in the trained length are predicted when all before the last byte is shuffled.
 
     The last byte stays, since that one is known without any order. About nothing: order is not used.
     """
@@ -267,10 +268,10 @@ def _order_learned(model: PreTrainedModel, text: ByteText, length: int) -> Float
 
 @torch.no_grad()
 def _right(model: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Float[Tensor, " rows"]:
-    """The share of the answers that are right, puzzle by puzzle."""
-    said: Tensor = model(input_ids=tokens, use_cache=False).logits.argmax(-1)
+    """Return the share of the answers that are right, puzzle by puzzle."""
+    answers: Tensor = model(input_ids=tokens, use_cache=False).logits.argmax(-1)
     asked = labels != NOT_ASKED
-    return ((said == labels) & asked).sum(1) / asked.sum(1)
+    return ((answers == labels) & asked).sum(1) / asked.sum(1)
 
 
 def _in_parts(work: Callable[[Tensor], Tensor], rows: Tensor, together: int = TOGETHER) -> Tensor:
@@ -283,82 +284,59 @@ def _means(losses: Float[Tensor, "rows positions"], edges: Sequence[int]) -> Any
 
 
 def _rounded(values: Tensor) -> Any:
-    return [_rounded(one) if one.ndim else round(one.item(), 4) for one in values]
+    return [_rounded(value) if value.ndim else round(value.item(), 4) for value in values]
 
 
-def _weights_of(model: PreTrainedModel) -> int:
-    return sum(weight.numel() for weight in model.parameters())
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Every cell runs on one thread: such small models get no faster by more, and two cells then do not disturb."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _steps(task: str, subject: Variant, settings: LabSettings) -> int:
+    steps = settings.text_steps if task == TEXT else settings.puzzle_steps
+    return steps * (SLOWER if subject.is_slow else 1)
 
 
 @dataclass(eq=False, kw_only=True)
-class Laboratory:
-    """What is to be measured; ``run`` it, as often as it takes.
+class Laboratory(Survey[LabJob]):
+    """The survey of all jobs.
 
     Args:
-        cells: all of it.
-        text: that is read; None where only puzzles are done.
-        journal: where finished cells are kept.
-        workers: how many processes work at once; 1: this one alone.
-        preset: what the settings are called.
+        workers: processes that work at once; 1: this one alone.
+        preset: name of the settings.
     """
 
-    cells: tuple[LabCell, ...]
-    text: ByteText | None
-    journal: Journal
+    made_by: str = "ctxext lab"
+    checkpoint: Any = None  # every job trains its own
     workers: int = 2
     preset: str = "quick"
-    finished: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
-
-    @property
-    def left(self) -> list[LabCell]:
-        """The cells that are not finished: seed by seed, the longest first."""
-        finished = self.journal.finished()
-        open_cells = [cell for cell in self.cells if cell.key not in finished]
-        return sorted(open_cells, key=lambda cell: (cell.seed, -cell.cost))
-
-    @property
-    def done(self) -> str:
-        """How much is finished, in words."""
-        return f"{len(self.cells) - len(self.left)} of {len(self.cells)} {self.journal.work}"
 
     def run(self, progress: Progress = lambda *_: None) -> LabResult:
-        """Measure what is left, and put everything together.
+        """Measure what is pending, and put everything together; arguments and errors as for ``measure``."""
+        self.measure(self.begin(), progress=progress)
+        return self.result()
+
+    def measure(self, jobs: Sequence[LabJob], *, progress: Progress = lambda *_: None) -> None:
+        """Do jobs, seed by seed and the longest first, and keep each at once.
 
         Args:
+            jobs: from ``begin``.
             progress: called with what is finished and what it cost, in tokens of training.
 
         Raises:
-            ResultsError: the journal is of something else or cannot be written, or a process was killed.
+            ResultsError: the journal cannot be written, or a process was killed.
+            IncompatibleError: a loss or a share is no number.
         """
-        self.journal.claim({"made_by": "ctxext lab"})
-        for cell, found in self._measured(self.left):
-            self.journal.keep({"key": cell.key, "cell": cell.name, "date": now(), **found})
-            progress(cell.name, cell.cost)
-        return self.result()
+        for job, answer in self._answers(sorted(jobs, key=lambda job: (job.seed, -job.cost))):
+            self.journal.keep({"key": job.key, "cell": job.name, "date": now(), **answer.values})
+            progress(job.name, job.cost)
 
-    def _measured(self, cells: list[LabCell]) -> Iterator[tuple[LabCell, dict[str, Any]]]:
-        if self.workers == 1 or len(cells) < 2:
-            for cell in cells:
-                yield cell, cell.measure(self.text if cell.task == TEXT else None)
+    def _answers(self, jobs: list[LabJob]) -> Iterator[tuple[LabJob, Answer]]:
+        if self.workers == 1 or len(jobs) < 2:
+            for job in jobs:
+                yield job, job.ask()
             return
-        pool = concurrent.futures.ProcessPoolExecutor(
-            self.workers, multiprocessing.get_context("spawn"), _begin_worker, (self.text,)
-        )
+        spawning = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(self.workers, spawning, logging.set_verbosity_error)
         try:
-            jobs = {pool.submit(_measure_in_worker, cell): cell for cell in cells}
-            for job in concurrent.futures.as_completed(jobs):
-                yield jobs[job], job.result()
+            futures = {pool.submit(LabJob.ask, job): job for job in jobs}
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool as error:
             raise ResultsError(
                 "A process of the laboratory was killed, perhaps for want of memory. Finished cells are kept: run the "
@@ -369,58 +347,60 @@ class Laboratory:
             for child in multiprocessing.active_children():
                 child.terminate()
 
+    def _identity(self) -> dict[str, Any]:
+        return {"made_by": self.made_by}
+
     def result(self) -> LabResult:
-        """Everything that is finished, put together.
+        """Put everything that is finished together.
 
         Raises:
             ResultsError: something is not finished.
         """
         finished = self.journal.finished()
-        missing = [cell.name for cell in self.cells if cell.key not in finished]
+        missing = [job.name for job in self.jobs if job.key not in finished]
         if missing:
             raise ResultsError(f"{len(missing)} cells are not finished, such as {missing[0]}. Run the command again.")
-        lines = [(cell, finished[cell.key]) for cell in self.cells]
-        text = self.text
+        groups: dict[tuple[str, str], list[LabJob]] = {}
+        for job in self.jobs:
+            groups.setdefault((job.task, job.subject.name), []).append(job)
+        lines = [finished[job.key] for job in self.jobs]
+        text = next((job.text for job in self.jobs if job.text is not None), None)
         return LabResult(
             preset=self.preset,
-            settings=asdict(self.cells[0].settings),
-            readings=tuple(_readings(lines)),
+            settings=asdict(self.jobs[0].settings),
+            readings=tuple(reading for jobs in groups.values() for reading in _readings(jobs, finished)),
             documents=() if text is None else text.names,
             text_sha256="" if text is None else text.sha256,
-            seconds=round(sum(line["seconds"] for _, line in lines), 1),
+            seconds=round(sum(line["seconds"] for line in lines), 1),
             provenance={
                 "versions": versions(),
                 "machine": machine(),
                 "command": command(),
-                "date": max(line["date"] for _, line in lines),
+                "date": max(line["date"] for line in lines),
             },
         )
 
 
-def _readings(lines: Sequence[tuple[LabCell, dict[str, Any]]]) -> Iterator[LabReading]:
-    """Seeds of one subject on one task, together."""
-    groups: dict[tuple[str, str], list[tuple[LabCell, dict[str, Any]]]] = {}
-    for cell, line in lines:
-        groups.setdefault((cell.task, cell.subject.name), []).append((cell, line))
-    for (task, name), group in groups.items():
-        group = sorted(group, key=lambda one: one[0].seed)
-        first = group[0][0]
-        common: dict[str, Any] = {
-            "task": task,
-            "subject": name,
-            "kind": first.subject.kind,
-            "parameters": group[0][1]["parameters"],
-            "steps": first.steps,
-            "seconds": round(sum(line["seconds"] for _, line in group) / len(group), 1),
-            "seeds": tuple(cell.seed for cell, _ in group),
+def _readings(jobs: Sequence[LabJob], finished: dict[str, dict[str, Any]]) -> Iterator[LabReading]:
+    """Put the seeds of one subject on one task together: as it was trained, and under each extension."""
+    first, lines = jobs[0], [finished[job.key] for job in jobs]
+    for extension in lines[0]["readings"]:
+        readings = [line["readings"][extension] for line in lines]
+        parts: dict[str, Any] = {
+            part: tuple(_tuples(reading[part]) for reading in readings if part in reading)
+            for part in ("scores", "truncated", "order")
         }
-        for extension in group[0][1]["readings"]:
-            found = [line["readings"][extension] for _, line in group]
-            parts: dict[str, Any] = {
-                part: tuple(_tuples(one[part]) for one in found if part in one)
-                for part in ("scores", "truncated", "order")
-            }
-            yield LabReading(**common, extension=extension, **parts)
+        yield LabReading(
+            task=first.task,
+            subject=first.subject.name,
+            kind=first.subject.kind,
+            extension=extension,
+            parameters=lines[0]["parameters"],
+            steps=first.steps,
+            seconds=round(sum(line["seconds"] for line in lines) / len(lines), 1),
+            seeds=tuple(job.seed for job in jobs),
+            **parts,
+        )
 
 
 def _tuples(values: Any) -> Any:
@@ -448,7 +428,7 @@ def prepare(
         seeds: how many times each is trained; default the preset's.
         text: sources of text, as ``read_documents`` takes them; default the plays of ``ctxext demo``.
         workers: processes at once.
-        settings: other ones than the preset's.
+        settings: other settings than the preset's.
 
     Raises:
         UnknownNameError: an encoding, a task or a preset that does not exist.
@@ -464,7 +444,7 @@ def prepare(
     for what, names in (("encoding", only), ("task", tasks)):
         if len(set(names)) != len(names):
             raise InvalidParameterError(f"Give each {what} once; found {', '.join(names)}.")
-    who = [subject_named(name) for name in only] if only else list(subjects().values())
+    chosen_subjects = [subject_named(name) for name in only] if only else list(subjects().values())
     asked = [task_named(name) for name in tasks] or list(chosen.tasks)
     settings = settings or chosen.settings
     if text and TEXT not in asked:
@@ -472,28 +452,13 @@ def prepare(
     read = None
     if TEXT in asked:
         read = byte_text(list(read_documents(text)), REACH * settings.length, settings.windows)
-    sha256 = {TEXT: "" if read is None else read.sha256}
-    cells = tuple(
-        LabCell(task=task, subject=one, seed=seed, settings=settings, text_sha256=sha256.get(task, ""))
+    jobs = [
+        LabJob.of(task, subject, seed, settings, read if task == TEXT else None)
         for task in asked
-        for one in who
+        for subject in chosen_subjects
         for seed in range(count)
-    )
+    ]
     journal = Journal(None if output is None else output / JOURNAL, work="cells")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-    return Laboratory(cells=cells, text=read, journal=journal, workers=workers, preset=preset)
-
-
-# What a worker reads, once for all its cells.
-_text_of_worker: ByteText | None = None
-
-
-def _begin_worker(text: ByteText | None) -> None:
-    global _text_of_worker
-    _text_of_worker = text
-    logging.set_verbosity_error()
-
-
-def _measure_in_worker(cell: LabCell) -> dict[str, Any]:
-    return cell.measure(_text_of_worker if cell.task == TEXT else None)
+    return Laboratory(jobs=jobs, journal=journal, workers=workers, preset=preset)

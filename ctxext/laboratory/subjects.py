@@ -1,13 +1,14 @@
-"""Who is measured: one small Llama with each encoding in the place of its rotation, and models that need none."""
+"""Models to compare: one small Llama with each encoding in the place of its rotation, and models that need none."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, logging
 
 from ctxext import patching
@@ -16,19 +17,19 @@ from ctxext.laboratory.tasks import REACH
 from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
 
 ROPE = "rope"
-"""The name of the model as it is, with rotation."""
+"""Name of the model as it is, with rotation."""
 EXTENSIONS = ("pi", "ntk", "yarn", "self_extend", "nope")
-"""What is put on the trained rotation at the end, untrained: a stretch, two spectra, a remapping, no rotation."""
+"""Methods put on the trained rotation at the end, untrained: a stretch, two spectra, a remapping, no rotation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """The sizes that all subjects have in common.
+    """Sizes that all models have in common.
 
     Args:
         hidden: width of the states between layers; a multiple of 16.
-        layers: how many there are.
-        heads: of attention.
+        layers: number of layers.
+        heads: number of attention heads.
     """
 
     hidden: int
@@ -36,7 +37,7 @@ class Body:
     heads: int = 4
 
     def llama(self, vocabulary: int, trained_length: int) -> LlamaConfig:
-        """The config of the model that all encodings are put on."""
+        """Return the config of the model that all encodings are put on."""
         return LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=self.hidden,
@@ -54,7 +55,7 @@ class Variant:
     """One way to know the order of tokens, as a model that is trained from nothing.
 
     Args:
-        name: of the method, or of the type of model.
+        name: name of the method, or of the type of model.
         kind: ``rotation``; ``encoding``, which takes its place; or ``recurrent``, which needs none.
         is_slow: whether it needs several times the steps until the order of tokens is used at all.
     """
@@ -64,13 +65,13 @@ class Variant:
     is_slow: bool = False
 
     def build(self, body: Body, *, vocabulary: int, trained_length: int, seed: int) -> PreTrainedModel:
-        """A new model, its weights drawn from the seed; encodings are put on by ``ctxext.patch``.
+        """Build a new model, its weights drawn from the seed; encodings are put on by ``ctxext.patch``.
 
         Args:
             body: its sizes.
-            vocabulary: how many tokens there are.
+            vocabulary: number of tokens.
             trained_length: tokens of the longest text in training.
-            seed: of the weights.
+            seed: seed of the weights.
         """
         torch.manual_seed(seed)
         if self.kind == "recurrent":
@@ -80,16 +81,16 @@ class Variant:
 
 
 def subjects() -> dict[str, Variant]:
-    """Everyone by name: rotation, every method that can take its place on an untrained model, and recurrent models.
+    """Return rotation, every method that can take its place on an untrained model, and recurrent models, by name.
 
     A method that is found in the folder of methods is here without another line.
     """
-    found = [Variant(ROPE, "rotation"), *_encodings(), *(Variant(name, "recurrent") for name in RECURRENT)]
-    return {subject.name: subject for subject in found}
+    every = [Variant(ROPE, "rotation"), *_encodings(), *(Variant(name, "recurrent") for name in RECURRENT)]
+    return {subject.name: subject for subject in every}
 
 
 def subject_named(name: str) -> Variant:
-    """One of ``subjects``.
+    """Return one of ``subjects``.
 
     Raises:
         UnknownNameError: there is none of this name.
@@ -111,85 +112,41 @@ def _encodings() -> Iterator[Variant]:
             yield Variant(name, "encoding")
 
 
-# Recurrent and linear models from transformers as they are. A config for a width, layers and heads.
-Config = Callable[[int, Body, int, int], PreTrainedConfig]
+RECURRENT = ("mamba2", "xlstm", "recurrent_gemma", "minimax", "rwkv")
+"""Recurrent and linear models of transformers, as they are."""
 
 
-def _mamba2(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
-    from transformers import Mamba2Config
-
+def _recurrent(name: str, width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    heads, reach = body.heads, REACH * trained
     sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
-    return Mamba2Config(**sizes, state_size=16, expand=2, head_dim=16, num_heads=width // 8, n_groups=1, chunk_size=16)
-
-
-def _xlstm(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
-    from transformers import xLSTMConfig
-
-    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
-    reach = REACH * trained
-    return xLSTMConfig(**sizes, num_blocks=body.layers, num_heads=4, chunk_size=16, max_inference_chunksize=reach)
-
-
-def _recurrent_gemma(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
-    from transformers import RecurrentGemmaConfig
-
-    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
-    return RecurrentGemmaConfig(
-        **sizes,
-        intermediate_size=3 * width,
-        num_attention_heads=body.heads,
-        head_dim=width // body.heads,
-        lru_width=width,
-        attention_window_size=max(2, trained // 2),  # less than the whole text, as in the model that was published
-    )
-
-
-def _minimax(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
-    """Lightning attention alone: linear attention that a head forgets at a rate of its own, as retention does.
-
-    It stands for RetNet, which transformers does not have: both multiply keys of the past by a fixed power of a
-    number per head and know no softmax. What RetNet has besides, a rotation of queries and keys and another gate,
-    is left out. The layers with softmax that MiniMax puts between them are left out too: they would bring rotation.
-    """
-    from transformers import MiniMaxConfig
-
-    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
-    return MiniMaxConfig(
-        **sizes,
-        intermediate_size=2 * width,
-        num_attention_heads=body.heads,
-        num_key_value_heads=body.heads,
-        head_dim=width // body.heads,
-        num_local_experts=1,
-        num_experts_per_tok=1,
-        layer_types=["linear_attention"] * body.layers,
-        block_size=64,
-        max_position_embeddings=REACH * trained,
-    )
-
-
-def _rwkv(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
-    from transformers import RwkvConfig
-
-    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
-    return RwkvConfig(**sizes, attention_hidden_size=width, context_length=REACH * trained, use_cache=False)
-
-
-RECURRENT: dict[str, Config] = {
-    "mamba2": _mamba2,
-    "xlstm": _xlstm,
-    "recurrent_gemma": _recurrent_gemma,
-    "minimax": _minimax,
-    "rwkv": _rwkv,
-}
+    split: dict[str, Any] = {"num_attention_heads": heads, "head_dim": width // heads}
+    if name == "mamba2":
+        chunks: dict[str, Any] = {"state_size": 16, "n_groups": 1, "chunk_size": 16}
+        return transformers.Mamba2Config(**sizes, **chunks, expand=2, head_dim=16, num_heads=width // 8)
+    if name == "xlstm":
+        blocks: dict[str, Any] = {"num_blocks": body.layers, "num_heads": 4, "chunk_size": 16}
+        return transformers.xLSTMConfig(**sizes, **blocks, max_inference_chunksize=reach)
+    if name == "recurrent_gemma":
+        window = max(2, trained // 2)  # less than the whole text, as in the published model
+        gates: dict[str, Any] = {"intermediate_size": 3 * width, "lru_width": width}
+        return transformers.RecurrentGemmaConfig(**sizes, **split, **gates, attention_window_size=window)
+    if name == "minimax":
+        # Its lightning attention alone: linear attention that a head forgets at a rate of its own. It stands for
+        # RetNet, which transformers does not have: both multiply keys of the past by a fixed power of a number per head
+        # and know no softmax. What RetNet has besides, a rotation of queries and keys and another gate, is left out. So
+        # are the layers with softmax that MiniMax puts between: they would bring rotation.
+        kinds: dict[str, Any] = {"layer_types": ["linear_attention"] * body.layers, "block_size": 64}
+        kinds |= {"num_key_value_heads": heads, "intermediate_size": 2 * width, "max_position_embeddings": reach}
+        return transformers.MiniMaxConfig(**sizes, **split, **kinds, num_local_experts=1, num_experts_per_tok=1)
+    return transformers.RwkvConfig(**sizes, attention_hidden_size=width, context_length=reach, use_cache=False)
 
 
 @functools.lru_cache(maxsize=64)
 def _recurrent_config(name: str, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
-    """The width at which a recurrent model has about as many weights as the Llama."""
+    """Return the config at the width at which a recurrent model has about as many weights as the Llama."""
     wanted = _weights(body.llama(vocabulary, trained))
-    made = [RECURRENT[name](width, body, vocabulary, trained) for width in range(16, 2 * body.hidden + 1, 16)]
-    return min(made, key=lambda config: abs(_weights(config) - wanted))
+    configs = [_recurrent(name, width, body, vocabulary, trained) for width in range(16, 2 * body.hidden + 1, 16)]
+    return min(configs, key=lambda config: abs(_weights(config) - wanted))
 
 
 def _weights(config: PreTrainedConfig) -> int:

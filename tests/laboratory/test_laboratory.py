@@ -18,7 +18,7 @@ from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError,
 from ctxext.laboratory import run as work
 from ctxext.laboratory.report import page, write_page
 from ctxext.laboratory.result import LabResult
-from ctxext.laboratory.run import PRESETS, LabCell, Laboratory, LabSettings, prepare
+from ctxext.laboratory.run import PRESETS, LabJob, Laboratory, LabSettings, prepare
 from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subject_named, subjects
 from ctxext.laboratory.tasks import TASKS
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
@@ -63,7 +63,7 @@ def test_a_cell_whose_losses_are_no_numbers_is_refused_by_name(
     monkeypatch.setattr("ctxext.laboratory.run._right", lambda *_: torch.full((4,), torch.nan))
     with pytest.raises(IncompatibleError, match="no numbers: rope, parity, seed 0"):
         tested.run()
-    assert {cell.task for cell in tested.left} == {"parity", "text"}
+    assert {job.task for job in tested.begin()} == {"parity", "text"}
 
 
 def readable(result: LabResult) -> str:
@@ -215,10 +215,10 @@ def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_extensions_leave_the_next_one_a_plain_model(text: Path) -> None:
     """The same seeds without any extension give the same model and the same scores."""
-    cell = LabCell(task="parity", subject=subject_named("rope"), seed=0, settings=TINY)
-    whole = cell.measure(None)["readings"]
+    job = LabJob.of("parity", subject_named("rope"), 0, TINY)
+    whole = job.ask().values["readings"]
     assert list(whole) == ["", *EXTENSIONS]
-    again = replace(cell, subject=replace(cell.subject)).measure(None)["readings"]
+    again = LabJob.of("parity", subject_named("rope"), 0, TINY).ask().values["readings"]
     assert whole == again
 
 
@@ -230,26 +230,26 @@ def test_a_kill_costs_one_cell_and_changes_nothing(
     result: LabResult, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []
-    real = LabCell.measure
+    real = LabJob.ask
 
-    def killed_at_the_third(cell: LabCell, text: Any) -> Any:
+    def killed_at_the_third(job: LabJob) -> Any:
         if len(measured) == 2:
             raise KeyboardInterrupt
-        measured.append(cell.name)
-        return real(cell, text)
+        measured.append(job.name)
+        return real(job)
 
-    monkeypatch.setattr(LabCell, "measure", killed_at_the_third)
+    monkeypatch.setattr(LabJob, "ask", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         laboratory(tmp_path, text, only=("alibi",)).run()
     journal = tmp_path / work.JOURNAL
     journal.write_text(journal.read_text() + '{"key": "torn', encoding="utf-8")
     after: list[str] = []
 
-    def counted(cell: LabCell, text: Any) -> Any:
-        after.append(cell.name)
-        return real(cell, text)
+    def counted(job: LabJob) -> Any:
+        after.append(job.name)
+        return real(job)
 
-    monkeypatch.setattr(LabCell, "measure", counted)
+    monkeypatch.setattr(LabJob, "ask", counted)
     resumed = laboratory(tmp_path, text, only=("alibi",))
     with pytest.raises(ResultsError, match="2 cells are not finished"):
         resumed.result()
@@ -274,10 +274,10 @@ def test_processes_find_what_one_process_finds(result: LabResult, text: Path, tm
 def test_other_settings_are_other_cells(text: Path, tmp_path: Path) -> None:
     one = laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=1)
     one.run()
-    assert one.left == []
-    assert laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=2).left[0].seed == 1
+    assert one.begin() == ()
+    assert laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=2).begin()[0].seed == 1
     more = replace(TINY, puzzle_steps=3)
-    assert len(laboratory(tmp_path, text, more, tasks=("parity",), only=("rope",), seeds=1).left) == 1
+    assert len(laboratory(tmp_path, text, more, tasks=("parity",), only=("rope",), seeds=1).begin()) == 1
 
 
 def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> None:
