@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
+# Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo core test nightly llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 

@@ -11,15 +11,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
 from ctxext import patching
@@ -56,14 +48,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--most-seconds", type=float, help="fail a test whose call takes more processor time than this")
 
 
+BEGAN = pytest.StashKey[tuple[float, int]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Note when a test began: its fixtures count, those of its module where it is the first to ask for them."""
+    item.stash[BEGAN] = _processor_time(), len(sys.modules)
+    yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test that belongs to another tier.
 
-    What its processes take counts; what its fixtures take does not, nor the first import of a large package.
+    What its processes take counts; the first import of a large package does not.
     """
-    began, modules = _processor_time(), len(sys.modules)
     yield
+    began, modules = item.stash[BEGAN]
     most, taken = item.config.getoption("--most-seconds"), _processor_time() - began
     if most is not None and taken > most and len(sys.modules) < modules + 20:
         pytest.fail(
@@ -96,6 +98,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of three families, trained for 256 tokens; read them only."""
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+    )
+
     root = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
     gemma = SHAPE | {

@@ -157,6 +157,7 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
     assert said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "extra"),
     [

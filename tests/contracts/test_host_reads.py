@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
-from ctxext.errors import CtxextError, IncompatibleError
-from ctxext.methods import known_methods
+from ctxext.errors import IncompatibleError
+from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
 from ctxext.spec import RopeSpec
 from tests._host_reads import Counting
 from tests._models import tiny
@@ -55,18 +55,9 @@ def of_method(name: str | None, layers: int, *, given: bool) -> tuple[int, int]:
         return reads(model, TRAINED - 4, given=given)
 
 
-def patched_names() -> list[str]:
-    found = []
-    for name in known_methods():
-        try:
-            model_of(name, 1)
-        except CtxextError:
-            continue  # not for a Llama
-        found.append(name)
-    return found
-
-
-NAMES = sorted(patched_names(), key=lambda name: name != "self_extend")  # in front: with and without a mask
+FOR_LLAMA = RopeMethod | BiasMethod | EncodingMethod
+NAMES = [name for name, cls in known_methods().items() if issubclass(cls, FOR_LLAMA)]
+NAMES.sort(key=lambda name: name != "self_extend")  # in front: with and without a mask
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests._models import logits, tiny, tokens
 from tests.training._recipe import CONFIG, SMALL, losses, words_of
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 STEPS = 3
 HANGING = 1800.0  # seconds; a minute is usual, but machines can be busy
 
@@ -135,7 +136,6 @@ def single(case: str) -> str:
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.mark.slow
 @every_case
 def test_losses_and_gradients_are_those_of_one_process(case: str, runs: dict[str, Path]) -> None:
     """Of every trained weight: a token embedding that is the head as well gets its part from both ends."""
@@ -163,7 +163,6 @@ def test_frequencies_stay_in_float32(case: str, runs: dict[str, Path]) -> None:
         assert torch.equal(buffer, expected[name]), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["data-tied", "sharded-tied", "sharded-bf16", "context-bloom"])
 def test_the_adapter_is_whole_and_extended(case: str, runs: dict[str, Path]) -> None:
     ours, theirs = (ctxext.load(runs[name] / "adapter", dtype=torch.float32).eval() for name in (case, single(case)))
