@@ -8,11 +8,13 @@ The budgets that a change may not exceed stand in ``tests/test_house.py``.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -106,6 +108,22 @@ def patch_walk() -> set[tuple[str, str]]:
     return entered(lambda: ctxext.patch(other, "yarn", factor=4))
 
 
+def widest_command() -> int:
+    """Return the largest number of parameters that a command takes one by one, beside groups of options."""
+    from typer import Typer
+
+    from ctxext.cli.app import app
+
+    def functions(commands: Typer) -> Iterator[Callable[..., Any]]:
+        yield from (info.callback for info in commands.registered_commands if info.callback)
+        for group in commands.registered_groups:
+            if group.typer_instance:
+                yield from functions(group.typer_instance)
+
+    taken = [inspect.signature(inspect.unwrap(function), eval_str=True).parameters for function in functions(app)]
+    return max(sum(not is_dataclass(each.annotation) for each in parameters.values()) for parameters in taken)
+
+
 def measure() -> dict[str, int]:
     """Return every figure of the house by its name."""
     walk = patch_walk()
@@ -120,6 +138,7 @@ def measure() -> dict[str, int]:
         "lines of __all__": lines_of_exports(PACKAGE),
         "lines of JSON in ctxext/": lines(PACKAGE, "*.json"),
         "lines of scripts/": lines(ROOT / "scripts") + lines(ROOT / "scripts", "*.sh"),
+        "parameters of the widest command": widest_command(),
         "lines of tests/": lines(ROOT / "tests"),
     }
 
