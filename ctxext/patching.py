@@ -501,8 +501,8 @@ def resolve(
     built = method(chosen, factor=factor, **parameters)
     if factor is None and isinstance(built, RopeMethod | TableMethod) and not built.says_target:
         raise InvalidParameterError(
-            f"Method {chosen!r} needs to know how far to reach: give factor=... (target_length / trained_length) or "
-            f"target_length=... in tokens."
+            f"Method {chosen!r} needs to know how far to reach. Give factor (--factor), which is target_length / "
+            f"trained_length, or target_length (--target-length) in tokens."
         )
     return built
 
@@ -512,7 +512,9 @@ def _factor_for(target_length: int, trained_length: int | None, factor: float | 
     if factor is not None:
         parameters_of(Method)["factor"].checked(factor)
     if trained_length is None:
-        raise InvalidParameterError("target_length needs to know the trained length here; pass trained_length=...")
+        raise InvalidParameterError(
+            "target_length needs the trained length here. Pass trained_length (--trained-length)."
+        )
     implied = target_length / trained_length
     if factor is not None and abs(factor * trained_length - target_length) > 1:
         raise InvalidParameterError(

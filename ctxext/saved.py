@@ -273,8 +273,8 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
     if trained_length is None:
         remedy = ". Say which length its weights were trained for before that extension:"
     raise PatchStateError(
-        f"This checkpoint is already extended (ctxext {name}, trained_length={known}){remedy} trained_length={known}; "
-        f"the new method then replaces the old one."
+        f"This checkpoint is already extended (ctxext {name}, trained_length={known}){remedy} trained_length={known} "
+        f"(--trained-length {known}); the new method then replaces the old one."
     )
 
 

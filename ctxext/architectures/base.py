@@ -95,7 +95,8 @@ class Architecture(ABC):
         length = request.trained_length or self.trained_length(subject)
         if length is None:
             raise IncompatibleError(
-                f"The config of this {subject.kind} does not state the trained length. Pass trained_length=..."
+                f"The config of this {subject.kind} does not state the trained length. Pass trained_length "
+                f"(--trained-length)."
             )
         return checked_tokens("The trained length that the config names", length)
 

@@ -26,27 +26,9 @@ if TYPE_CHECKING:
     from ctxext.evaluation.report.page import Page
     from ctxext.texts.corpus import Corpus
 
-# How the library names what an option gives, and the option. Fields of a config have such names too: they stay.
-SPOKEN = (
-    (r"\b(factor|trained_length|target_length)=\.\.\.", r"--\1 N"),
-    (r"\b(sliding_window|scaling)=['\"](\w+)['\"]", r"--\1 \2"),
-    (r"\b(trained_length|target_length)=(\d+)", r"--\1 \2"),
-    (r"\bfactor=(\S+) and --target_length", r"--factor \1 and --target_length"),
-    (r"\bmeans factor=", "means --factor "),
-    (r"^(factor|trained_length|target_length) must", r"--\1 must"),
-)
-
-
 # Options that went, and what to use instead.
 REMOVED = {"--csv": "--csv was removed: --json prints all numbers."}
 BESIDE_METHODS = {"auto", "rope"}  # what is asked for like a method, and what the library answers to itself
-
-
-def in_flags(message: str) -> str:
-    """What the library says to a program, as it is said at the command line."""
-    for python, flag in SPOKEN:
-        message = re.sub(python, flag, message)
-    return re.sub(r"--(\w+)", lambda found: f"--{found[1].replace('_', '-')}", message)
 
 
 class StrictCommand(TyperCommand):
@@ -83,7 +65,7 @@ class StrictCommand(TyperCommand):
                 message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
             # Built here, not at import: tests and programs exchange sys.stderr.
             console = terminal(stderr=True)
-            console.print(f"Error: {in_flags(message)}", style="red", soft_wrap=True)
+            console.print(f"Error: {message}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
 
 

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
-from ctxext.cli.options import in_flags
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.remap import RemapMethod
 from ctxext.progress import terminal
@@ -129,7 +128,7 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
     lines.append(("trained length", f"{trained:,} tokens" if trained else "not in the config"))
     if longest and longest != trained:
         lines.append(("max positions", f"{longest:,} tokens (max_position_embeddings)"))
-    lines += [("sliding window", in_flags(found.window or "none")), ("extended", found.extended or "no")]
+    lines += [("sliding window", found.window or "none"), ("extended", found.extended or "no")]
     return [*lines, *(("note", note) for note in found.notes)]
 
 
@@ -140,7 +139,7 @@ def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
         table.add_column(column, overflow="fold", no_wrap=not column.startswith("stored"))
     for verdict in verdicts:
         if verdict.refused is not None:
-            table.add_row(verdict.method, "refused", "", Text(in_flags(verdict.refused)), style="dim")
+            table.add_row(verdict.method, "refused", "", Text(verdict.refused), style="dim")
             continue
         loaded_by = "anyone" if verdict.stock else "ctxext.load"
         reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)" + "\nonce trained" * verdict.needs_training

@@ -66,7 +66,7 @@ def index_that_turns(rope: RopeSpec, turns: float) -> float:
     if logarithms[0] == -math.inf:
         raise InvalidParameterError(
             "All trained frequencies are zero: no pair of dimensions turns, so none turns often enough to be kept. "
-            "Take scaling='replace', or a method that does not count turns (ntk, pi)."
+            "Take scaling='replace' (--scaling replace), or a method that does not count turns (ntk, pi)."
         )
     wanted = math.log(2 * math.pi * turns / rope.trained_length)
     after = min(max(int((logarithms > wanted).sum()), 1), len(logarithms) - 1)

@@ -184,7 +184,7 @@ def checked_scaling(
     if trained_length is None and known is None:
         raise InvalidParameterError(
             f"scaling={choice!r}: the config of this {model_type} ({scaling}) does not state the trained length. Pass "
-            f"trained_length=..."
+            f"trained_length (--trained-length)."
         )
     if choice == "replace" and trained_length is not None and known not in (None, trained_length):
         raise InvalidParameterError(
@@ -202,7 +202,7 @@ def _question(scaling: Scaling, trained_length: int | None) -> str:
         f"This checkpoint is already extended ({scaling}){given}. If its weights were trained with that scaling (Llama "
         f"3.1, gpt-oss, Phi-3), pass {lengths}: the new method then extends the frequencies of the training. If the "
         f"scaling was added afterwards, pass scaling='replace', trained_length={original}: the new method then "
-        f"replaces it."
+        f"replaces it. The options of the command line are --trained-length and --scaling."
     )
 
 
@@ -229,7 +229,8 @@ def refuse_changed_length(subject: Subject) -> None:
         if isinstance(now, int) and isinstance(length, int) and length != now:
             raise PatchStateError(
                 f"The config of this {text.model_type} has max_position_embeddings={now}, but {where} {length}. Pass "
-                f"the length that its weights were trained for: trained_length={length} or trained_length={now}."
+                f"the length that its weights were trained for: trained_length={length} or trained_length={now} "
+                f"(--trained-length)."
             )
 
 

@@ -279,7 +279,8 @@ def require_remappable(
     if layers.windowed and not is_lifted:
         raise IncompatibleError(
             f"{refusal}: {len(layers.windowed)} of its {len(layers.attending)} layers have a sliding window, which "
-            f"attention in pieces does not support. If all layers have one, pass sliding_window='lift'."
+            f"attention in pieces does not support. If all layers have one, pass sliding_window='lift' "
+            f"(--sliding-window lift)."
         )
     return method.pieces(site.spec, method.target_length(site.spec.trained_length))
 

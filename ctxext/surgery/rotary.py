@@ -177,7 +177,7 @@ def find_sites(
             raise IncompatibleError(
                 f"scaling='replace': this {text.model_type} was trained with the frequencies of its "
                 f"rope_parameters={place.rope_dict(text)}, even on short texts. Without them, nothing is left to "
-                f"extend. Pass scaling='extend'."
+                f"extend. Pass scaling='extend' (--scaling extend)."
             )
         sites.append(RotarySite(place.path, place.layer_type, spec))
     return sites

@@ -252,7 +252,7 @@ def score_form(
         raise IncompatibleError(
             f"Method {method.name!r} (factor {method.factor:g}) cannot keep the temperature {trained:.4g} of this "
             f"{text.model_type}. Its scores were trained with that number, which comes from the scaling of its config. "
-            f"Take another factor, or scaling='replace'."
+            f"Take another factor, or scaling='replace' (--scaling replace)."
         )
     return find_stored_form(subject, method, sites, windows)
 

@@ -44,8 +44,9 @@ def window_fields(config: Any, request: Request, target_length: int | None) -> d
         extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
         raise IncompatibleError(
             f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
-            f"(sliding_window={window}), which would limit the reach of {extension}. Pass sliding_window='lift' if the "
-            f"weights were trained without a window or will be fine-tuned. Pass sliding_window='keep' to keep it."
+            f"(sliding_window={window}), which would limit the reach of {extension}. Pass sliding_window='lift' "
+            f"(--sliding-window lift) if the weights were trained without a window or will be fine-tuned. Pass "
+            f"sliding_window='keep' (--sliding-window keep) to keep it."
         )
     if request.sliding_window != "lift":
         return {}

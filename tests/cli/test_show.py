@@ -106,8 +106,8 @@ def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Pa
     ("arguments", "message"),
     [
         (["yran"], "Did you mean 'yarn'"),
-        (["yarn", "-f", "0.5"], "--factor must be"),
-        (["yarn", "-o", "a.bmpx"], "Unknown picture format '.bmpx'"),
+        (["yarn", "-f", "0.5"], "factor must be"),
+        (["yarn", "-o", "a.bmpx"], "ctxext writes .png files"),
         (["yarn", "--text", "missing.txt"], "missing.txt: there is no such file"),
         (["yarn", "--text", "some words"], "give one with --model"),
         (["yarn", "--model", "./nowhere"], "nowhere"),

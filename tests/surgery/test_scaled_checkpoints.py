@@ -375,5 +375,5 @@ def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
 
 @pytest.mark.parametrize("name", ["yarn", "pi", "ntk", "dynamic_yarn", "abf"])
 def test_a_factor_is_needed(name: str) -> None:
-    with pytest.raises(InvalidParameterError, match="needs to know how far to reach: give factor="):
+    with pytest.raises(InvalidParameterError, match="needs to know how far to reach"):
         ctxext.patch(tiny(), name)
