@@ -166,29 +166,29 @@ class Preset:
 
     def keys(self, comparison: Comparison) -> Survey[PromptJob]:
         """Two passkeys that no truncation sees, asked of the unpatched model and of YaRN, or else the last method."""
-        length = min(comparison.plan.lengths[-1], self.trained * 3 // 2)
+        length = min(comparison.lengths[-1], self.trained * 3 // 2)
         beyond = 1 - self.trained / length
         depths = tuple(dict.fromkeys(round(part * beyond, 2) for part in (0.0, 0.6)))
         point = turning_point(self.checkpoint.model)
         prompts = make_prompts(self.checkpoint.tokenizer, (length,), depths, turning_point=point)
-        extended = [reading for reading in comparison.plan.readings if reading.is_candidate]
+        extended = [reading for reading in comparison.readings if reading.is_candidate]
         asked = next((one for one in extended if one.method and one.method["method"] == "yarn"), extended[-1])
         model = comparison.readers[0].readings
-        readers = [Reader(reading, model, (length,)) for reading in (comparison.plan.readings[0], asked)]
+        readers = [Reader(reading, model, (length,)) for reading in (comparison.readings[0], asked)]
         return Survey("ctxext demo", self.checkpoint, jobs_of(readers, prompts))
 
 
 def _announce(
     console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, pace: float, everything: bool
 ) -> None:
-    plan, checkpoint = comparison.plan, comparison.checkpoint
-    texts = all_of([document.name for document in plan.documents])
-    who = all_of([reading.label for reading in plan.readings if reading.name != TRUNCATED])
+    checkpoint = comparison.checkpoint
+    texts = all_of([document.name for document in comparison.corpus.documents])
+    who = all_of([reading.label for reading in comparison.readings if reading.name != TRUNCATED])
     minutes = max(1, round(cost_of([*comparison.jobs, *(keys.jobs if keys else ())]) * pace / 60))
     about = (
-        f", trained to {tokens_label(plan.trained_length)} tokens, in "
-        f"{checkpoint.dtype_note}, reads {tokens_label(plan.lengths[-1])} tokens of {texts}: {who}. About {minutes} "
-        f"min here, by a measured step{'' if everything else '; ctxext demo --all measures more'}.\n"
+        f", trained to {tokens_label(comparison.trained_length)} tokens, in "
+        f"{checkpoint.dtype_note}, reads {tokens_label(comparison.lengths[-1])} tokens of {texts}: {who}. About "
+        f"{minutes} min here, by a measured step{'' if everything else '; ctxext demo --all measures more'}.\n"
     )
     console.print(Text.assemble((checkpoint.name, "bold"), about))
 
@@ -196,7 +196,7 @@ def _announce(
 def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, output: Path) -> DemoResult:
     """Measure and show each reading as soon as it is finished: the cheap ones first, the references before methods."""
     mine, asked = comparison.begin(), keys.begin() if keys else ()
-    edges = edges_for(comparison.plan.trained_length, comparison.plan.lengths[-1])
+    edges = edges_for(comparison.trained_length, comparison.lengths[-1])
     spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in itertools.pairwise(edges)]
     console.print(f"{'perplexity':<18}" + "".join(f"{span:>9}" for span in spans), style="dim")
 

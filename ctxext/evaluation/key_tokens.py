@@ -230,8 +230,8 @@ def prepare_search(
     readings = Readings(evaluator, trained_length=window, windows=())
     reader = Reader(Reading(name=UNPATCHED, label=evaluator.name), readings, (window,))
     texts = tuple(ending(document, window) for document in corpus.documents)
-    options = {"turning_point": turning_point(evaluator.model)}
-    jobs = []
+    point = turning_point(evaluator.model)
+    jobs: list[LossJob] = []
     for text in texts:
         name = f"{evaluator.name}, which finds key tokens, {text.name}"
         firsts = range(short - 1 + stride, window, stride)
@@ -240,8 +240,10 @@ def prepare_search(
             Window(first - short + 1 + text.prefix, stop + 1, stop - first, text.prefix)
             for first, stop in zip(firsts, stops, strict=True)
         ]
-        jobs.append(LossJob.of(reader, text, [Window(0, window + 1, window - short + 1)], name=name, **options))
-        jobs.append(LossJob.of(reader, text, pieces, name=name, **options))
+        jobs.append(
+            LossJob.of(reader, text, [Window(0, window + 1, window - short + 1)], name=name, turning_point=point)
+        )
+        jobs.append(LossJob.of(reader, text, pieces, name=name, turning_point=point))
     return KeySearch(
         "ctxext eval longppl",
         measured or evaluator,

@@ -261,7 +261,7 @@ def prepare(
     for window in windows:
         readers.append(Reader(Reading(name=window_name(window), label=label_of(window_name(window))), plain, (window,)))
     readers += [Reader(reading, own, tuple(lengths)) for reading in _extensions(own, methods, longest)]
-    options = {"turning_point": turning_point(checkpoint.model)}
+    point = turning_point(checkpoint.model)
 
     def jobs_of(reader: Reader, length: int) -> list[LossJob]:
         start, jobs = (longest if reader.window else length) - keys.searched, []
@@ -271,7 +271,7 @@ def prepare(
             if reader.window:
                 passes = tail_windows(reader.window, start=start, positions=longest, prefix=text.prefix)
             name = f"{reader.reading.name}, {document.name}, {text.tokens - 1:,} tokens"
-            jobs.append(LossJob.of(reader, text, passes, name=name, **options))
+            jobs.append(LossJob.of(reader, text, passes, name=name, turning_point=point))
         return jobs
 
     texts = {(reader, length): jobs_of(reader, length) for reader in readers for length in reader.lengths}

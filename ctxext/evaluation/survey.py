@@ -256,11 +256,13 @@ class LossJob(Job):
         name: str,
         turning_point: int,
         cached: int | None = None,
+        key: str | None = None,
     ) -> LossJob:
-        """Lay out a job; its key and its cost follow from the arguments."""
+        """Lay out a job; its cost follows from the arguments, and its key where none is given."""
         reading = reader.reading
         return cls(
-            key=reader.readings.key(
+            key=key
+            or reader.readings.key(
                 [reading.name, reading.method, reading.fingerprint],
                 text=text.sha256,
                 windows=[asdict(window) for window in windows],
@@ -333,27 +335,29 @@ class PromptJob(Job):
     prompt: Prompt
     window: int | None
 
+    @classmethod
+    def of(cls, reader: Reader, prompt: Prompt, *, key: str | None = None) -> PromptJob:
+        """Lay out a job; its key follows from the arguments where none is given."""
+        window = reader.window if reader.window is not None and reader.window < prompt.length else None
+        reading = [reader.reading.method, reader.reading.fingerprint, window]
+        return cls(
+            key=key or reader.readings.key(reading, prompt=[prompt.length, prompt.identity]),
+            cost=prompt.cost(window or prompt.length),
+            reader=reader,
+            name=f"{reader.reading.label}, {prompt.name}",
+            prompt=prompt,
+            window=window,
+        )
+
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
         """The reader's trial."""
         return Answer({"trial": self.prompt.ask(model, self.window, self.name, progress)})
 
 
 def jobs_of(readers: Sequence[Reader], prompts: Sequence[Prompt]) -> list[PromptJob]:
-    """Every reader and every prompt of a length at which it is asked."""
-    return [_job(reader, prompt) for reader in readers for prompt in prompts if prompt.length in reader.lengths]
-
-
-def _job(reader: Reader, prompt: Prompt) -> PromptJob:
-    window = reader.window if reader.window is not None and reader.window < prompt.length else None
-    reading = [reader.reading.method, reader.reading.fingerprint, window]
-    return PromptJob(
-        key=reader.readings.key(reading, prompt=[prompt.length, prompt.identity]),
-        cost=prompt.cost(window or prompt.length),
-        reader=reader,
-        name=f"{reader.reading.label}, {prompt.name}",
-        prompt=prompt,
-        window=window,
-    )
+    """Lay out every reader and every prompt of a length at which it is asked."""
+    pairs = itertools.product(readers, prompts)
+    return [PromptJob.of(reader, prompt) for reader, prompt in pairs if prompt.length in reader.lengths]
 
 
 def my_share(jobs: Sequence[Work], process: int, processes: int) -> tuple[Work, ...]:

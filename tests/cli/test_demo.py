@@ -20,9 +20,9 @@ from ctxext.cli.demo import DemoResult, demo_result, markdown, sentences
 from ctxext.cli.eval.common import cost_of
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, prepare, summarise
-from ctxext.evaluation.comparison.plan import Cell
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.evaluation.survey import LossJob
 from ctxext.evaluation.truncation import BestTruncation
 from ctxext.texts.corpus import Corpus, TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
@@ -126,8 +126,10 @@ def test_what_is_finished_outlives_an_interruption(
     kept = (tmp_path / "out" / "unfinished" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
     assert {json.loads(line)["reading"] for line in kept} == {"truncated 256", "truncated 512", "unpatched"}
     asked: list[str] = []
-    ask = Cell.ask
-    monkeypatch.setattr(Cell, "ask", lambda cell, *rest: (asked.append(cell.reader.reading.name), ask(cell, *rest))[1])
+    ask = LossJob.ask
+    monkeypatch.setattr(
+        LossJob, "ask", lambda cell, *rest: (asked.append(cell.reader.reading.name), ask(cell, *rest))[1]
+    )
     assert call(*arguments).exit_code == 0
     assert asked == ["yarn x2"]
     seconds = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))["seconds"]

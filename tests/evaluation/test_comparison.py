@@ -28,7 +28,7 @@ from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.comparison import headline, sentences, verdict_line
 from ctxext.evaluation.statistics import PairedDifference, document_difference
-from ctxext.evaluation.survey import my_share
+from ctxext.evaluation.survey import LossJob, PromptJob, my_share
 from ctxext.methods import PI, ALiBi, YaRN
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
@@ -227,7 +227,7 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert own == (PI(factor=3.0), YaRN(factor=2.0), YaRN(factor=4.0)), "a factor of its own goes first"
     bloom = chosen_methods(tiny("bloom"), [], [2.0])
     assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
-    plan = planned(model, tokenizer, tmp_path, methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"]).plan
+    plan = planned(model, tokenizer, tmp_path, methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"])
     assert [reading.label for reading in plan.readings[6:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
     assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
 
@@ -374,19 +374,15 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
 ) -> None:
     """An earlier version judged dynamic methods wrongly; what it kept of losses is still right."""
 
-    def keys(kind: str) -> dict[str, str]:
-        cells = planned(model, tokenizer, tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).plan.cells
-        return {
-            f"{cell.reader.reading.name} {cell.length}": cell.key
-            for cell in cells
-            if cell.kind == kind and cell.index == 0
-        }
+    def keys(kind: type) -> dict[str, str]:
+        jobs = planned(model, tokenizer, tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).jobs
+        return {job.name: job.key for job in jobs if isinstance(job, kind)}
 
-    losses, passkeys = keys("loss"), keys("passkey")
-    monkeypatch.setattr("ctxext.evaluation.comparison.plan.JUDGED", "in one pass")
-    assert keys("loss") == losses
-    assert keys("passkey").keys() == passkeys.keys()
-    assert not set(keys("passkey").values()) & set(passkeys.values())
+    losses, passkeys = keys(LossJob), keys(PromptJob)
+    monkeypatch.setattr("ctxext.evaluation.comparison.run.JUDGED", "in one pass")
+    assert keys(LossJob) == losses
+    assert keys(PromptJob).keys() == passkeys.keys()
+    assert not set(keys(PromptJob).values()) & set(passkeys.values())
 
 
 def test_what_earlier_versions_finished_is_found_again(
@@ -394,18 +390,18 @@ def test_what_earlier_versions_finished_is_found_again(
 ) -> None:
     """The folder as they wrote it, and the keys by the rule that they were made by."""
     comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
-    loss, key = (next(cell for cell in comparison.jobs if cell.kind == kind) for kind in ("loss", "passkey"))
-    reading, prompt = loss.reader.reading, comparison.plan.prompts[0]
+    loss, key = (next(job for job in comparison.jobs if isinstance(job, kind)) for kind in (LossJob, PromptJob))
+    reading, prompt = loss.reader.reading, comparison.prompts[0]
     depends = {
         "setting": loss.reader.readings.setting,
         "trained_length": TRAINED,
         "reading": ["unpatched", None, reading.fingerprint],
-        "task": ["loss", TARGET, comparison.plan.documents[0].sha256, 0],
+        "task": ["loss", TARGET, loss.text.sha256, 0],
     }
     named = {}
-    for cell, task in ((loss, depends["task"]), (key, ["passkey", TRAINED, prompt.passkey.sha256, 0, passkey.JUDGED])):
+    for task in (depends["task"], ["passkey", TRAINED, prompt.passkey.sha256, 0, passkey.JUDGED]):
         text = json.dumps(depends | {"task": task}, sort_keys=True)
-        named[cell.kind] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        named[str(task[0])] = hashlib.sha256(text.encode()).hexdigest()[:16]
     identity = {
         "made_by": "ctxext eval compare",
         "format": 1,
@@ -461,7 +457,7 @@ def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
 def test_processes_share_all_cells_evenly(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    some = planned(model, tokenizer, tmp_path, methods=["pi"]).plan.cells[0]
+    some = planned(model, tokenizer, tmp_path, methods=["pi"]).jobs[0]
     cells = [replace(some, key=f"k{n}", cost=float(1 + n % 7)) for n in range(40)]
     shares = [my_share(cells, process, 3) for process in range(3)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)

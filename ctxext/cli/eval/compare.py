@@ -17,9 +17,9 @@ from ctxext.cli.options import Seed, SlidingWindow, SourceOptions, TextOptions, 
 from ctxext.progress import DelayedBar, StageBar
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.comparison.plan import Cell
     from ctxext.evaluation.comparison.result import ComparisonResult
     from ctxext.evaluation.comparison.run import Comparison
+    from ctxext.evaluation.survey import LossJob, PromptJob
 
 
 @grouped
@@ -95,25 +95,26 @@ def compare(
         _show(console, comparison.result(), output)
 
 
-def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
+def _announce(console: Console, comparison: Comparison, mine: tuple[LossJob | PromptJob, ...]) -> None:
     from ctxext.evaluation.labels import all_of, tokens_label
 
-    plan, corpus = comparison.plan, comparison.corpus
-    names = all_of([document.name for document in plan.documents])
+    corpus = comparison.corpus
+    names = all_of([document.name for document in corpus.documents])
     short = corpus.read - len(corpus.documents)
     about = (
-        f", trained to {tokens_label(plan.trained_length)} tokens, in "
-        f"{comparison.checkpoint.dtype_note}, reads {all_of([tokens_label(n) for n in plan.lengths])} tokens of {names}"
+        f", trained to {tokens_label(comparison.trained_length)} tokens, in "
+        f"{comparison.checkpoint.dtype_note}, reads {all_of([tokens_label(n) for n in comparison.lengths])} tokens of "
+        f"{names}"
         + (f" ({short} shorter documents left out)" if short else "")
         + f"; in front of each: {corpus.prefix}."
     )
     console.print(Text.assemble((comparison.checkpoint.name, "bold"), about))
-    for refusal in plan.refusals:
+    for refusal in comparison.refusals:
         console.print(f"Not measured: {refusal.label}. {refusal.reason}")
-    console.print(f"{len(plan.readings)} ways of reading, {amount_of_work(comparison, mine)}.")
+    console.print(f"{len(comparison.readings)} ways of reading, {amount_of_work(comparison, mine)}.")
 
 
-def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
+def _measure(console: Console, comparison: Comparison, mine: tuple[LossJob | PromptJob, ...]) -> None:
     """Measure with a bar; say after the first cell how long the rest will take."""
     total = cost_of(mine)
     began, done, told = time.monotonic(), 0.0, False
@@ -131,10 +132,10 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
         comparison.measure(mine, progress=advance)
 
 
-def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...]) -> None:
-    from ctxext.evaluation.comparison.plan import PASSKEY
+def _estimate(console: Console, seconds: float, mine: tuple[LossJob | PromptJob, ...]) -> None:
+    from ctxext.evaluation.survey import PromptJob
 
-    share = cost_of([cell for cell in mine if cell.kind == PASSKEY]) / cost_of(mine)
+    share = cost_of([job for job in mine if isinstance(job, PromptJob)]) / cost_of(mine)
     cheaper = f" ({share:.0%} of it for passkeys, which --no-passkey leaves out)" if share and seconds > 120 else ""
     left = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
     left = f"{seconds:.0f} s" if seconds < 120 else left

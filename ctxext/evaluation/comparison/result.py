@@ -1,30 +1,26 @@
-"""The result of a comparison, as frozen objects made from its finished cells."""
+"""The result of a comparison, as frozen objects, and its judgement."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, ComparisonPlan
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import (
     CURVE,
-    ENOUGH_DOCUMENTS,
     Bucket,
     PairedDifference,
     bucketed,
     document_difference,
     edges_for,
 )
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, BestTruncation, best_window, join_best, window_of
+from ctxext.evaluation.truncation import TRUNCATED, BestTruncation, best_window, window_of
 
 
 @dataclass(frozen=True)
@@ -225,182 +221,6 @@ class ComparisonResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
-
-
-def assemble(
-    plan: ComparisonPlan, journal: Journal, *, provenance: Mapping[str, Any], made: Mapping[str, Any]
-) -> ComparisonResult:
-    """Put finished cells together; every cell of the plan must be in the journal.
-
-    Raises:
-        ResultsError: a cell's losses cannot be read.
-    """
-    finished = FinishedLosses(plan, journal)
-    rows = tuple(_row(finished, reading) for reading in plan.readings)
-    beyond = [n for n in plan.lengths[1:] if any(row.at(n) for row in rows if row.reading.is_candidate)]
-    return ComparisonResult(
-        trained_length=plan.trained_length,
-        lengths=plan.lengths,
-        unit="documents" if len(plan.documents) >= ENOUGH_DOCUMENTS else "blocks of tokens",
-        rows=rows,
-        refusals=plan.refusals,
-        panels=_panels(finished),
-        verdicts=tuple(_verdict(finished, rows, length) for length in beyond),
-        provenance=provenance,
-        made=made,
-    )
-
-
-class FinishedLosses:
-    """Losses of finished cells, read when they are asked for: all at once may not fit into memory."""
-
-    def __init__(self, plan: ComparisonPlan, journal: Journal) -> None:
-        self.plan, self.journal = plan, journal
-        found = journal.finished()
-        self._lines = {
-            (cell.reader.reading.name, cell.kind, cell.length, cell.index): found[cell.key] for cell in plan.cells
-        }
-        self.unpatched = next(reading for reading in plan.readings if reading.name == UNPATCHED)
-        self.windows = {reading.window: reading for reading in plan.readings if reading.window is not None}
-        self._ends: dict[int, Tensor] = {}
-
-    def losses(self, reading: Reading, length: int) -> Tensor:
-        """[documents, length]; a static reading's come from its one pass over its greatest length."""
-        if reading.window is not None:
-            head = self.losses(self.unpatched, self.plan.trained_length)
-            tail = self._rows(reading, self.plan.lengths[-1])[:, : length - self.plan.trained_length]
-            return torch.cat([head, tail], dim=1)
-        measured = length if reading.dynamic else self.plan.lengths_of(reading)[-1]
-        return self._rows(reading, measured)[:, :length]
-
-    def truncations(self, length: int, start: int) -> dict[int, Tensor]:
-        """[documents, positions] from ``start`` to ``length``, by window."""
-        return {window: self.losses(reading, length)[:, start:] for window, reading in self.windows.items()}
-
-    def stretch(self, reading: Reading, length: int, start: int) -> tuple[int | None, Tensor]:
-        """[documents, positions] from ``start`` to ``length``, and which window they are of; None for no truncation."""
-        if reading.name != TRUNCATED:
-            return reading.window, self.losses(reading, length)[:, start:]
-        losses = self.truncations(length, start)
-        window = best_window(losses)
-        return window, losses[window]
-
-    def best_end(self, length: int) -> Tensor:
-        """Return the best truncation's losses of the last stretch before ``length``, the baseline of every reading."""
-        if length not in self._ends:
-            losses = self.truncations(length, self.last_stretch(length))
-            self._ends[length] = losses[best_window(losses)]
-        return self._ends[length]
-
-    def last_stretch(self, length: int) -> int:
-        """Return the first position of the stretch that stands for a length; the stretch ends with the length.
-
-        It is a quarter of the window, or what lies beyond the window if that is less.
-        """
-        trained = self.plan.trained_length
-        quarter = max(1, trained // 4)
-        return length - quarter if length == trained else max(length - quarter, trained)
-
-    def _rows(self, reading: Reading, length: int) -> Tensor:
-        documents = range(len(self.plan.documents))
-        return torch.stack([self.journal.losses(self._lines[reading.name, LOSS, length, index]) for index in documents])
-
-    def passkeys(self, reading: Reading) -> tuple[PasskeyScore, ...]:
-        """Count the keys found at each length and depth."""
-        if reading.name == TRUNCATED or (reading.window or self.plan.trained_length) < self.plan.trained_length:
-            return ()  # a key is looked for in all that fits, the longest window
-        places: dict[tuple[int, float], list[Mapping[str, Any]]] = {}
-        hidden: dict[tuple[int, float], bool] = {}
-        for index, prompt in enumerate(self.plan.prompts):
-            # Inside the window, the truncated reading is the unpatched one.
-            inside = prompt.length <= self.plan.trained_length
-            asked = self.unpatched if reading.window is not None and inside else reading
-            if prompt.length in self.plan.lengths_of(reading):
-                place = (prompt.length, prompt.passkey.depth)
-                places.setdefault(place, []).append(self._lines[asked.name, PASSKEY, prompt.length, index])
-                hidden[place] = prompt.passkey.distance > self.plan.trained_length
-        return tuple(
-            PasskeyScore(
-                length=length,
-                depth=depth,
-                found=sum(line["correct"] for line in lines),
-                trials=len(lines),
-                loss=sum(line["loss"] for line in lines) / len(lines),
-                hidden=hidden[length, depth],
-            )
-            for (length, depth), lines in places.items()
-        )
-
-
-def _row(finished: FinishedLosses, reading: Reading) -> Row:
-    window = finished.plan.trained_length
-    read_inside = finished.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
-    inside, plain = (finished.losses(which, window) for which in (read_inside, finished.unpatched))
-    return Row(
-        reading=reading,
-        inside=bucketed(inside, [0, window])[0],
-        short_context=document_difference([*inside], [*plain]),
-        scores=tuple(_score(finished, reading, length) for length in finished.plan.lengths_of(reading)),
-        passkeys=finished.passkeys(reading),
-    )
-
-
-def _score(finished: FinishedLosses, reading: Reading, length: int) -> Score:
-    start = finished.last_stretch(length)
-    window, end = finished.stretch(reading, length, start)
-    window_of_whole, whole = finished.stretch(reading, length, 0)
-    bucket = Bucket(start, length, end.numel(), end.double().mean().item())
-    (up_to_there,) = bucketed(whole, [0, length])
-    score = Score(length=length, end=bucket, whole=up_to_there, versus_truncation=None, by_document=())
-    if length <= finished.plan.trained_length:
-        return score
-    best = finished.best_end(length)
-    return replace(
-        score,
-        versus_truncation=document_difference([*end], [*best], baselines=len(finished.windows)),
-        by_document=tuple((end.double() - best.double()).mean(dim=1).tolist()),
-        window=window,
-        window_of_whole=window_of_whole,
-    )
-
-
-def _verdict(finished: FinishedLosses, rows: Sequence[Row], length: int) -> Verdict:
-    competing = [row.reading for row in rows if row.reading.is_candidate and row.at(length)]
-    start = finished.last_stretch(length)
-    return judge(
-        length,
-        {reading.name: finished.losses(reading, length)[:, start:] for reading in competing},
-        finished.truncations(length, start),
-    )
-
-
-def _panels(finished: FinishedLosses) -> tuple[FactorSeries, ...]:
-    plan = finished.plan
-    methods = [reading for reading in plan.readings if not reading.is_reference]
-    factors: list[float | None] = [*sorted({reading.factor for reading in methods if not reading.any_factor})]
-    panels = []
-    for factor in factors or [max((reading.factor for reading in methods), default=None)]:
-        of_factor = [
-            r for r in methods if r.factor == factor or (r.any_factor and factor is not None and r.factor >= factor)
-        ]
-        length = max(plan.lengths_of(of_factor[0])) if of_factor else plan.lengths[-1]
-        references = [reading for reading in plan.readings if reading.is_reference]
-        shown = [*references, *(reading for reading in of_factor if length in plan.lengths_of(reading))]
-        unpatched = finished.losses(finished.unpatched, length)
-        truncated = join_best(finished.truncations(length, 0), edges_for(plan.trained_length, length)[1:])
-        series = [
-            summarise(
-                reading.name,
-                truncated.losses if reading.name == TRUNCATED else finished.losses(reading, length),
-                unpatched=unpatched,
-                truncated=truncated,
-                trained_length=plan.trained_length,
-                dynamic=reading.dynamic,
-            )
-            for reading in shown
-        ]
-        panels.append(FactorSeries(factor=factor, length=length, series=tuple(series)))
-    return tuple(panels)
 
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
