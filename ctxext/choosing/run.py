@@ -110,7 +110,7 @@ class Contest:
     @property
     def done(self) -> str:
         """How much is finished, in words: what is left depends on what was read."""
-        return f"{len(self.journal.finished())} {self.journal.work}"
+        return f"{len(self.journal.finished())} jobs"
 
     @cached_property
     def stage(self) -> ModelInUse:
@@ -409,7 +409,7 @@ def prepare(
         raise IncompatibleError(f"Others are held against YaRN as published, which does not apply here. {reasons}")
     plain = _plain_for(readings, rope.rotary_dim // 2, factor) if search else None
     cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
-    journal = Journal(cells, work="parts", identity=identity)
+    journal = Journal(cells, identity=identity)
     return Contest(
         checkpoint=checkpoint,
         corpus=corpus,

@@ -49,16 +49,12 @@ class Journal:
         path: of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it. None keeps
             everything in memory alone.
         process: number of this process, 0 for the main one.
-        work: what finished work is called.
         identity: the file that says what the work is of; the whole folder is the journal's then. None where the first
             line of the journal says it.
     """
 
-    def __init__(
-        self, path: Path | None, process: int = 0, *, work: str = "trials", identity: Path | None = None
-    ) -> None:
+    def __init__(self, path: Path | None, process: int = 0, *, identity: Path | None = None) -> None:
         self.path = path
-        self.work = work
         self.folder = Path() if path is None else path.parent
         self._process = process
         self._identity = identity
@@ -80,14 +76,14 @@ class Journal:
         if self.path is None:
             return
         place = str(self._identity or self.path)
-        with explain_disk_error(self.path, lambda: 0, self.work):
+        with explain_disk_error(self.path, lambda: 0):
             found = self._claimed(self.path)
             if found is None:
                 self._write_identity({"made_by": identity["made_by"], "format": FORMAT, **identity})
                 return
         if (found.get("made_by"), found.get("format")) != (identity["made_by"], FORMAT):
             raise ResultsError(
-                f"{place!r} holds no {self.work} of `{identity['made_by']}` in format {FORMAT} (found made_by="
+                f"{place!r} holds no jobs of `{identity['made_by']}` in format {FORMAT} (found made_by="
                 f"{found.get('made_by')!r}, format={found.get('format')!r}). Choose another --output, or delete it."
             )
         for part in [name for name in identity if name != "made_by"]:
@@ -95,7 +91,7 @@ class Journal:
             theirs = theirs if isinstance(theirs, dict) else {}
             if theirs.get("sha256") != mine["sha256"]:
                 raise ResultsError(
-                    f"{place!r} holds {self.work} of another {part}: {theirs.get('name')} (sha256 "
+                    f"{place!r} holds jobs of another {part}: {theirs.get('name')} (sha256 "
                     f"{theirs.get('sha256')}), and this is {mine['name']} (sha256 {mine['sha256']}). Choose another "
                     f"--output, or delete it."
                 )
@@ -108,7 +104,7 @@ class Journal:
         """
         if self.path is None:
             return dict(self.in_memory)
-        with explain_disk_error(self.path, lambda: 0, self.work):
+        with explain_disk_error(self.path, lambda: 0):
             lines = [line for line in self._lines(self.path) if "key" in line]
             for line in lines:
                 for field in ("key", "file"):
@@ -129,7 +125,7 @@ class Journal:
         if self.path is None:
             self.in_memory[line["key"]] = {**line, **({} if losses is None else {"losses": losses})}
             return
-        with explain_disk_error(self.path, lambda: len(self.finished()), self.work):
+        with explain_disk_error(self.path, lambda: len(self.finished())):
             if losses is not None:
                 line = {**line, "file": f"{self._losses}/{line['key']}.safetensors"}
                 about = {"reading": line["reading"], "document": line["item"], "unit": "nats per token"}
@@ -209,13 +205,13 @@ class Journal:
 
 
 @contextlib.contextmanager
-def explain_disk_error(place: Path, kept: Callable[[], int], work: str) -> Iterator[None]:
+def explain_disk_error(place: Path, kept: Callable[[], int], what: str = "jobs") -> Iterator[None]:
     """Turn an ``OSError`` while reading or writing into what the user has to know.
 
     Args:
         place: where it happens.
-        kept: how much finished work is safe.
-        work: what finished work is called.
+        kept: how many finished jobs are safe.
+        what: what these are called where they are no jobs.
 
     Raises:
         ResultsError: in place of the ``OSError``.
@@ -225,7 +221,7 @@ def explain_disk_error(place: Path, kept: Callable[[], int], work: str) -> Itera
     except OSError as error:
         why = "The disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{error.strerror}"
         raise ResultsError(
-            f"Cannot write to {str(place)!r}: {why}. Finished {work} are kept ({kept()} of them); make room there, or "
+            f"Cannot write to {str(place)!r}: {why}. Finished {what} are kept ({kept()} of them); make room there, or "
             f"give the right to write, and run the same command again."
         ) from error
 

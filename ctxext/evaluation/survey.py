@@ -146,7 +146,7 @@ class Survey(Generic[Work]):
     @property
     def done(self) -> str:
         """How much is finished, in words."""
-        return f"{self.finished} of {len(self.keys)} {self.journal.work}"
+        return f"{self.finished} of {len(self.keys)} jobs"
 
     @property
     def readers(self) -> list[Reader]:

@@ -339,7 +339,7 @@ class Laboratory(Survey[LabJob]):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool as error:
             raise ResultsError(
-                "A process of the laboratory was killed, perhaps for want of memory. Finished cells are kept: run the "
+                "A process of the laboratory was killed, perhaps for want of memory. Finished jobs are kept: run the "
                 "same command again, with --workers 1 if it happens again."
             ) from error
         finally:
@@ -359,7 +359,7 @@ class Laboratory(Survey[LabJob]):
         finished = self.journal.finished()
         missing = [job.name for job in self.jobs if job.key not in finished]
         if missing:
-            raise ResultsError(f"{len(missing)} cells are not finished, such as {missing[0]}. Run the command again.")
+            raise ResultsError(f"{len(missing)} jobs are not finished, such as {missing[0]}. Run the command again.")
         groups: dict[tuple[str, str], list[LabJob]] = {}
         for job in self.jobs:
             groups.setdefault((job.task, job.subject.name), []).append(job)
@@ -458,7 +458,7 @@ def prepare(
         for subject in chosen_subjects
         for seed in range(count)
     ]
-    journal = Journal(None if output is None else output / JOURNAL, work="cells")
+    journal = Journal(None if output is None else output / JOURNAL)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     return Laboratory(jobs=jobs, journal=journal, workers=workers, preset=preset)

@@ -74,7 +74,7 @@ def main(
     require_matplotlib()  # now, and not when all is read; so with the checkpoints
     require_each_once(checkpoints)
     console = Console(highlight=False, soft_wrap=True)
-    journal = Journal(output / "cells.jsonl", identity=output / "texts.json", work="texts")
+    journal = Journal(output / "cells.jsonl", identity=output / "texts.json")
     losses: dict[str, list[Tensor]] = {}
     cut: dict[str, dict[int, list[Tensor]]] = {}
     trained, corpus, place = 0, None, ""

@@ -427,7 +427,7 @@ def main(
         for paths in (text, held_out)
     )
     sites = tuple(find_sites(Subject.of(model), known))
-    journal = Journal(output / "cells.jsonl", identity=output / "searches.json", work="searches")
+    journal = Journal(output / "cells.jsonl", identity=output / "searches.json")
     digest = weights_digest(model)
     journal.claim({"made_by": "compare_searches", "checkpoint": {"name": checkpoint.name, "sha256": digest}})
     study = Study(

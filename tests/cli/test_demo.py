@@ -122,7 +122,7 @@ def test_what_is_finished_outlives_an_interruption(
         patched.setattr("ctxext.cli.demo._draw", interrupt)
         interrupted = call(*arguments)
     assert interrupted.exit_code == 130
-    assert "Interrupted. 3 of 4 cells are finished and kept in" in " ".join(interrupted.output.split())
+    assert "Interrupted. 3 of 4 jobs are finished and kept in" in " ".join(interrupted.output.split())
     kept = (tmp_path / "out" / "unfinished" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
     assert {json.loads(line)["reading"] for line in kept} == {"truncated 256", "truncated 512", "unpatched"}
     asked: list[str] = []

@@ -79,7 +79,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert re.search(rf"{kept} of {count} cells are finished and kept .* run the same command again", stopped.output)
     monkeypatch.setattr(passkey, "measure", real)
     resumed = command(*arguments, "-o", killed)
-    assert f"{count} cells, {kept} of them finished before" in resumed.output
+    assert f"{count} jobs, {kept} of them finished before" in resumed.output
     assert read(killed)[0] == expected
     assert len(lines(killed)) == count
     # Two processes, each with cells of its own.

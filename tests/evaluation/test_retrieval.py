@@ -84,7 +84,7 @@ def test_passkeys_are_those_of_the_evaluation(
     assert "](keys.png)" in page
     assert saved["provenance"]["checkpoint_sha256"] in page
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
-    assert "14 trials" in shown.output
+    assert "14 jobs" in shown.output
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
 
 
@@ -109,7 +109,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     monkeypatch.setattr(passkey, "measure", interrupted)
     stopped = command("eval", *arguments, "-o", killed)
     assert stopped.exit_code == 130
-    assert "Interrupted. 5 of 14 trials are finished and kept in" in stopped.output
+    assert "Interrupted. 5 of 14 jobs are finished and kept in" in stopped.output
     assert not killed.exists()
     asked = 3
     resumed = command("eval", *arguments, "-o", killed)
@@ -226,14 +226,14 @@ def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypat
     assert trials == {"k0": {"loss": 0.1 + 0.2}, "k1": {"loss": 1.0}}
     with pytest.raises(ResultsError, match=r"another checkpoint: tiny \(sha256 1\), and this is other \(sha256 2\)"):
         again.claim({"made_by": "ctxext eval passkey", "checkpoint": {"name": "other", "sha256": "2"}})
-    with pytest.raises(ResultsError, match=r"no trials of `ctxext eval ruler`.*found made_by='ctxext eval passkey'"):
+    with pytest.raises(ResultsError, match=r"no jobs of `ctxext eval ruler`.*found made_by='ctxext eval passkey'"):
         again.claim({"made_by": "ctxext eval ruler", "checkpoint": mine})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ResultsError, match=r"The disk is full\. Finished trials are kept \(2 of them\)"):
+    with pytest.raises(ResultsError, match=r"The disk is full\. Finished jobs are kept \(2 of them\)"):
         again.keep({"key": "k2", "reading": "unpatched", "trial": {"loss": 2.0}})
     monkeypatch.undo()
     assert set(Journal(path).finished()) == {"k0", "k1"}
@@ -273,7 +273,7 @@ def test_a_damaged_identity_is_an_error_that_names_it(tmp_path: Path) -> None:
     identity, mine = tmp_path / "comparison.json", {"name": "tiny", "sha256": "1"}
     identity.write_bytes(b'{"made_by": "caf\xe9"}')
     journal = Journal(tmp_path / "cells.jsonl", identity=identity)
-    with pytest.raises(ResultsError, match=r"holds no trials of"):
+    with pytest.raises(ResultsError, match=r"holds no jobs of"):
         journal.claim({"made_by": "ctxext eval compare"})
     identity.write_text(json.dumps({"made_by": "ctxext eval compare", "format": 1, "checkpoint": "tiny"}))
     with pytest.raises(ResultsError, match="another checkpoint"):
@@ -324,7 +324,7 @@ def test_ruler_is_that_of_the_evaluation(
     # Another sample more asks for what is new only; a text that is another asks again only what is hidden in it.
     prose.write_text("It snowed. " * 60, encoding="utf-8")
     again = command("eval", *given)
-    assert "20 trials, 10 of them finished before" in again.output
+    assert "20 jobs, 10 of them finished before" in again.output
 
 
 def ruler_document(path: Path) -> Any:

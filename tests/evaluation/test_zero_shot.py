@@ -21,9 +21,9 @@ def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokeniz
     arguments = [str(ROOT / "docs/results/zero_shot.py"), "checkpoint", "-t", "one.txt", "-t", "two.txt", "-o", "study"]
     first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path)
     assert first.returncode == 0, first.stderr
-    assert "1 methods, 2 texts, 12 cells" in first.stdout
+    assert "1 methods, 2 texts, 12 jobs" in first.stdout
     more = ran([*arguments, "-m", "self_extend", "-m", "yarn", "--trials", "0"], tmp_path)
-    assert "14 cells, 12 of them finished before" in more.stdout, more.stderr
+    assert "14 jobs, 12 of them finished before" in more.stdout, more.stderr
     table = (tmp_path / "study/table.md").read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
     assert "0 (rounding" in rows[f"Self-Extend {TIMES}2"], "nothing changes inside the window"

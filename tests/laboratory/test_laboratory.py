@@ -251,7 +251,7 @@ def test_a_kill_costs_one_cell_and_changes_nothing(
 
     monkeypatch.setattr(LabJob, "ask", counted)
     resumed = laboratory(tmp_path, text, only=("alibi",))
-    with pytest.raises(ResultsError, match="2 cells are not finished"):
+    with pytest.raises(ResultsError, match="2 jobs are not finished"):
         resumed.result()
     again = resumed.run()
     assert len(after) == 2
@@ -282,7 +282,7 @@ def test_other_settings_are_other_cells(text: Path, tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> None:
     (tmp_path / work.JOURNAL).write_text('{"made_by": "ctxext choose", "format": 1}\n', encoding="utf-8")
-    with pytest.raises(ResultsError, match="holds no cells of `ctxext lab`"):
+    with pytest.raises(ResultsError, match="holds no jobs of `ctxext lab`"):
         laboratory(tmp_path, text, tasks=("parity",)).run()
 
 

@@ -46,7 +46,7 @@ class Resumable(Protocol):
 
     @property
     def done(self) -> str:
-        """How much is finished, such as ``5 of 14 trials``."""
+        """How much is finished, such as ``5 of 14 jobs``."""
 
 
 class Session:
@@ -218,10 +218,10 @@ class RetrievalSession(Session):
 
 
 def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
-    """How much a survey has to do, and this process of it, such as ``14 trials, 5 of them finished before``."""
+    """How much a survey has to do, and this process of it, such as ``14 jobs, 5 of them finished before``."""
     finished, processes = survey.finished, survey.group.processes
     return (
-        f"{len(survey.keys)} {survey.journal.work}"
+        f"{len(survey.keys)} jobs"
         + (f", {finished} of them finished before" if finished else "")
         + (f"; {len(mine)} for this process of {processes}" if processes > 1 else "")
     )

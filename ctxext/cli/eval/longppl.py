@@ -88,7 +88,7 @@ def longppl(
     lengths = length or [reach or trained]
     corpus = texts.read(loaded, tokens=max(lengths) + 1)
     finder = session.reference or loaded if evaluator is None else session.load(evaluator)
-    journal = Journal(trials_beside(results), session.group.process, work="texts")
+    journal = Journal(trials_beside(results), session.group.process)
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     search = {name: value for name, value in search.items() if value is not None}
     survey = evaluation.prepare(

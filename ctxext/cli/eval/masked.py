@@ -79,7 +79,7 @@ def masked(
         lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, every=every, passes=passes, seed=seed),
         loaded,
     )
-    journal = Journal(trials_beside(results), session.group.process, work="readings")
+    journal = Journal(trials_beside(results), session.group.process)
     survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=journal, group=session.group)
     mine = survey.begin()
     about = (

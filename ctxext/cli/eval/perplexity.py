@@ -90,7 +90,7 @@ def perplexity(
     )
     corpus = _corpus(loaded, texts, plan, tokens)
     _announce(session, corpus, plan)
-    journal = Journal(trials_beside(results), group.process, work="texts")
+    journal = Journal(trials_beside(results), group.process)
     survey = prepare(loaded, corpus, plan, reference=session.reference, journal=journal, group=group)
     session.measure(survey)
     session.finish(survey.result(), perplexity_page)

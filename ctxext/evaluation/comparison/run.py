@@ -178,7 +178,7 @@ def prepare(
         checkpoint,
         sorted(jobs, key=lambda job: order[job.reader]),
         corpus=texts,
-        journal=Journal(path, group.process, work="cells", identity=identity),
+        journal=Journal(path, group.process, identity=identity),
         group=group,
         seed=seed,
         readings=readings,
