@@ -36,10 +36,16 @@ from ctxext.saved import (
 )
 from ctxext.spec import Description, Extension, ExtensionArguments, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
+from ctxext.surgery.config import (
+    checked_scaling,
+    refuse_changed_length,
+    refuse_shrinking,
+    scaling_of,
+    stated_length,
+    write_old_form,
+)
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
-from ctxext.surgery.lengths import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of, stated_length
-from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config

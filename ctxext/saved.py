@@ -15,9 +15,8 @@ from packaging.version import Version
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
 from ctxext.spec import Extension, ExtensionArguments
+from ctxext.surgery.config import SCALED, drop_old_form, rope_dicts, scaling_of, write_old_form
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.lengths import SCALED, scaling_of
-from ctxext.surgery.old_form import drop_old_form, rope_dicts, write_old_form
 from ctxext.surgery.subject import SIDES, field_of, text_of
 from ctxext.version import __version__
 

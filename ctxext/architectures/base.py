@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 from ctxext.methods.parameters import checked_tokens
 from ctxext.spec import Extension, Request
-from ctxext.surgery.code import names_of, own_bases, source_of
+from ctxext.surgery.code import source_of_home, why_absent
+from ctxext.surgery.config import stated_length
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.lengths import stated_length
+from ctxext.surgery.published import BLOCKS, NESTED, is_number
 from ctxext.surgery.subject import Subject
 
 
@@ -101,6 +102,30 @@ class Architecture(ABC):
         return checked_tokens("The trained length that the config names", length)
 
 
+ARCHITECTURES: dict[str, type[Architecture]] = {}
+"""Families by name, rotary models first, which are the most; the folder fills it."""
+
+
+def find_architecture(subject: Subject) -> Architecture | None:
+    """Return the first architecture that matches the model; None if none does."""
+    return next((family for kind in ARCHITECTURES.values() if (family := kind()).matches(subject)), None)
+
+
+def architecture_of(subject: Subject) -> Architecture:
+    """Return the first architecture that matches the model.
+
+    Raises:
+        IncompatibleError: if none matches, or the config asks for other positions than the model has.
+    """
+    if (family := find_architecture(subject)) is not None:
+        refuse_other_positions(subject, family.positions)
+        return family
+    raise IncompatibleError(
+        f"{type(subject.model).__name__} ({subject.kind}) has no positions that ctxext can extend: "
+        f"{why_absent(subject.model)}. Known families: {', '.join(ARCHITECTURES)}."
+    )
+
+
 def refuse_attention_choices(request: Request, leaves: str) -> None:
     """Raise ``InvalidParameterError`` for a choice about attention that the extension ``leaves`` to the model."""
     for name in ("sliding_window", "attention"):
@@ -108,117 +133,97 @@ def refuse_attention_choices(request: Request, leaves: str) -> None:
             raise InvalidParameterError(f"{name}={given!r}: {leaves} attention to the model. Leave {name} out.")
 
 
-def rotates_by_table(model: nn.Module) -> bool:
-    """Return whether a model rotates by a table of sinusoids, which other models add to their input."""
-    code = names_of(type(model))
-    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
-    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
-    return any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs)
-
-
-TABLE = re.compile(r"pos|wpe")
-BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")
-SOME_POSITION = re.compile(
-    r"rotary|alibi|sinus|wpe|relative|rel_|position_?(bias|emb|enc)|embed_pos|pos_?(emb|enc)", re.I
+# Fields by which configs ask for a kind of positions.
+ASKED = {
+    "alibi": re.compile(r"alibi", re.I),
+    "relative": re.compile(r"^(rel_pos|relative_(attention|position))", re.I),
+    "rotary": re.compile(
+        r"^((use_|with_)?(rotary|rope)$|use_(rotary|rope)|rotary_emb_(fraction|base)|rope_(theta|scaling|parameters)$)",
+        re.I,
+    ),
+}
+# Fields that turn a kind on or off; if one is false, other fields of that kind are leftovers and count for nothing.
+SWITCHES = {
+    "alibi": re.compile(r"^((use|with)_)?alibi$", re.I),
+    "rotary": re.compile(r"^((use|with)_)?(rope|rotary)((_pos(ition(al)?)?)?_emb(ed(ding)?s?)?)?$", re.I),
+    "table": re.compile(r"^(use|with|add)_(abs(olute)?_)?pos(ition(al)?)?_(emb(ed(ding)?s?)?|enc(oding)?s?)$", re.I),
+}
+# Fields that name the kind, such as position_embedding_type, and the words that they use for it.
+NAMES_KIND = re.compile(
+    r"^(pos(ition(al)?)?_(emb(ed(ding)?s?)?|enc(oding)?s?)(_type)?|pos(ition(al)?)?_type|pe_type)$", re.I
 )
-ROTATION = re.compile(r"rotary|rope(?![a-z])|^Rot([A-Z]|$)|Rope(?![a-z])|RoPE")
-# Names of parts that do not read text.
-ELSEWHERE = re.compile(r"vision|visual|image|audio|video", re.I)
-# Words by which code of any author computes positions.
-ARITHMETIC = re.compile(r"\b(pos|positions?|position_ids|theta|inv_freq|freqs?\w*|cos|sin|polar|slopes?)\b")
+KINDS = {"alibi": "alibi", "rel": "relative", "rot": "rotary", "rope": "rotary", "sin": "sinusoids"}
+NO_KIND = ("none", "nope", "no", "false")
+# Fields that scale rotation under names outside transformers' rope dicts.
+SCALES = re.compile(
+    r"^(rope|rotary)_(emb_)?(ratio|scale|((freq|linear|ntk)_)?(scaling_|scale_)?factor)$|^compress_pos_emb$", re.I
+)
 
 
-def why_absent(model: nn.Module) -> str:
-    """Return the likeliest reason why no family matches, from the model's modules and the code of their classes."""
-    code = names_of(type(model))
-    if rotates_by_table(model):
-        return (
-            "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
-            "rope_parameters) changes that table in a reload"
-        )
-    owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
-    if rotation := _own_rotation(model):
-        return f"it rotates by code of its own ({rotation}), which does not have the form of transformers' rope types"
-    if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
-        return "its code has rotary positions, but this checkpoint's config switches them off"
-    if computing := [path for path, module in model.named_modules() if "Sinusoid" in type(module).__name__]:
-        return (
-            f"it adds sinusoids to its input ({computing[0]}), which its own code computes for each text. No field of "
-            f"its config sets the size of a table"
-        )
-    return (
-        _table(model)
-        or _none_at_all(model)
-        or "it has no rotary embedding in the form of transformers' rope types, and no ALiBi"
-    )
+def refuse_other_positions(subject: Subject, kind: str) -> None:
+    """Raise if a config asks for a kind of positions that the built model does not have.
 
+    Checkpoints with code of their own may use a model type of transformers. The class of that type takes their weights
+    and ignores fields that it does not know. A model that was built from its own code passes.
 
-def _own_rotation(model: nn.Module) -> str | None:
-    """Return the path and class of a module that rotates text by its name; None if there is none."""
-    for path, module in model.named_modules():
-        name, kind = path.rpartition(".")[2], type(module).__name__
-        if (ROTATION.search(name) or ROTATION.search(kind)) and not ELSEWHERE.search(f"{path} {kind}"):
-            return f"{path}: {kind}"
-    return None
+    Args:
+        subject: the built model.
+        kind: its kind of positions: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
-
-def learned_positions(model: nn.Module) -> int | None:
-    """Return the number of positions with a learned vector each; None if the model has no such table."""
-    return next((rows for path, module, rows in _tables(model) if _is_learned(path, module)), None)
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Embedding, int]]:
-    """Yield each embedding with its path and the number of tokens with a row; the decoder's before the encoder's."""
-    stated = getattr(model.config, "max_position_embeddings", None)
-    for path, module in reversed(list(model.named_modules())):
-        if isinstance(module, nn.Embedding):
-            rows = module.num_embeddings - int(getattr(module, "offset", 0))
-            # The first rows of some tables stand for no position.
-            yield path, module, stated if isinstance(stated, int) and 0 < stated <= rows else rows
-
-
-def _is_learned(path: str, module: nn.Embedding) -> bool:
-    name = path.rpartition(".")[2]
-    return bool(TABLE.search(name)) and not BUCKETS.search(name) and "Sinusoid" not in type(module).__name__
-
-
-def _table(model: nn.Module) -> str | None:
-    """Return the reason for a model with a table of positions or of distances; None without such a table."""
-    for path, module, rows in _tables(model):
-        name = path.rpartition(".")[2]
-        if BUCKETS.search(name):
-            return (
-                f"it has {module.num_embeddings} buckets of relative distances ({path}), the last of which holds all "
-                f"farther distances"
+    Raises:
+        IncompatibleError: with the field and the way out.
+    """
+    home = type(subject.model).__module__
+    if home.startswith("transformers_modules."):
+        return
+    for config in {id(config): config for config in (subject.config, subject.text)}.values():
+        for place, name, value in _asking(config, kind):
+            reads = re.compile(rf"(\.|['\"]){re.escape(name)}\b")  # as an attribute, or as a string
+            readers = [type(subject.model), *([type(config)] if place == "" else [])]
+            if any(reads.search(source_of_home(reader)) for reader in readers):
+                continue
+            remedy = "Load it with the code that it was trained with."
+            if getattr(config, "auto_map", None):
+                remedy = "The checkpoint brings its code (auto_map): read it, then load with trust_remote_code=True."
+            of_transformers = " of transformers" if home.startswith("transformers.") else ""
+            raise IncompatibleError(
+                f"The config of this {config.model_type} has {place}{name}={value!r}, but "
+                f"{type(subject.model).__name__}{of_transformers} does not read it. The built model has other "
+                f"positions than the weights were trained with. {remedy}"
             )
-        if _is_learned(path, module):
-            return (
-                f"it has learned positions, one vector each for {rows:,} tokens ({path}), in an unknown form: no field "
-                f"of its config that counts positions sets the size of that table"
-            )
-    return None
 
 
-def _none_at_all(model: nn.Module) -> str | None:
-    """Return the reason for a model without positions, or with positions in its own code; None for others."""
-    kinds: set[Any] = {type(module) for module in model.modules()}  # mypy takes these for unhashable
-    own_classes = {
-        base for kind in kinds for base in own_bases(kind) if not base.__module__.startswith("transformers.")
-    }
-    if computing := sorted(base.__name__ for base in own_classes if ARITHMETIC.search(_source_beside(base))):
-        return f"its positions are in code of its own (beside {computing[0]}), in a form that ctxext does not know"
-    if any(_speaks_of_positions(base) for kind in kinds for base in own_bases(kind)):
+def _asking(config: Any, kind: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the block, name and value of each field that asks for other positions than those of ``kind``."""
+    blocks = {"": vars(config)}
+    for name, value in vars(config).items():
+        block = vars(value) if isinstance(value, PreTrainedConfig) else value
+        if isinstance(block, dict) and NESTED.search(name) and name not in BLOCKS:
+            blocks[f"{name}."] = block
+    for place, where in blocks.items():
+        switched = {
+            (each, where[name])
+            for each, switch in SWITCHES.items()
+            for name in where
+            if switch.match(name)
+            if isinstance(where[name], bool)
+        }
+        off = {each for each, is_on in switched if not is_on and (each, True) not in switched}
+        for name, value in where.items():
+            field_kind = _asked_kind(name, value, kind)
+            if field_kind is not None and field_kind != kind and field_kind not in off:
+                yield place, name, value
+
+
+def _asked_kind(name: str, value: Any, kind: str) -> str | None:
+    """Return the kind of positions that a field asks for; None if it asks for no kind, or for a table."""
+    if NAMES_KIND.match(name) and isinstance(value, str):
+        label = value.lower()
+        return "none" if label in NO_KIND else next((each for word, each in KINDS.items() if word in label), None)
+    if value is False and kind in SWITCHES and SWITCHES[kind].match(name):
+        return "none"
+    if not value:
         return None
-    return "it has no positions at all, so nothing needs extending: only memory and its training limit its texts"
-
-
-def _source_beside(kind: type) -> str:
-    """Return the source of a class, and of the functions of its module, which it may call."""
-    functions = [value for value in vars(sys.modules[kind.__module__]).values() if inspect.isfunction(value)]
-    beside = [function for function in functions if function.__module__ == kind.__module__]
-    return "\n".join(source_of(code) for code in (kind, *beside))
-
-
-def _speaks_of_positions(kind: type) -> bool:
-    lines = source_of(kind).splitlines()
-    return any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@"))  # those only offer
+    if kind == "rotary" and SCALES.match(name) and is_number(value) and value != 1:
+        return "scaled"
+    return next((each for each, pattern in ASKED.items() if pattern.search(name)), None)

@@ -16,8 +16,8 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, Verification
 from ctxext.methods import BucketMethod, Method
 from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec, Extension, Request
+from ctxext.surgery.config import REFUSALS
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.old_form import REFUSALS
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.subject import Subject
 from ctxext.surgery.tables import put_weights, weight_of

@@ -16,9 +16,9 @@ from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
+from ctxext.surgery.config import Scaling, scaling_of, window_fields, window_note
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.lengths import Scaling, scaling_of
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.surgery.rotary import (
@@ -33,7 +33,6 @@ from ctxext.surgery.rotary import (
 )
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.surgery.subject import Subject
-from ctxext.surgery.windows import window_fields, window_note
 
 
 class Rope(Architecture):
@@ -43,7 +42,8 @@ class Rope(Architecture):
     positions: ClassVar[str] = "rotary"
 
     def matches(self, subject: Subject) -> bool:
-        return bool(subject.rotaries)
+        # Falcon builds its rotary module also for the checkpoints that were trained with ALiBi.
+        return bool(subject.rotaries) and not getattr(subject.config, "alibi", False)
 
     def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
         text = subject.text

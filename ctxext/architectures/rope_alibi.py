@@ -11,15 +11,13 @@ from ctxext.methods import BiasMethod, Method
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
+from ctxext.surgery.config import REFUSALS, window_fields, window_note, without_foreign
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.old_form import REFUSALS
 from ctxext.surgery.probe import Layers
-from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import Rebuild
-from ctxext.surgery.rope_types import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
+from ctxext.surgery.stored_form import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.surgery.subject import Subject
-from ctxext.surgery.windows import window_fields, window_note
 
 BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls equally with distance to both sides.",

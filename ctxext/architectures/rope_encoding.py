@@ -9,13 +9,13 @@ from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.spec import Extension, Request
 from ctxext.surgery.attend import Backends, try_install, why_no_custom_attention
+from ctxext.surgery.config import window_fields, window_note
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
 from ctxext.surgery.probe import Layers
-from ctxext.surgery.rope_types import UNROTATED_NAME
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
+from ctxext.surgery.stored_form import UNROTATED_NAME
 from ctxext.surgery.subject import Subject
-from ctxext.surgery.windows import window_fields, window_note
 
 NOTE = "Rotation is gone and {name} took its place: the weights do not know it yet. Train before use."
 NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encoding, and are trained with the others."

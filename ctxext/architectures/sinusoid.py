@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.architectures.base import Architecture, refuse_attention_choices, rotates_by_table
+from ctxext.architectures.base import Architecture, refuse_attention_choices
 from ctxext.architectures.table import trained_lengths
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.parameters import checked_rows
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
+from ctxext.surgery.code import rotates_by_table
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lookups import table_of
-from ctxext.surgery.rope_types import GUARD
 from ctxext.surgery.sinusoids import Growing, Sinusoid, remaker_of, sinusoid_of
+from ctxext.surgery.stored_form import GUARD
 from ctxext.surgery.subject import Subject, field_of
 from ctxext.surgery.tables import (
     PositionTable,

@@ -15,9 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
 from ctxext.saved import extended_texts, saved_extension, saved_method, saved_sides
-from ctxext.surgery.old_form import rope_dicts
+from ctxext.surgery.config import rope_dicts
 from ctxext.surgery.rebuild import FAILURES
-from ctxext.surgery.rope_types import GUARD
+from ctxext.surgery.stored_form import GUARD
 
 # What code ends in when a value is of another kind than it takes for granted.
 UNFIT = (*FAILURES, StrictDataclassError)

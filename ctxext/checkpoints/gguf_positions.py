@@ -17,9 +17,8 @@ from jaxtyping import Float
 
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.errors import CheckpointError
-from ctxext.surgery.old_form import rope_dicts
+from ctxext.surgery.config import is_windowed, rope_dicts
 from ctxext.surgery.subject import text_of
-from ctxext.surgery.windows import is_windowed
 
 DIVISORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

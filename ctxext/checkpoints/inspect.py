@@ -30,10 +30,10 @@ from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import LLAMA, Description, Request, RopeSpec
+from ctxext.surgery.config import window_fields, window_note
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject, owns_its_config, text_of
-from ctxext.surgery.windows import window_fields, window_note
 
 Progress = Callable[[int, int], None]
 FEW = 8

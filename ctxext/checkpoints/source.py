@@ -23,9 +23,9 @@ from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.files import files_below, followed, read_json, read_json_as
 from ctxext.saved import checked_extension, extended_texts
-from ctxext.surgery.old_form import OLD_GUARD, same_rope
+from ctxext.surgery.config import OLD_GUARD, same_rope
 from ctxext.surgery.published import refuse_lost_fields
-from ctxext.surgery.rope_types import GUARD
+from ctxext.surgery.stored_form import GUARD
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})

@@ -26,7 +26,7 @@ from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
 from ctxext.saved import extended_texts, with_old_form
 from ctxext.spec import Description
-from ctxext.surgery.old_form import same_rope
+from ctxext.surgery.config import same_rope
 
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
 FICLONE = 0x40049409

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.patching import describe, patched_state
 from ctxext.surgery.caches import cache_argument
+from ctxext.surgery.config import rope_dicts
 from ctxext.surgery.head import require_pieces, shell_of
-from ctxext.surgery.old_form import rope_dicts
 from ctxext.surgery.subject import base_model
 
 

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ctxext.architectures.base import learned_positions
 from ctxext.errors import IncompatibleError
 from ctxext.methods.parameters import checked_tokens
 from ctxext.surgery.caches import cache_argument, cache_in
+from ctxext.surgery.code import learned_positions
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import require_head
 from ctxext.surgery.subject import base_model

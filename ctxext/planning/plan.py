@@ -19,8 +19,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
 from ctxext.saved import plain_config, saved_extension
-from ctxext.surgery.lengths import scaling_of, stated_length
-from ctxext.surgery.old_form import rope_dicts
+from ctxext.surgery.config import rope_dicts, scaling_of, stated_length
 from ctxext.training.memory import Memory
 
 STEP = 256

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, longrope_scale_of, require_known_type
-from ctxext.surgery.windows import window_of
+from ctxext.surgery.config import window_of
 
 VERSION = "1.6.5"
 # Model types whose classes pass the result of that function on to every layer.

@@ -38,7 +38,7 @@ from ctxext.runtimes.base import (
     longrope_scale_of,
     read_table,
 )
-from ctxext.surgery.windows import window_of
+from ctxext.surgery.config import window_of
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
 # The model types whose ALiBi llama.cpp computes and its converter knows, named as their architectures.

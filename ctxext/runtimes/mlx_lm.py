@@ -26,7 +26,7 @@ from ctxext.runtimes.base import (
     read_table,
     require_known_type,
 )
-from ctxext.surgery.windows import window_of
+from ctxext.surgery.config import window_of
 
 TABLE = Path(__file__).with_name("mlx_lm.json")
 

@@ -29,7 +29,7 @@ from ctxext.runtimes.base import (
     whole,
     without_endless_table,
 )
-from ctxext.surgery.windows import window_of
+from ctxext.surgery.config import window_of
 
 VERSION = "0.5.23"
 # Model types whose classes pass the config's rope parameters on unchanged.

@@ -19,9 +19,8 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rebuild import restoring
-from ctxext.surgery.rope_types import ROPE_TYPE
 from ctxext.surgery.rotary import RotarySite
-from ctxext.surgery.stored_form import StoredForm
+from ctxext.surgery.stored_form import ROPE_TYPE, StoredForm
 from ctxext.surgery.subject import Subject
 
 # Rotary modules cached per model, one for each recent length: a few kilobytes each.

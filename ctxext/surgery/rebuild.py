@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import CtxextError, IncompatibleError
+from ctxext.surgery.config import REFUSALS, drop_old_form
 from ctxext.surgery.edits import Edits, own_attributes
-from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.subject import Subject, text_of
 
 Scalar = int | float | str | bool | None

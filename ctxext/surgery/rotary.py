@@ -18,11 +18,10 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
+from ctxext.surgery.config import FOREIGN_KEYS, is_windowed, mixes_windows
 from ctxext.surgery.probe import Layers, look, reader_of
-from ctxext.surgery.published import FOREIGN_KEYS
 from ctxext.surgery.rebuild import Rebuild, restoring, running
 from ctxext.surgery.subject import Subject
-from ctxext.surgery.windows import is_windowed, mixes_windows
 
 Output = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.attend import attention_layers
 from ctxext.surgery.code import names_of
+from ctxext.surgery.config import is_windowed
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.subject import base_model
-from ctxext.surgery.windows import is_windowed
 
 Attention = Callable[..., tuple[Tensor, Any]]
 

@@ -25,7 +25,7 @@ from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.saved import with_old_form
 from ctxext.spec import RopeSpec
-from ctxext.surgery.old_form import OLD_GUARD
+from ctxext.surgery.config import OLD_GUARD
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, RECENT, logits, tiny, tokens

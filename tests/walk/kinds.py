@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from ctxext.architectures import find_architecture
 from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.architectures.base import why_absent
 from ctxext.errors import IncompatibleError
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.remap import RemapMethod
+from ctxext.surgery.code import why_absent
 from ctxext.surgery.subject import Subject
 
 # Groups of methods by what they change; a method belongs to the first one that fits.
