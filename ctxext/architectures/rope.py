@@ -43,7 +43,8 @@ class Rope(Architecture):
 
     def matches(self, subject: Subject) -> bool:
         # Falcon builds its rotary module also for the checkpoints that were trained with ALiBi.
-        return bool(subject.rotaries) and not getattr(subject.config, "alibi", False)
+        has_alibi = any(getattr(module, "use_alibi", False) for module in subject.model.modules())
+        return bool(subject.rotaries) and not has_alibi
 
     def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
         text = subject.text
