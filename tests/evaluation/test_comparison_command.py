@@ -76,7 +76,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert stopped.exit_code == 130
     kept = len(lines(killed))
     assert 5 <= kept < count
-    assert re.search(rf"{kept} of {count} cells are finished and kept .* run the same command again", stopped.output)
+    assert re.search(rf"{kept} of {count} jobs are finished and kept .* run the same command again", stopped.output)
     monkeypatch.setattr(passkey, "measure", real)
     resumed = command(*arguments, "-o", killed)
     assert f"{count} jobs, {kept} of them finished before" in resumed.output
