@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,12 +95,13 @@ def run(
 
     [bold]Example[/]: ctxext lab run --only rope,alibi,t5_bias --task text -o lab
     """
-    from ctxext.evaluation.report.style import require_report
+    from ctxext.evaluation.report.figures import require_matplotlib
+    from ctxext.evaluation.report.page import write_page
     from ctxext.files import ending_cleanly
-    from ctxext.laboratory.report import show_result, write_page
+    from ctxext.laboratory.report import lab_page
     from ctxext.laboratory.run import prepare
 
-    require_report()
+    require_matplotlib()
     console = terminal()
     laboratory = prepare(
         output,
@@ -120,8 +122,9 @@ def run(
     with told_on_interrupt(console, laboratory), bar, ending_cleanly():
         laboratory.measure(jobs, progress=bar)
     result = laboratory.result()
-    written = write_page(result, output)
-    show_result(result, console)
+    page = lab_page(result)
+    written = write_page(page, output, "lab", json.dumps(result.to_dict(), ensure_ascii=False) + "\n")
+    page.show(console)
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)
 
 

@@ -1,251 +1,215 @@
-"""The files that the laboratory ends in: one page that needs nothing else, its figures, and the numbers."""
+"""The report of the laboratory: what was learned, figures, verdicts on published claims, and all numbers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
+from collections.abc import Callable, Sequence
 
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.report.comparison_tables import NONE, TextTable, terminal_table
-from ctxext.evaluation.report.style import rendered, require_report, write_pages
+from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.laboratory.claims import LabVerdict, verdicts
-from ctxext.laboratory.figures import CLASSIC, drawings, name_of
+from ctxext.laboratory.figures import CLASSIC, figures, name_of
 from ctxext.laboratory.result import LEAST, LabReading, LabResult, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
 
-PAGE, DATA = "lab.html", "lab.json"
 LONGER = (1, 2, 4, REACH)
 # Perplexity at 3512 words of WikiText-103 after training on 512: Press et al., arXiv:2108.12409.
 PUBLISHED = {"alibi": 18.4, "t5_bias": 22.9, ROPE: 35.5, "sinusoidal": 179.0}
+EXPLANATIONS = (
+    "What is compared is the code that users run: one small Llama, its rotation replaced by ctxext.patch before the "
+    "first step, and everything else the same. Recurrent models are those of transformers, at the width at which they "
+    "have about as many weights. MiniMax, with its lightning attention alone, stands for RetNet, which transformers "
+    "does not have.",
+    "Budgets are equal but where the tables say otherwise. All have the same learning rate, which is tuned for none. "
+    "Extensions of RoPE are put on at the end and never trained: the first row of RoPE is what they cost inside.",
+    "A mean has a standard error over seeds. A difference is taken on the same windows or puzzles, so that the "
+    "difficulty of the text falls out, and its error adds the variances over seeds and over windows. Few seeds widen "
+    "its interval, whether they agree or not. Every claim is judged at 5 percent by itself: of twenty differences that "
+    "are none, one would be called something.",
+    'Models of this size and training are far from those of the papers. "Not at this size" says that nothing is shown '
+    "here, not that the claim is wrong.",
+)
 
 
-def write_page(result: LabResult, output: Path) -> list[Path]:
-    """Write all files and return their paths, the page first.
-
-    Raises:
-        ResultsError: a file cannot be written.
-        InvalidParameterError: matplotlib or jinja2 is not installed.
-    """
-    require_report()
-    texts = {PAGE: page(result), DATA: json.dumps(result.to_dict(), ensure_ascii=False) + "\n"}
-    return write_pages(output, texts, drawings(result))
-
-
-def page(result: LabResult) -> str:
-    """All of it as one HTML document without any reference to another."""
-    judged = verdicts(result)
-    return rendered(
-        "lab.html.jinja",
-        "ctxext.laboratory",
-        title=_title(result),
-        result=result,
-        headline=headline(judged),
-        learned=learned_table(result),
-        figures=[(figure, figure.svg()) for figure in drawings(result)],
-        classic=classic_table(result) if TEXT in result.tasks else None,
-        claims=claims_table(judged),
-        tables=[*([text_table(result)] if TEXT in result.tasks else []), *puzzle_tables(result)],
-        facts=_facts(result),
-        least=LEAST,
-        seeds=_seeds(result),
-    )
-
-
-def show_result(result: LabResult, console: Console) -> None:
-    """What matters, in a terminal: whether order was learned comes first."""
-    judged = verdicts(result)
-    claims = claims_table(judged)  # its sources stand on the page, where there is room
-    claims = replace(claims, header=claims.header[:-1], rows=tuple(row[:-1] for row in claims.rows))
-    tables = [learned_table(result), *([classic_table(result)] if TEXT in result.tasks else []), claims]
-    for table in tables:
-        console.print()
-        console.print(terminal_table(table))
-        console.print(f"\n{table.caption}", style="dim")
-    console.print(f"\n{headline(judged)}", style="bold")
+def lab_page(result: LabResult) -> Page:
+    """Return who learned order, the figures and the verdicts on published claims; in the details all numbers."""
+    judged, has_text = verdicts(result), TEXT in result.tasks
+    parts: list[Part] = [Heading("Did it learn order at all?"), learned_table(result)]
+    parts += [Heading("Beyond the trained length"), *figures(result)]
+    parts += [classic_table(result)] if has_text else []
+    parts += [Heading("What was published"), claims_table(judged), Headline(headline(judged))]
+    details: list[Part] = [
+        Heading("Sources"),
+        *(f"{verdict.claim.says}: {verdict.claim.source}." for verdict in judged),
+        Heading("All numbers"),
+        *([text_table(result)] if has_text else []),
+        *(_puzzle_table(result, task) for task in result.puzzles),
+        Heading("How to read this"),
+        *EXPLANATIONS,
+        Heading("Provenance"),
+        _provenance(result),
+    ]
+    count = len({reading.subject for reading in result.readings})
+    subject = f"{count} ways to know the order of tokens" if count > 1 else name_of(result.readings[0])
+    return Page(f"{subject}, trained short and tested {REACH} times as long", parts, details)
 
 
 def headline(judged: Sequence[LabVerdict]) -> str:
-    """How many claims stand."""
+    """Count the claims that stand."""
     answers = ("reproduced", "not at this size", "contradicted", "not measured")
-    counts = [(sum(one.answer == answer for one in judged), answer) for answer in answers]
-    told = ", ".join(f"{count} {answer}" for count, answer in counts if count)
-    return f"Of {len(judged)} published claims: {told}."
-
-
-def _title(result: LabResult) -> str:
-    count = len({one.subject for one in result.readings})
-    who = f"{count} ways to know the order of tokens" if count > 1 else name_of(result.readings[0])
-    return f"{who}, trained short and tested {REACH} times as long"
-
-
-def _seeds(result: LabResult) -> int:
-    return max(len(one.seeds) for one in result.readings)
-
-
-def _mean(result: LabResult, reading: LabReading, multiple: float | int) -> str:
-    mean, error = over_seeds(result.at(reading, multiple))
-    if reading.task != TEXT:
-        mean, error = 100 * mean, None if error is None else 100 * error
-    digits = 3 if reading.task == TEXT else 0
-    return f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+    counts = [(sum(verdict.answer == answer for verdict in judged), answer) for answer in answers]
+    return f"Of {len(judged)} published claims: {', '.join(f'{count} {answer}' for count, answer in counts if count)}."
 
 
 def learned_table(result: LabResult) -> TextTable:
-    """Whether order was learned inside the trained length, by everyone: what extrapolation means anything for."""
-    plain = list(dict.fromkeys(one.subject for one in result.readings))
+    """Show whether each subject learned order inside the trained length, without which extrapolation means nothing."""
     rows = []
-    for name in plain:
-        found = [result.find(task, name) for task in result.tasks]
-        first = next(one for one in found if one is not None)
-        cells = [NONE if one is None else _learned(result, one) for one in found]
+    for subject in dict.fromkeys(reading.subject for reading in result.readings):
+        readings = [result.find(task, subject) for task in result.tasks]
+        first = next(reading for reading in readings if reading is not None)
+        cells = [NONE if reading is None else _learned(result, reading) for reading in readings]
         rows.append((name_of(first), f"{first.parameters:,}", *cells))
     names = ["shuffled text costs" if task == TEXT else f"{task}, above chance" for task in result.tasks]
     return TextTable(
-        caption=f"Did it learn order at all? Inside the trained length: how many nats per byte the loss rises when "
-        f"what was read before is shuffled, but for the last byte; and the share of a puzzle's answers that is right, "
-        f"above chance; ± standard error over windows or puzzles. In brackets where it is below {LEAST} or not above "
-        f"its error: there, what happens beyond the window says nothing. Weights are those of the first task.",
         header=("", "weights", *names),
-        rows=tuple(rows),
-        emphasis=tuple("" for _ in rows),
+        rows=rows,
+        caption=f"Inside the trained length: how many nats per byte the loss rises when what was read before is "
+        f"shuffled, but for the last byte; and the share of a puzzle's answers that is right, above chance; ± standard "
+        f"error over windows or puzzles. In brackets where it is below {LEAST} or not above its error: such a model "
+        f"did not learn order, and what it does beyond the window says nothing. Weights are those of the first task.",
     )
 
 
 def _learned(result: LabResult, reading: LabReading) -> str:
-    found = str(result.evidence(reading))
-    return found if result.has_learned(reading) else f"({found})"
+    evidence = str(result.evidence(reading))
+    return evidence if result.has_learned(reading) else f"({evidence})"
 
 
 def classic_table(result: LabResult) -> TextTable:
-    """The table that textbooks and documents have, beside the published order."""
+    """Return the table that textbooks and documents have, beside the published order."""
     wanted = ("sinusoidal", "learned", "t5_bias", ROPE, f"{ROPE} + pi", f"{ROPE} + ntk", f"{ROPE} + yarn", "alibi")
-    found = [one for one in (result.find(TEXT, name) for name in wanted) if one is not None]
-    last = {one.name: result.at(one, REACH).mean().item() for one in found if one.name in PUBLISHED}
-    own, theirs = sorted(last, key=lambda name: last[name]), sorted(PUBLISHED, key=lambda name: PUBLISHED[name])
-    rows = [
-        (
-            name_of(one),
-            f"{one.steps:,}",
-            *(_mean(result, one, multiple) for multiple in LONGER),
-            f"{own.index(one.name) + 1}" if one.name in own else NONE,
-            f"{theirs.index(one.name) + 1} ({PUBLISHED[one.name]:g})" if one.name in PUBLISHED else NONE,
-        )
-        for one in found
-    ]
-    return TextTable(
+    readings = [reading for name in wanted if (reading := result.find(TEXT, name)) is not None]
+    measured = {one.name: result.at(one, REACH).mean().item() for one in readings if one.name in PUBLISHED}
+    places, published = (
+        {name: str(place) for place, name in enumerate(sorted(losses, key=losses.__getitem__), start=1)}
+        for losses in (measured, PUBLISHED)
+    )
+    return _readings_table(
+        readings,
+        header=("", "steps", *(f"at {multiple}x" for multiple in LONGER), "place here", "published"),
+        cells=lambda reading: (
+            f"{reading.steps:,}",
+            *(_mean(result, reading, multiple) for multiple in LONGER),
+            places.get(reading.name, NONE),
+            f"{published[reading.name]} ({PUBLISHED[reading.name]:g})" if reading.name in PUBLISHED else NONE,
+        ),
         caption=f"Nats per byte of the last doubling before each length, in multiples of the trained {result.trained} "
         f"bytes{_with_error(result)}. Other lengths are other bytes: compare down a column. Published: place at 3512 "
         f"words after training on 512, and the perplexity there (Press et al., arXiv:2108.12409, WikiText-103). "
         f"Learned rows behind the window were never trained, and no perplexity is published for them.",
-        header=("", "steps", *(f"at {one}x" for one in LONGER), "place here", "published"),
-        rows=tuple(rows),
-        emphasis=tuple("reference" if one.extension else "" for one in found),
     )
 
 
-def _with_error(result: LabResult) -> str:
-    count = _seeds(result)
-    return f", ± standard error over {count} seeds" if count > 1 else " (one seed, no error)"
-
-
 def claims_table(judged: Sequence[LabVerdict]) -> TextTable:
-    """A verdict per claim."""
+    """Return a table with a verdict per claim."""
     rows = []
-    for one in judged:
-        gap = NONE if one.advantage is None else f"{one.advantage} (95 %: ± {one.advantage.margin:.3f})"
-        where = f"{', '.join(one.claim.tasks)} at {one.claim.multiple:g}x"
-        answer = one.answer + (f": {one.why}" if one.why else "")
-        rows.append((one.claim.says, where, gap, answer, one.claim.source))
+    for verdict in judged:
+        claim, gap = verdict.claim, verdict.advantage
+        difference = NONE if gap is None else f"{gap} (95 %: ± {gap.margin:.3f})"
+        answer = verdict.answer + (f": {verdict.why}" if verdict.why else "")
+        rows.append((claim.says, f"{', '.join(claim.tasks)} at {claim.multiple:g}x", difference, answer))
     return TextTable(
+        header=("claim", "where", "difference", "verdict"),
+        rows=rows,
+        styles={verdict.claim.says: "best" for verdict in judged if verdict.answer == "reproduced"},
+        prose=True,
         caption="What was published, and whether this size shows it. The difference is in favour of the claim, on the "
         "same windows or puzzles, in nats per byte (text) or as a share of the answers; its error knows seeds and "
         "windows. Reproduced: above its 95 percent interval; contradicted: below; not at this size: within, or one of "
         "the two did not learn order. Against every other the difference is the one to the best of them; each must be "
         "beaten, and a contradiction divides the 5 percent among them.",
-        header=("claim", "where", "difference", "verdict", "source"),
-        rows=tuple(rows),
-        emphasis=tuple("best" if one.answer == "reproduced" else "" for one in judged),
     )
 
 
 def text_table(result: LabResult) -> TextTable:
-    """Everyone on text."""
-    rows = []
-    for one in result.of(TEXT):
-        truncated = over_seeds(result.truncated_at(one, REACH))[0] if one.truncated else None
-        rows.append(
-            (
-                name_of(one),
-                f"{one.parameters:,}",
-                f"{one.steps:,}" if not one.extension else "none more",
-                f"{one.seconds:,.0f}" if not one.extension else NONE,
-                *(_mean(result, one, multiple) for multiple in LONGER),
-                NONE if truncated is None else f"{truncated:.3f}",
-            )
-        )
-    least = min(one.steps for one in result.of(TEXT))
-    return TextTable(
-        caption=f"All on text: nats per byte as above{_with_error(result)}. Steps: who adds vectors to the "
-        f"embeddings, and who has no positions, is trained longer, since that leaves a plateau late; all others take "
-        f"{least:,}. Seconds of one processor per seed, the test included. Truncated: the same model at "
-        f"{REACH}x, which sees the last {result.trained // 2} to {result.trained} bytes alone; who is worse than that "
+    """Return the numbers of all readings on text."""
+
+    def cells(reading: LabReading) -> tuple[str, ...]:
+        truncated = f"{over_seeds(result.truncated_at(reading, REACH))[0]:.3f}" if reading.truncated else NONE
+        means = [_mean(result, reading, multiple) for multiple in LONGER]
+        seconds = NONE if reading.extension else f"{reading.seconds:,.0f}"
+        return f"{reading.parameters:,}", _steps(reading), seconds, *means, truncated
+
+    least = min(reading.steps for reading in result.of(TEXT))
+    return _readings_table(
+        result.of(TEXT),
+        header=("", "weights", "steps", "s", *(f"at {multiple}x" for multiple in LONGER), f"truncated, {REACH}x"),
+        cells=cells,
+        caption=f"All on text: nats per byte as above{_with_error(result)}. Steps: a model that adds vectors to the "
+        f"embeddings, or has no positions, is trained longer, since that leaves a plateau late; all others take "
+        f"{least:,}. Seconds of one processor per seed, the test included. Truncated: the same model at {REACH}x, "
+        f"which sees the last {result.trained // 2} to {result.trained} bytes alone; a model that is worse than that "
         f"gives nothing for its length.",
-        header=("", "weights", "steps", "s", *(f"at {one}x" for one in LONGER), f"truncated, {REACH}x"),
-        rows=tuple(rows),
-        emphasis=tuple("reference" if one.extension else "" for one in result.of(TEXT)),
     )
-
-
-def puzzle_tables(result: LabResult) -> list[TextTable]:
-    """Everyone on each puzzle: answers, and whole puzzles."""
-    return [_puzzle_table(result, task) for task in result.puzzles]
 
 
 def _puzzle_table(result: LabResult, task: str) -> TextTable:
-    found = result.of(task)
-    rows = [
-        (
-            name_of(one),
-            f"{one.parameters:,}",
-            f"{one.steps:,}" if not one.extension else "none more",
-            *(f"{_mean(result, one, multiple)}, {_whole(result, one, multiple):.0f}" for multiple in MULTIPLES),
-        )
-        for one in found
-    ]
-    return TextTable(
+    def cells(reading: LabReading) -> tuple[str, ...]:
+        shares = [result.at(reading, multiple) for multiple in MULTIPLES]
+        whole = [f"{100 * (share == 1).double().mean().item():.0f}" for share in shares]
+        means = [_mean(result, reading, multiple) for multiple in MULTIPLES]
+        return f"{reading.parameters:,}", _steps(reading), *map(", ".join, zip(means, whole, strict=True))
+
+    return _readings_table(
+        result.of(task),
+        header=("", "weights", "steps", *(f"at {multiple:g}x" for multiple in MULTIPLES)),
+        cells=cells,
         caption=f"{task}: {TASKS[task].asks}; trained on up to {TASKS[task].trained} symbols. Percent of the answers "
         f"that are right{_with_error(result)}, and, after the comma, of the puzzles without a mistake. Chance: "
         f"{100 * TASKS[task].chance:.0f}.",
-        header=("", "weights", "steps", *(f"at {one:g}x" for one in MULTIPLES)),
-        rows=tuple(rows),
-        emphasis=tuple("reference" if one.extension else "" for one in found),
     )
 
 
-def _whole(result: LabResult, reading: LabReading, multiple: float | int) -> float:
-    return 100 * (result.at(reading, multiple) == 1).double().mean().item()
+def _readings_table(
+    readings: Sequence[LabReading],
+    *,
+    header: Sequence[str],
+    cells: Callable[[LabReading], Sequence[str]],
+    caption: str,
+) -> TextTable:
+    """Return a table with a row per reading; those of extensions, which were not trained, are set back."""
+    return TextTable(
+        header=header,
+        rows=[(name_of(reading), *cells(reading)) for reading in readings],
+        styles={name_of(reading): "reference" for reading in readings if reading.extension},
+        caption=caption,
+    )
 
 
-def _facts(result: LabResult) -> dict[str, str]:
-    found = result.provenance
+def _steps(reading: LabReading) -> str:
+    return "none more" if reading.extension else f"{reading.steps:,}"
+
+
+def _mean(result: LabResult, reading: LabReading, multiple: float | int) -> str:
+    mean, error = over_seeds(result.at(reading, multiple))
+    scale, digits = (1, 3) if reading.task == TEXT else (100, 0)
+    return f"{scale * mean:.{digits}f}" + ("" if error is None else f" ± {scale * error:.{digits}f}")
+
+
+def _with_error(result: LabResult) -> str:
+    count = max(len(reading.seeds) for reading in result.readings)
+    return f", ± standard error over {count} seeds" if count > 1 else " (one seed, no error)"
+
+
+def _provenance(result: LabResult) -> TextTable:
     settings = result.settings
-    texts = f"{', '.join(result.documents)}; sha256 {result.text_sha256}"
-    return {
-        "Preset": result.preset,
-        "Model": f"Llama, {settings['text']['layers']} layers of width {settings['text']['hidden']} on text, "
-        f"{settings['puzzle']['layers']} of {settings['puzzle']['hidden']} on puzzles",
-        "Training": f"AdamW, learning rate {settings['rate']:g} for all, warmup and cosine; text: "
+    return provenance_table(
+        {**result.provenance, "documents": result.documents, "corpus_sha256": result.text_sha256},
+        Preset=result.preset,
+        Model=f"Llama, {settings['text']['layers']} layers of width {settings['text']['hidden']} on text, "
+        f"{settings['puzzle']['layers']} of {settings['puzzle']['hidden']} on puzzles; each on one thread",
+        Training=f"AdamW, learning rate {settings['rate']:g} for all, warmup and cosine; text: "
         f"{settings['text_rows']} x {settings['length']} bytes a step; puzzles: about {settings['puzzle_tokens']:,} "
-        f"tokens a step",
-        **({"Texts": texts} if result.documents else {}),
-        "Classic kinds": ", ".join(label_of(name) for name in CLASSIC),
-        "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        "Machine": f"{found['machine']}; each cell on one thread",
-        "Command": found["command"],
-        "Made": f"{found['date']}, {result.seconds:,.0f} s of one processor",
-    }
+        f"tokens a step; {result.seconds:,.0f} s of one processor",
+        Classic_kinds=", ".join(label_of(name) for name in CLASSIC),
+    )

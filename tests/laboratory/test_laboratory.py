@@ -15,8 +15,9 @@ import torch
 from typer.testing import Result
 
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, ResultsError, UnknownNameError
+from ctxext.evaluation.report.page import write_page
 from ctxext.laboratory import run as work
-from ctxext.laboratory.report import page, write_page
+from ctxext.laboratory.report import lab_page
 from ctxext.laboratory.result import LabResult
 from ctxext.laboratory.run import PRESETS, LabJob, Laboratory, LabSettings, prepare
 from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subject_named, subjects
@@ -74,7 +75,7 @@ def readable(result: LabResult) -> str:
         seconds=0.0,
         provenance=result.provenance | {"date": "2026-01-01"},
     )
-    return page(still)
+    return lab_page(still).html()
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +161,10 @@ def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
     measured = laboratory(None, text, only=("backwards", "rope"), seeds=1).run()
     assert measured.find("text", "backwards") is not None
     assert measured.find("parity", "backwards") is not None
-    shown = page(measured)
-    figures = re.findall(r"<svg.*?</svg>", shown, flags=re.DOTALL)
-    assert len(figures) == 2
-    assert all("backwards" in figure for figure in figures)
+    shown = lab_page(measured)
+    assert len(shown.figures) == 2
+    assert all("backwards" in figure.alternative for figure in shown.figures)
+    assert "backwards" in shown.html()
 
 
 # What is measured
@@ -194,7 +195,7 @@ def test_who_is_slow_gets_three_times_the_steps_and_the_page_says_so(text: Path)
     measured = laboratory(None, text, only=("rope", "nope"), tasks=("text",), seeds=1).run()
     steps = {reading.name: reading.steps for reading in measured.readings}
     assert (steps["rope"], steps["nope"]) == (3, 9)
-    assert "is trained longer" in page(measured)
+    assert "is trained longer" in lab_page(measured).html()
 
 
 @pytest.mark.slow
@@ -291,13 +292,13 @@ def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_page_says_who_learned_order_before_anything_beyond(result: LabResult, tmp_path: Path) -> None:
-    written = write_page(result, tmp_path)
-    assert [path.name for path in written] == ["lab.html", "lab.json", "figures"]
-    assert sorted(path.name for path in written[2].iterdir()) == ["loss-by-position.png", "right-by-length.png"]
+    written = write_page(lab_page(result), tmp_path, "lab", "{}")
+    assert [path.name for path in written] == ["lab.html", "lab.json", "lab.md", "figures"]
+    assert sorted(path.name for path in written[3].iterdir()) == ["loss-by-position.png", "right-by-length.png"]
     shown = written[0].read_text(encoding="utf-8")
-    places = [shown.index(part) for part in ("Did it learn order at all?", "<svg", "What was published", "All numbers")]
+    places = [shown.index(part) for part in ("Did it learn order at all?", "<img", "What was published", "All numbers")]
     assert places == sorted(places)
-    assert shown.count("<svg") == 2
+    assert shown.count("<img") == 2
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]+"', "", shown), "it needs nothing else"
     for claim in ("not measured", "not at this size"):
         assert claim in shown

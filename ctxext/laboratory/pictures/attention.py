@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.readings import name_for
-from ctxext.evaluation.report.style import NOTE
+from ctxext.evaluation.report.figures import NOTE
 from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Picture, colour_bar, quiet
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.methods import Method

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.evaluation.readings import known_trained_length
-from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.evaluation.report.figures import INK, NOTE
 from ctxext.laboratory.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.methods import BiasMethod, EncodingMethod

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.report.style import NOTE
+from ctxext.evaluation.report.figures import NOTE
 from ctxext.laboratory.pictures.picture import Picture
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.report.style import INK, NOTE, OF_PAGES, draw_grid, saved_figure
+from ctxext.evaluation.report.figures import INK, NOTE, Figure, draw_grid
 from ctxext.methods import Method
 
 # Hues of Okabe and Ito, told apart under every common colour blindness, by what they stand for in every picture.
@@ -74,8 +74,7 @@ class Picture(abc.ABC):
             InvalidParameterError: matplotlib is not installed.
         """
         title = textwrap.fill(self.sentence, int(self.size[0] * 9.7))
-        with saved_figure(path, self.size, title, **OF_PAGES) as figure:
-            self.draw(figure)
+        Figure(name=self.kind, title=title, size=self.size, draw=self.draw).save(path)
 
 
 def as_numbers(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.readings import name_for
-from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.evaluation.report.figures import INK, NOTE
 from ctxext.laboratory.pictures.picture import Picture, as_numbers, colour_bar, number_cells
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod

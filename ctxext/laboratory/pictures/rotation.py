@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.evaluation.readings import name_for
-from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.evaluation.report.figures import INK, NOTE
 from ctxext.laboratory.pictures.picture import (
     AFTER,
     BEFORE,

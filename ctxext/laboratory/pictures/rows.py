@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxext.evaluation.readings import name_for
-from ctxext.evaluation.report.style import INK
+from ctxext.evaluation.report.figures import INK
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.picture import AFTER, DIVERGING, GRADED, Picture, colour_bar, quiet
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest

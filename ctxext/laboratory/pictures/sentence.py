@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.report.style import INK
+from ctxext.evaluation.report.figures import INK
 from ctxext.laboratory.pictures.bias import pairs_at
 from ctxext.laboratory.pictures.picture import DIVERGING, Picture, colour_bar, number_cells
 from ctxext.laboratory.pictures.request import PictureRequest
