@@ -1,4 +1,4 @@
-"""What papers have claimed, and whether this laboratory shows it: reproduced, not at this size, or contradicted."""
+"""Claims of papers, and whether this laboratory shows them: reproduced, not at this size, or contradicted."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Claim:
 
     Args:
         says: the sentence.
-        source: of it, and what was measured there.
-        better: who does better, it says.
-        worse: than whom; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone, ``EVERY_OTHER`` for
-            each of all encodings that are no kin of the better one (their names begin otherwise).
-        tasks: on what; the mean of those that were measured.
-        multiple: at how many times the trained length.
+        source: its source, and what was measured there.
+        better: name of the reading that does better, it says.
+        worse: name of the other reading; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone,
+            ``EVERY_OTHER`` for each of all encodings that are no kin of the better one (their names begin otherwise).
+        tasks: tasks, of which those that were measured are averaged.
+        multiple: length over the trained length.
     """
 
     says: str
@@ -131,14 +131,14 @@ CLAIMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LabVerdict:
-    """Whether the laboratory shows what a claim says.
+    """Answer of the laboratory to a claim.
 
     Args:
-        claim: what was asked.
+        claim: the claim.
         answer: ``reproduced``, ``not at this size``, ``contradicted`` or ``not measured``.
-        advantage: of the better one, in nats per byte or as a share of the answers; below zero the claim is wrong here.
-            Of several rivals it is the one over the best of them, ``baselines`` being how many there are.
-        why: what the answer rests on where that is not the difference.
+        advantage: advantage of the better one, in nats per byte or as a share of the answers; below zero the claim is
+            wrong here. Of several rivals it is the one over the best of them, ``baselines`` being their number.
+        why: reason of the answer where that is not the difference.
     """
 
     claim: Claim
@@ -148,25 +148,25 @@ class LabVerdict:
 
 
 def judge(advantages: Sequence[PairedDifference]) -> str:
-    """Return what the differences to every rival say about a claim; each answer but the middle one errs in 2.5 percent.
+    """Judge a claim by the differences to every rival; each answer but the middle one errs in 2.5 percent.
 
     A claim is reproduced where every rival is beaten, which needs no correction. It is contradicted where some rival is
     better, which among many happens by luck: the 5 percent, to both sides, are divided among them (Bonferroni).
 
     Args:
-        advantages: of the better one over each rival, at least one.
+        advantages: advantages of the better one over each rival, at least one.
 
     Source: Berger, Technometrics 24 (1982), 295-300, for what holds against every rival.
     """
-    if all(one.mean > one.margin for one in advantages):
+    if all(gap.mean > gap.margin for gap in advantages):
         return REPRODUCED
     rivals = len(advantages)
-    beaten = any(one.mean < -one.errors_needed(rivals) * one.standard_error for one in advantages)
-    return CONTRADICTED if beaten else TOO_SMALL
+    is_beaten = any(gap.mean < -gap.errors_needed(rivals) * gap.standard_error for gap in advantages)
+    return CONTRADICTED if is_beaten else TOO_SMALL
 
 
 def verdicts(result: LabResult, claims: Sequence[Claim] = CLAIMS) -> list[LabVerdict]:
-    """A verdict for every claim about what was measured, and for the others that it was not."""
+    """Judge every claim about what was measured, and say of the others that it was not."""
     return [_verdict(result, claim) for claim in claims]
 
 
@@ -178,9 +178,9 @@ def _verdict(result: LabResult, claim: Claim) -> LabVerdict:
     advantages = [
         paired(torch.stack([_advantage(result, claim, *pair) for pair in pairs]).mean(0)) for pairs in compared
     ]
-    closest = replace(min(advantages, key=lambda one: one.mean), baselines=len(advantages))
-    readings = [one for pairs in compared for pair in pairs for one in pair]
-    weak = list(dict.fromkeys(one.subject for one in readings if not _counts(result, claim, one)))
+    closest = replace(min(advantages, key=lambda gap: gap.mean), baselines=len(advantages))
+    readings = [reading for pairs in compared for pair in pairs for reading in pair]
+    weak = list(dict.fromkeys(reading.subject for reading in readings if not _counts(result, claim, reading)))
     if weak:
         why = f"{' and '.join(label_of(name) for name in weak)} did not learn order inside the window"
         return LabVerdict(claim=claim, answer=TOO_SMALL, advantage=closest, why=why)
@@ -190,7 +190,7 @@ def _verdict(result: LabResult, claim: Claim) -> LabVerdict:
 
 
 def _lacking(result: LabResult, claim: Claim, tasks: Sequence[str]) -> str:
-    """What would have to be measured: tasks, where none of them was; else who was not."""
+    """Name what would have to be measured: tasks, where none of them was; else the readings that lack."""
     if not tasks:
         return ", ".join(claim.tasks)
     sides = [side for side in (claim.better, claim.worse) if side != ITSELF_TRUNCATED]
@@ -199,20 +199,20 @@ def _lacking(result: LabResult, claim: Claim, tasks: Sequence[str]) -> str:
 
 
 def _counts(result: LabResult, claim: Claim, reading: LabReading) -> bool:
-    """Whether what a reading does beyond the window means anything; that others fail at a puzzle may be the claim."""
+    """Return whether a reading means anything beyond the window; that others fail at a puzzle may be the claim."""
     is_rival = claim.worse == EVERY_OTHER and reading.name != claim.better
     return is_rival or result.has_learned(reading)
 
 
 def _rivals(result: LabResult, claim: Claim, tasks: Sequence[str]) -> list[str]:
-    """Return the names of those whom the claim says to be worse."""
+    """Return the names of the readings that the claim says to be worse."""
     if claim.worse != EVERY_OTHER:
         return [claim.worse]
     others = [
-        one.name
+        reading.name
         for task in tasks
-        for one in result.of(task)
-        if one.kind != "recurrent" and not one.extension and not one.name.startswith(claim.better)
+        for reading in result.of(task)
+        if reading.kind != "recurrent" and not reading.extension and not reading.name.startswith(claim.better)
     ]
     return list(dict.fromkeys(others))
 
@@ -220,7 +220,7 @@ def _rivals(result: LabResult, claim: Claim, tasks: Sequence[str]) -> list[str]:
 def _pairs(result: LabResult, claim: Claim, rival: str, tasks: Sequence[str]) -> list[tuple[LabReading, LabReading]]:
     """Return the readings of the better one and of a rival, on each task where both were measured."""
     sides = [(_side(result, claim, claim.better, task), _side(result, claim, rival, task)) for task in tasks]
-    return [(one, other) for one, other in sides if one is not None and other is not None]
+    return [(better, worse) for better, worse in sides if better is not None and worse is not None]
 
 
 def _side(result: LabResult, claim: Claim, name: str, task: str) -> LabReading | None:
@@ -228,8 +228,8 @@ def _side(result: LabResult, claim: Claim, name: str, task: str) -> LabReading |
 
 
 def _advantage(result: LabResult, claim: Claim, better: LabReading, worse: LabReading) -> Float[Tensor, "seeds rows"]:
-    """By how much the better one is better, on the same windows or puzzles, seed by seed."""
-    own, other = result.at(better, claim.multiple), result.at(worse, claim.multiple)
+    """Compute by how much the better one is better, on the same windows or puzzles, seed by seed."""
+    first, second = result.at(better, claim.multiple), result.at(worse, claim.multiple)
     if claim.better == ITSELF_TRUNCATED:
-        own = result.truncated_at(better, claim.multiple)
-    return other - own if better.task == TEXT else own - other
+        first = result.truncated_at(better, claim.multiple)
+    return second - first if better.task == TEXT else first - second

@@ -35,7 +35,7 @@ from ctxext.version import __version__
 
 JOURNAL = "cells.jsonl"
 SLOWER = 3
-"""How many times the steps a slow subject gets."""
+"""Factor on the training steps of a slow subject."""
 TOGETHER = 8
 """Test texts that go through a model at once."""
 

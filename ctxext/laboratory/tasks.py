@@ -1,14 +1,13 @@
-"""What the laboratory trains on and tests with: the bytes of a text, and six tasks whose answers are known exactly."""
+"""Tasks to train on and test with: the bytes of a text, and six puzzles whose answers are known exactly."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -18,7 +17,7 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.texts.documents import Document
 
 REACH = 8
-"""How many times the trained length is tested."""
+"""Longest length that is tested, over the trained length."""
 MULTIPLES = (0.5, 1, 2, 4, REACH)
 """Lengths that a task is tested at, over the trained length."""
 NOT_ASKED = -100
@@ -35,41 +34,41 @@ Example = tuple[Int[Tensor, "rows seq"], Int[Tensor, "rows seq"]]
 
 
 class LabTask(ABC):
-    """A puzzle of any length: what is read, and what the model shall say at each position.
+    """A puzzle of any length: tokens to read, and the answer to give at each position.
 
-    Class attributes of a task:
-        name: to ask for it by.
-        asks: in one sentence, what is asked.
-        vocabulary: how many different tokens there are.
-        trained: the greatest length in training, in symbols.
-        chance: the share that is right where nothing is known.
+    Attributes:
+        name: name of the task.
+        asks: what is asked, in one sentence.
+        vocabulary: number of different tokens.
+        trained: greatest length in training, in symbols.
+        chance: share that is right where nothing is known.
     """
 
-    name: ClassVar[str]
-    asks: ClassVar[str]
-    vocabulary: ClassVar[int]
-    trained: ClassVar[int]
-    chance: ClassVar[float]
+    name: str
+    asks: str
+    vocabulary: int
+    trained: int
+    chance: float
 
     @abstractmethod
     def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
-        """Tokens of puzzles of so many symbols, and at each position the answer or ``NOT_ASKED``."""
+        """Draw puzzles of so many symbols: their tokens, and at each position the answer or ``NOT_ASKED``."""
 
     def tokens(self, length: int) -> int:
-        """Tokens of a puzzle of so many symbols."""
+        """Return the tokens of a puzzle of so many symbols."""
         return length
 
     def drawn_length(self, generator: torch.Generator) -> int:
-        """A length for a step of training."""
+        """Draw a length for a step of training."""
         return int(torch.randint(1, self.trained + 1, (), generator=generator))
 
     def lengths(self) -> tuple[int, ...]:
-        """Lengths to test at, in symbols."""
+        """Return lengths to test at, in symbols."""
         return tuple(int(self.trained * multiple) for multiple in MULTIPLES)
 
 
 class Parity(LabTask):
-    """Whether the ones so far are odd in number: one bit of state, which every symbol may turn."""
+    """Parity of the ones so far: one bit of state, which every symbol may turn."""
 
     name = "parity"
     asks = "at each bit, whether the ones so far are odd in number"
@@ -89,9 +88,9 @@ class Permutations(LabTask):
 
     @cached_property
     def products(self) -> Int[Tensor, "6 6"]:
-        """Which permutation it is to do the second one of a pair, and then the first one."""
+        """Number of the permutation that does the second one of a pair, and then the first one."""
         group = list(itertools.permutations(range(3)))
-        after = [[group.index(tuple(one[other[i]] for i in range(3))) for other in group] for one in group]
+        after = [[group.index(tuple(first[second[i]] for i in range(3))) for second in group] for first in group]
         return torch.tensor(after)
 
     def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
@@ -126,14 +125,20 @@ class FlipFlop(LabTask):
         return self.trained
 
 
+@dataclass(frozen=True)
 class Rewriting(LabTask):
-    """Letters, and then the same letters in another order, one at a time."""
+    """Letters, and then the same letters in another order, one at a time.
 
+    Args:
+        name: name of the task.
+        asks: what is asked, in one sentence.
+        answer: puts letters ``[rows, seq]`` into the other order.
+    """
+
+    name: str
+    asks: str
+    answer: Callable[[Tensor], Tensor]
     vocabulary, trained, chance = LETTERS + 2, 20, 1 / LETTERS
-
-    @abstractmethod
-    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
-        """What has to follow."""
 
     def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
         letters = torch.randint(0, LETTERS, (rows, length), generator=generator)
@@ -147,44 +152,22 @@ class Rewriting(LabTask):
         return 2 * length + 1
 
 
-class Copy(Rewriting):
-    """The letters again."""
-
-    name = "copy"
-    asks = "the same letters once more"
-
-    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
-        return letters
-
-
-class Reverse(Rewriting):
-    """The letters from the last one to the first."""
-
-    name = "reverse"
-    asks = "the same letters from the last one to the first"
-
-    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
-        return letters.flip(1)
-
-
-class Order(Rewriting):
-    """The letters from the smallest to the greatest."""
-
-    name = "order"
-    asks = "the same letters in ascending order"
-
-    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
-        return letters.sort(1).values
-
-
 TASKS: dict[str, LabTask] = {
-    task.name: task for task in (Parity(), Permutations(), FlipFlop(), Copy(), Reverse(), Order())
+    task.name: task
+    for task in (
+        Parity(),
+        Permutations(),
+        FlipFlop(),
+        Rewriting("copy", "the same letters once more", lambda letters: letters),
+        Rewriting("reverse", "the same letters from the last one to the first", lambda letters: letters.flip(1)),
+        Rewriting("order", "the same letters in ascending order", lambda letters: letters.sort(1).values),
+    )
 }
 """Every puzzle by its name."""
 
 
 def task_named(name: str) -> str:
-    """The name, if there is such a task.
+    """Return the name, if there is such a task.
 
     Raises:
         UnknownNameError: there is none.
@@ -199,8 +182,8 @@ class ByteText:
     """The bytes of a text, split into what is learned from and what is tested on.
 
     Args:
-        names: of the documents.
-        sha256: of all that is used.
+        names: names of the documents.
+        sha256: hash of all that is used.
         training: bytes to learn from.
         windows: bytes to test on, each with one more than the length that is read.
     """
@@ -211,11 +194,11 @@ class ByteText:
     windows: tuple[bytes, ...]
 
     def drawn(self, length: int, rows: int, generator: torch.Generator) -> Example:
-        """Stretches to learn from, each with the byte that follows every byte."""
+        """Draw stretches to learn from, each with the byte that follows every byte."""
         whole = self._whole
         begins = torch.randint(0, len(whole) - length, (rows,), generator=generator)
-        found = torch.stack([whole[begin : begin + length + 1] for begin in begins.tolist()]).long()
-        return found[:, :-1], found[:, 1:]
+        rows_of_bytes = torch.stack([whole[begin : begin + length + 1] for begin in begins.tolist()]).long()
+        return rows_of_bytes[:, :-1], rows_of_bytes[:, 1:]
 
     @cached_property
     def _whole(self) -> Tensor:
@@ -223,7 +206,7 @@ class ByteText:
 
     @cached_property
     def tested(self) -> Int[Tensor, "windows seq"]:
-        """The windows as numbers."""
+        """Windows as numbers."""
         return torch.tensor([list(window) for window in self.windows])
 
 
@@ -231,9 +214,9 @@ def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteT
     """Split documents: every fifth is tested on, or, where there are fewer than five, the last fifth of each.
 
     Args:
-        documents: as they are read.
+        documents: documents, in order.
         length: tokens that are read at once in the test.
-        windows: how many stretches are tested, spread evenly over what is held out.
+        windows: number of stretches to test, spread evenly over what is held out.
 
     Raises:
         InvalidParameterError: there is too little text.
@@ -244,14 +227,14 @@ def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteT
     else:
         held, kept = [text[len(text) * 4 // 5 :] for text in whole], [text[: len(text) * 4 // 5] for text in whole]
     size = length + 1
-    found = [text[start : start + size] for text in held for start in range(0, len(text) - size + 1, size)]
+    stretches = [text[start : start + size] for text in held for start in range(0, len(text) - size + 1, size)]
     training = b"\n".join(kept)
-    if len(found) < windows or len(training) <= length:
+    if len(stretches) < windows or len(training) <= length:
         raise InvalidParameterError(
-            f"The text has {sum(map(len, whole)):,} bytes, of which a fifth is tested on: {len(found)} windows of "
+            f"The text has {sum(map(len, whole)):,} bytes, of which a fifth is tested on: {len(stretches)} windows of "
             f"{size:,} bytes, and {windows} are needed. Give more with --text, or leave it out to read the plays that "
             f"`ctxext demo` reads."
         )
-    chosen = tuple(found[place * len(found) // windows] for place in range(windows))
+    chosen = tuple(stretches[place * len(stretches) // windows] for place in range(windows))
     digest = hashlib.sha256(b"\0".join([training, *chosen])).hexdigest()
     return ByteText(tuple(document.name for document in documents), digest, training, chosen)

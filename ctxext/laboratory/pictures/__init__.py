@@ -1,1 +1,1 @@
-"""What methods are, as numbers and as pictures. A file is one kind of picture, its numbers apart from its drawing."""
+"""Methods as numbers and as pictures. A file is one kind of picture: how its numbers are computed and drawn."""

@@ -1,4 +1,4 @@
-"""How far back the heads of a checkpoint look in a text, before and after an extension."""
+"""Distances to which the heads of a checkpoint attend in a text, before and after an extension."""
 
 from __future__ import annotations
 

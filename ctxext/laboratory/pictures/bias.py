@@ -1,4 +1,4 @@
-"""What is added to a score for its distance, head by head."""
+"""The bias that is added to a score for its distance, head by head."""
 
 from __future__ import annotations
 

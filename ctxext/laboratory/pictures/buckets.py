@@ -1,4 +1,4 @@
-"""Which distances a bucket holds, as a model was trained and with its buckets stretched."""
+"""The bucket of each distance, as a model was trained and with its buckets stretched."""
 
 from __future__ import annotations
 

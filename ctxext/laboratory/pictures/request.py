@@ -1,4 +1,4 @@
-"""What a method is to be shown on: a checkpoint, or an example of the method's kind."""
+"""Requests for a picture: the checkpoint to show a method on, or an example of the method's kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, n
 
 @dataclass(frozen=True, kw_only=True)
 class PictureRequest:
-    """What a picture is asked to show beside the method.
+    """Everything that a picture is asked to show beside the method.
 
     Args:
         checkpoint: a directory or a name on the hub; None for an example of the method's kind.

@@ -1,4 +1,4 @@
-"""What a rotation tells about distance: the score of equal vectors, and how far each pair of dimensions turns."""
+"""A rotation and distance: the score of equal vectors, and how far each pair of dimensions turns."""
 
 from __future__ import annotations
 

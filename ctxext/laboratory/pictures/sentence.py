@@ -1,4 +1,4 @@
-"""What an encoding makes of a text, for each query and key, where that depends on the text."""
+"""Scores and counts that an encoding makes of a text, for each query and key, where they depend on the text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEEPER = "YlGnBu"  # light for none, dark for much, as in the matrix of position
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SentencePicture(Picture):
-    """What an encoding makes of a text, one matrix per head.
+    """Numbers that an encoding makes of a text, one matrix per head.
 
     Args:
         what: what the numbers are.
