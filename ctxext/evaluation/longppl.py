@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import Window
 from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, name_for
-from ctxext.evaluation.statistics import PairedDifference, difference_columns, document_difference
+from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
 from ctxext.evaluation.truncation import (
     AS_SAVED,
@@ -121,26 +120,6 @@ class LongPplResult(Report):
     def extensions(self) -> tuple[LongPplReading, ...]:
         """The readings without the references."""
         return tuple(reading for reading in self.readings if not is_reference(reading.name))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat row per reading and length, for CSV."""
-        return [
-            {
-                "checkpoint": self.provenance.checkpoint,
-                "reading": reading.name,
-                "length": score.length,
-                "key_tokens": self.keys.tokens,
-                "key_loss": score.key_loss,
-                "longppl": score.longppl,
-                "perplexity": score.perplexity,
-                **difference_columns("versus_truncation", score.versus_truncation),
-                **difference_columns("versus_truncation_all", score.versus_truncation_all),
-                "window": score.window,
-                "window_all": score.window_all,
-            }
-            for reading in self.readings
-            for score in reading.scores
-        ]
 
 
 @dataclass(eq=False, kw_only=True)

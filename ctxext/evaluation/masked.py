@@ -43,7 +43,7 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import Progress, head_chunk, pass_cost, ticking, turning_point
 from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.readings import Reader, find_readers, known_trained_length
-from ctxext.evaluation.statistics import PairedDifference, check_finite, difference_columns, document_difference
+from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_reference, window_name, windows_of
 from ctxext.surgery.head import require_pieces, shell_of
@@ -422,25 +422,6 @@ class MaskedReport(Report):
     def extensions(self) -> tuple[MaskedReading, ...]:
         """The readings of extended models."""
         return tuple(one for one in self.readings if not is_reference(one.name))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat row per score, for CSV."""
-        return [
-            {
-                "checkpoint": self.provenance.checkpoint,
-                "reading": reading.name,
-                "length": score.length,
-                "kind": score.kind,
-                "start": score.start,
-                "stop": score.stop,
-                "tokens": score.tokens,
-                "loss": score.loss,
-                **difference_columns("versus", score.versus),
-                "window": score.window,
-            }
-            for reading in self.readings
-            for score in reading.scores
-        ]
 
 
 def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: int, passes: int) -> MaskedReport:

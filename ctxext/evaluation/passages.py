@@ -417,22 +417,6 @@ class PassageReport(Report):
 
         return max(simple, key=accuracy)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one flat row per question."""
-        return [
-            {
-                "checkpoint": self.provenance.checkpoint,
-                "reading": reading.reading,
-                "haystack": self.haystack,
-                "length": trial.length,
-                "depth": depth,
-                "found": found,
-            }
-            for reading in self.readings
-            for trial in reading.trials
-            for depth, found in zip(trial.depths, trial.found, strict=True)
-        ]
-
 
 def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenance) -> PassageReport:
     """Summarise a finished survey."""

@@ -449,15 +449,6 @@ class PasskeyReport(Report):
     trained_length: int
     provenance: Provenance
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one flat row per trial."""
-        return [
-            {"checkpoint": self.provenance.checkpoint, "reading": reading.reading, "haystack": reading.haystack}
-            | asdict(trial)
-            for reading in self.readings
-            for trial in reading.trials
-        ]
-
 
 def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:
     """Summarise a finished survey of passkeys."""

@@ -23,7 +23,7 @@ from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import STRIDE, Window, longlora_starts, mean_of_windows, truncation_windows, yarn_windows
 from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, ExtensionRecord, Provenance, Report, provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, known_trained_length
-from ctxext.evaluation.statistics import PairedDifference, difference_columns, document_difference
+from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
 from ctxext.evaluation.truncation import (
     AS_SAVED,
@@ -714,24 +714,3 @@ class PerplexityResult(Report):
         same = (score.kind, score.start, score.stop)
         found = [one.window for one in (best.scores if best else ()) if (one.kind, one.start, one.stop) == same]
         return found[0] if found and found[0] is not None else self.trained_length
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat row per score, for CSV."""
-        return [
-            {
-                "checkpoint": self.provenance.checkpoint,
-                "mode": self.mode,
-                "reading": reading.name,
-                "kind": score.kind,
-                "start": score.start,
-                "stop": score.stop,
-                "tokens": score.tokens,
-                "loss": score.loss,
-                "perplexity": score.perplexity,
-                **difference_columns("versus_truncation", score.versus_truncation),
-                "window": score.window,
-                **difference_columns("in_window_versus_unpatched", reading.in_window),
-            }
-            for reading in self.readings
-            for score in reading.scores
-        ]

@@ -65,7 +65,7 @@ class Provenance:
         versions: of ctxext, torch, transformers and Python.
         machine: in words.
         command: that was called.
-        date: Return the time in UTC, ISO 8601, to the second.
+        date: UTC, ISO 8601, to the second.
     """
 
     checkpoint: str

@@ -90,13 +90,6 @@ class PairedDifference:
         return f"{mean[1:] if float(mean) == 0 else mean} ± {self.standard_error:.3f}"
 
 
-def difference_columns(name: str, difference: PairedDifference | None) -> dict[str, float | None]:
-    """Return the mean of a difference and its standard error under ``name`` and ``name_se``."""
-    if difference is None:
-        return {name: None, f"{name}_se": None}
-    return {name: difference.mean, f"{name}_se": difference.standard_error}
-
-
 def mean_loss(losses: Sequence[Tensor]) -> float:
     """Average losses as ``document_difference`` does: each document weighs the same if there are enough.
 

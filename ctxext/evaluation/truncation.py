@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -76,23 +75,10 @@ def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
     return min(losses, key=lambda window: (mean_loss(list(losses[window])), -window))
 
 
-@dataclass(frozen=True, eq=False)
-class BestTruncation:
-    """The losses of the best window in each of several stretches.
-
-    Args:
-        losses: nats per token, [documents, positions].
-        windows: the best one of each stretch, in tokens.
-        measured: all of them, in tokens.
-    """
-
-    losses: Float[Tensor, "documents positions"]
-    windows: tuple[int, ...]
-    measured: tuple[int, ...]
-
-
-def join_best(losses: Mapping[int, Float[Tensor, "documents positions"]], edges: Sequence[int]) -> BestTruncation:
-    """Take each stretch from the window that is best there.
+def join_best(
+    losses: Mapping[int, Float[Tensor, "documents positions"]], edges: Sequence[int]
+) -> tuple[Float[Tensor, "documents positions"], tuple[int, ...]]:
+    """Take each stretch from the window that is best there; return the losses and those windows, in tokens.
 
     Args:
         losses: by window, of the same tokens.
@@ -107,7 +93,7 @@ def join_best(losses: Mapping[int, Float[Tensor, "documents positions"]], edges:
     for start, stop in itertools.pairwise(edges):
         windows.append(best_window({window: of_window[:, start:stop] for window, of_window in losses.items()}))
         parts.append(losses[windows[-1]][:, start:stop])
-    return BestTruncation(torch.cat(parts, dim=1), tuple(windows), tuple(sorted(losses)))
+    return torch.cat(parts, dim=1), tuple(windows)
 
 
 def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:

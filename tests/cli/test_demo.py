@@ -23,7 +23,6 @@ from ctxext.evaluation.comparison import edges_for, prepare, summarise
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.survey import LossJob
-from ctxext.evaluation.truncation import BestTruncation
 from ctxext.texts.corpus import Corpus, TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
 from tests._models import byte_model
@@ -210,11 +209,12 @@ def test_what_it_says_follows_what_it_measured(
     broken[:, TRAINED:] += 2
     better[:, TRAINED:] -= 1
 
-    best = BestTruncation(flat, (384, 256, 512, 384), WINDOWS)
+    best = {"truncated": flat, "baselines": len(WINDOWS)}
+    windows = {"truncated": (384, 256, 512, 384)}
 
     def told(unpatched: torch.Tensor, method: torch.Tensor) -> str:
         series = [
-            summarise(name, losses, unpatched=unpatched, truncated=best, trained_length=TRAINED)
+            summarise(name, losses, unpatched=unpatched, trained_length=TRAINED, windows=windows.get(name, ()), **best)
             for name, losses in (
                 ("unpatched", unpatched),
                 *((name, flat) for name in (*TRUNCATIONS, "truncated")),

@@ -435,7 +435,7 @@ def test_a_comparison_without_a_folder_finds_the_same(
 
 def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
     def journal(process: int = 0) -> Journal:
-        return Journal(tmp_path / "cells.jsonl", process, work="cells", identity=tmp_path / "comparison.json")
+        return Journal(tmp_path / "cells.jsonl", process, identity=tmp_path / "comparison.json")
 
     first = journal()
     first.claim({"made_by": "ctxext eval compare", "checkpoint": {"name": "a", "sha256": "1"}})

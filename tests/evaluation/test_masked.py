@@ -233,7 +233,6 @@ def test_a_rotary_encoder_is_read_beyond_its_window_unextended_as_a_control() ->
 def test_a_report_is_read_as_it_was_written_and_says_what_it_found() -> None:
     report = measured(bert(), ["pi"], factors=[2.0])
     assert MaskedReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-    assert len(report.rows()) == sum(len(reading.scores) for reading in report.readings)
     told = masked_sentences(report)
     assert told[0].startswith("Does PI \N{MULTIPLICATION SIGN}2 beat the best window around each masked token at 128")
     assert "on these texts" in told[0] or "not measurably" in told[0]

@@ -43,6 +43,7 @@ from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
 from tests._models import byte_model, trained_for
 from tests._programs import launched
+from tests._records import differences, results
 from tests._tokenizer import make_tokenizer
 
 TRAINED = 64
@@ -431,10 +432,8 @@ def test_two_processes_give_the_same(folder: Path) -> None:
     texts = ["-t", str(folder / "one.txt"), "-t", str(folder / "two.txt")]
     said = launched(["eval", "perplexity", str(folder / "checkpoint"), *texts, *options, "-o", str(shared)], folder)
     assert said.count("Does dynamic_yarn at positions") == 1, "one process talks"
-    rows = [PerplexityResult.from_dict(json.loads(path.read_text(encoding="utf-8"))).rows() for path in (alone, shared)]
-    for one, other in zip(*rows, strict=True):
-        for name in one.keys() - {"seconds"}:
-            assert other[name] == (pytest.approx(one[name], rel=1e-5) if isinstance(one[name], float) else one[name])
+    reports = [results(json.loads(path.read_text(encoding="utf-8"))) for path in (alone, shared)]
+    assert list(differences(*reports, close=1e-5)) == []
 
 
 def test_command_for_programs(folder: Path) -> None:

@@ -72,12 +72,12 @@ def test_the_best_is_that_of_the_tokens_compared() -> None:
     losses[4][:, 8:16] -= 0.1
     losses[8][:, 16:] -= 0.2
     losses[16][:, 16:] += 0.5
-    found = join_best(losses, (8, 16, 24))
-    assert (found.windows, found.measured) == ((4, 8), (4, 8, 16))
-    assert torch.equal(found.losses, torch.cat([base[:, :8], losses[4][:, 8:16], losses[8][:, 16:]], dim=1))
+    found, windows = join_best(losses, (8, 16, 24))
+    assert windows == (4, 8)
+    assert torch.equal(found, torch.cat([base[:, :8], losses[4][:, 8:16], losses[8][:, 16:]], dim=1))
     for window, own in losses.items():
         for start, stop in ((8, 16), (16, 24)):
-            assert found.losses[:, start:stop].mean() <= own[:, start:stop].mean(), window
+            assert found[:, start:stop].mean() <= own[:, start:stop].mean(), window
     assert best_window({4: [base], 8: [base], 16: [base + 1]}) == 8, "of equal ones the longest"
     # All tokens weigh the same, whatever text they are of.
     uneven = {4: [torch.tensor([1.0]), torch.full((9,), 2.0)], 8: [torch.tensor([5.0]), torch.full((9,), 1.7)]}

@@ -20,7 +20,7 @@ from ctxext.evaluation.statistics import (
     document_difference,
     edges_for,
 )
-from ctxext.evaluation.truncation import TRUNCATED, BestTruncation, best_window, window_of
+from ctxext.evaluation.truncation import best_window, window_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ def summarise(
     losses: Tensor,
     *,
     unpatched: Tensor,
-    truncated: BestTruncation,
+    truncated: Tensor,
+    baselines: int,
+    windows: tuple[int, ...] = (),
     trained_length: int,
     dynamic: bool = False,
     seconds: float = 0.0,
@@ -67,6 +69,8 @@ def summarise(
         losses: nats per token, [documents, positions].
         unpatched: of the same tokens, by the unpatched model.
         truncated: of the same tokens, by the best truncation, chosen between the edges of ``edges_for``.
+        windows: of the best truncation: which window that is between the edges, in tokens; empty for other readings.
+        baselines: how many windows there were to choose from.
         trained_length: tokens.
         dynamic: see ``Series``.
         seconds: see ``Series``.
@@ -86,12 +90,11 @@ def summarise(
         curve=bucketed(losses, curve_edges),
         in_window_ratio=math.exp((losses[:, window].double() - unpatched[:, window].double()).mean().item()),
         versus_truncation=tuple(
-            document_difference([*losses[:, s]], [*truncated.losses[:, s]], baselines=len(truncated.measured))
-            for s in beyond
+            document_difference([*losses[:, s]], [*truncated[:, s]], baselines=baselines) for s in beyond
         ),
         dynamic=dynamic,
         seconds=seconds,
-        windows=truncated.windows if name == TRUNCATED else (),
+        windows=windows,
     )
 
 

@@ -423,13 +423,16 @@ def _panels(finished: FinishedLosses) -> tuple[FactorSeries, ...]:
         references = [reading for reading in finished.readings if reading.is_reference]
         shown = [*references, *(reading for reading in of_factor if length in comparison.lengths_of(reading))]
         unpatched = finished.losses(finished.unpatched, length)
-        truncated = join_best(finished.truncations(length, 0), edges_for(comparison.trained_length, length)[1:])
+        truncations = finished.truncations(length, 0)
+        truncated, windows = join_best(truncations, edges_for(comparison.trained_length, length)[1:])
         series = [
             summarise(
                 reading.name,
-                truncated.losses if reading.name == TRUNCATED else finished.losses(reading, length),
+                truncated if reading.name == TRUNCATED else finished.losses(reading, length),
                 unpatched=unpatched,
                 truncated=truncated,
+                baselines=len(truncations),
+                windows=windows if reading.name == TRUNCATED else (),
                 trained_length=comparison.trained_length,
                 dynamic=reading.dynamic,
             )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.provenance import Provenance, Report
@@ -124,16 +123,6 @@ class RulerReport(Report):
     trained_length: int
     left_out: Mapping[str, str]
     provenance: Provenance
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat row per trial, for CSV."""
-        return [
-            {"checkpoint": self.provenance.checkpoint, "reading": reading.reading}
-            | asdict(trial)
-            | {"answers": "; ".join(trial.answers)}
-            for reading in self.readings
-            for trial in reading.trials
-        ]
 
 
 def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:

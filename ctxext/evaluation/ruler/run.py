@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +32,7 @@ NO_SOURCES = Sources()
 STEP = 30
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One prompt with what a right reply contains.
-
-    Args:
-        task: its name.
-        length: tokens asked for, of prompt and reply together.
-        index: which of the task's prompts, from 0.
-        prompt: the complete text, without the tokenizer's special tokens.
-        answers: strings.
-        prompt_tokens: as the model reads it; ``length`` less this and the reply's tokens is what no unit fitted.
-        size: units in the prompt, see ``Task.unit``.
-    """
-
-    task: str
-    length: int
-    index: int
-    prompt: str
-    answers: tuple[str, ...]
-    prompt_tokens: int
-    size: int
-
-
-def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sample:
+def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Question:
     """Draw prompt number ``index`` of a task, the longest that leaves room for the reply.
 
     The same task, length, seed and index give the same prompt, whatever else is drawn.
@@ -92,32 +69,31 @@ def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sampl
             f"{task.name} has {task.most:,} {task.unit}, too few for {length:,} tokens: they make "
             f"{tokens(size) + task.tokens_to_generate:,}. Ask for a shorter length."
         )
-    drawn = question(size)
-    return Sample(task.name, length, index, drawn.prompt, drawn.answers, tokens(size), size)
+    return replace(question(size), index=index, tokens=tokens(size), size=size)
 
 
 def ask(
-    model: nn.Module, tokenizer: Any, task: Task, sample: Sample, *, chat: bool = False, window: int | None = None
+    model: nn.Module, tokenizer: Any, task: Task, question: Question, *, chat: bool = False, window: int | None = None
 ) -> RulerTrial:
     """Let the model reply to one prompt and score the reply.
 
     Args:
         model: a causal language model in eval mode.
         tokenizer: its tokenizer.
-        task: that the sample is of.
-        sample: from ``draw``.
-        chat: as the sample was drawn.
+        task: that the question is of.
+        question: from ``draw``.
+        chat: as the question was drawn.
         window: tokens that the end of the prompt and the reply have to fit into, special tokens in front of it; None
             feeds the whole prompt.
     """
-    prompt = _ids(tokenizer, sample.prompt, chat)
+    prompt = _ids(tokenizer, question.prompt, chat)
     if window is not None and window - task.tokens_to_generate < len(prompt):
         prefix = 0 if chat else len(special_prefix(tokenizer))
         kept = window - task.tokens_to_generate - prefix
         prompt = [*prompt[:prefix], *prompt[len(prompt) - kept :]]
     reply = reply_to(model, tokenizer, prompt, tokens=task.tokens_to_generate)
-    score = task.score(reply, sample.answers)
-    return RulerTrial(sample.task, sample.length, sample.index, len(prompt), reply, sample.answers, score)
+    score = task.score(reply, question.answers)
+    return RulerTrial(task.name, task.setting.length, question.index, len(prompt), reply, question.answers, score)
 
 
 def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int) -> str:
@@ -193,7 +169,7 @@ class RulerPrompt(Prompt):
     chat: bool
     turning_point: int
 
-    def sample(self) -> Sample:
+    def question(self) -> Question:
         """Draw the prompt."""
         return draw(self.task, index=self.index, seed=self.seed, near=self.near)
 
@@ -214,7 +190,7 @@ class RulerPrompt(Prompt):
             progress(stage, share)
 
         with ticking(model, name, first, tick):
-            trial = ask(model, self.tokenizer, self.task, self.sample(), chat=self.chat, window=window)
+            trial = ask(model, self.tokenizer, self.task, self.question(), chat=self.chat, window=window)
         progress(name, self.cost(window or self.length) - reported)  # replies end early
         return asdict(trial)
 

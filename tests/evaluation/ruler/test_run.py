@@ -49,11 +49,11 @@ def test_prompt_and_reply_fill_the_length(name: str) -> None:
     for length in (1024, 4096, 5001):
         task = task_for(name, length)
         made = draw(task, index=0, seed=1)
-        assert made.prompt_tokens == count(made.prompt)
-        assert made.prompt_tokens + task.tokens_to_generate <= length
+        assert made.tokens == count(made.prompt)
+        assert made.tokens + task.tokens_to_generate <= length
         # One unit more would not have fitted: at most 45 tokens for a line of UUIDs, 9 for a numbered word thrice.
         largest = {"niah_multikey_3": 60, "niah_multikey_2": 30, "niah_single_1": 24, "vt": 24, "cwe": 21, "fwe": 4}
-        assert length - made.prompt_tokens - task.tokens_to_generate < largest.get(name, 3)
+        assert length - made.tokens - task.tokens_to_generate < largest.get(name, 3)
         again = task.question(made.size, 0, random.Random(f"ruler {name} {length} 1 0"))
         assert (again.prompt, again.answers) == (made.prompt, made.answers)
         others = [draw(task, index=1, seed=1, near=made.size), draw(task, index=0, seed=2)]
@@ -80,12 +80,12 @@ def test_common_words_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(words().nouns) > 6000
-    assert {"jazzy"} <= set(words().adjectives)
+    assert len(words("nouns")) > 6000
+    assert {"jazzy"} <= set(words("adjectives"))
     words.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     with pytest.raises(InvalidParameterError, match=r"pip install 'ctxext\[eval\]'"):
-        words()
+        words("nouns")
 
 
 def text_tokens(asked: list[int], unit: int, fixed: int, noise: int, size: int) -> int:
@@ -137,7 +137,7 @@ def decode_by_hand(model: LlamaForCausalLM, prompt: list[int], steps: int) -> li
 def answered(model: LlamaForCausalLM, tokenizer: Any, *, samples: int = 10, **given: Any) -> RulerResult:
     """Every prompt, asked."""
     prompts, chat = ruler_prompts(tokenizer, samples=samples, **given), bool(given.get("chat"))
-    return RulerResult(tuple(ask(model, tokenizer, each.task, each.sample(), chat=chat) for each in prompts))
+    return RulerResult(tuple(ask(model, tokenizer, each.task, each.question(), chat=chat) for each in prompts))
 
 
 @pytest.mark.slow

@@ -59,10 +59,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt, complete, and the strings that a right reply contains."""
+    """One prompt.
+
+    Args:
+        prompt: the complete text, without the tokenizer's special tokens.
+        answers: strings that a right reply contains.
+        index: which of the task's prompts, from 0.
+        tokens: of the prompt, as the model reads it; 0 where nobody counted.
+        size: units in the prompt, see ``Task.unit``; 0 where the task was not asked to fill a length.
+    """
 
     prompt: str
     answers: tuple[str, ...]
+    index: int = 0
+    tokens: int = 0
+    size: int = 0
 
 
 class Task(ABC):
@@ -126,23 +137,9 @@ def _clean(reply: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip().lower()
 
 
-@dataclass(frozen=True)
-class Words:
-    """Sorted lists of English words, each word once."""
-
-    nouns: tuple[str, ...]
-    adjectives: tuple[str, ...]
-    verbs: tuple[str, ...]
-
-    @functools.cached_property
-    def all(self) -> tuple[str, ...]:
-        """All three lists as one, each word once."""
-        return tuple(sorted({*self.nouns, *self.adjectives, *self.verbs}))
-
-
 @functools.cache
-def words() -> Words:
-    """Read the lists.
+def words(kind: str) -> tuple[str, ...]:
+    """Return a sorted list of English words, each word once: ``nouns``, ``adjectives``, or ``all`` with verbs too.
 
     Raises:
         InvalidParameterError: wonderwords is not installed.
@@ -150,8 +147,10 @@ def words() -> Words:
     require_package("wonderwords", "eval", "RULER takes its words from")
     from wonderwords import Defaults, RandomWord
 
-    lists = (Defaults.NOUNS, Defaults.ADJECTIVES, Defaults.VERBS)
-    return Words(*(tuple(RandomWord(enhanced_prefixes=False, words=each).filter()) for each in lists))
+    lists = {"nouns": Defaults.NOUNS, "adjectives": Defaults.ADJECTIVES, "verbs": Defaults.VERBS}
+    if kind == "all":
+        return tuple(sorted({word for each in lists for word in words(each)}))
+    return tuple(RandomWord(enhanced_prefixes=False, words=lists[kind]).filter())
 
 
 def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ()) -> list[str]:

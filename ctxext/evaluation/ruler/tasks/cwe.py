@@ -36,7 +36,7 @@ class CommonWords(Task):
     @property
     def most(self) -> int:
         """Each word of the lists once."""
-        return len(words().all)
+        return len(words("all"))
 
     def question(self, size: int, index: int, generator: random.Random) -> Question:
         solved, common = _numbered(*self._example, generator)
@@ -50,7 +50,7 @@ class CommonWords(Task):
 
 def _numbered(size: int, repeats: int, other_repeats: int, generator: random.Random) -> tuple[str, list[str]]:
     """Shuffle a list of ``size`` different words, the first ten of them ``repeats`` times; return it and those ten."""
-    chosen = generator.sample(words().all, size)
+    chosen = generator.sample(words("all"), size)
     entries = chosen[:COMMON] * repeats + chosen[COMMON:] * other_repeats
     generator.shuffle(entries)
     return _listed(entries), chosen[:COMMON]

@@ -132,7 +132,7 @@ def _draw(kind: Kind, generator: random.Random) -> str:
         return str(generator.randint(10**6, 10**7 - 1))
     if kind == "uuids":
         return str(uuid.UUID(int=generator.getrandbits(128), version=4))
-    return f"{generator.choice(words().adjectives)}-{generator.choice(words().nouns)}"
+    return f"{generator.choice(words('adjectives'))}-{generator.choice(words('nouns'))}"
 
 
 def _listed(keys: Sequence[str]) -> str:
