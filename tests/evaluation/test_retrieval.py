@@ -304,7 +304,7 @@ def test_ruler_is_that_of_the_evaluation(
     prompts = ruler.ruler_prompts(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, sources=sources)
 
     def answers() -> tuple[RulerTrial, ...]:
-        return tuple(ruler.ask(model, bos_tokenizer, each.task, each.sample()) for each in prompts)
+        return tuple(ruler.ask(model, bos_tokenizer, each.task, each.question()) for each in prompts)
 
     by_name = {reading.reading: reading for reading in report.readings}
     assert set(by_name) == {"unpatched", "truncated", "pi x1.36719"}
