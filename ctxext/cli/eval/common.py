@@ -1,38 +1,27 @@
-"""What the commands of long measurements share: the session, the work with a bar, an interruption, the files."""
+"""The driver of all measuring commands: load, announce, measure with a bar, resume after an interruption, report."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from ctxext.cli.options import (
-    Factors,
-    Measurement,
-    Methods,
-    OutputOptions,
-    Reference,
-    SlidingWindow,
-    SourceOptions,
-    Trained,
-    Unpatched,
-    option,
-)
-from ctxext.errors import InvalidParameterError
+from ctxext.cli.options import Measurement, OutputOptions, ReaderOptions, SourceOptions
 from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.provenance import Provenance
+    from ctxext.evaluation.readings import Reader
     from ctxext.evaluation.report.page import Page
     from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
+    from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
 Result = TypeVar("Result", bound=Measurement)
@@ -40,13 +29,13 @@ Result = TypeVar("Result", bound=Measurement)
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A long measurement that goes on where it was stopped."""
+    """Long measurement that goes on where it was stopped."""
 
     journal: Journal
 
     @property
     def done(self) -> str:
-        """How much is finished, such as ``5 of 14 jobs``."""
+        """What is finished, such as ``5 of 14 jobs``."""
 
 
 class Session:
@@ -56,7 +45,7 @@ class Session:
         source: what is measured.
         results: where the result goes; without it the command writes files of its own.
         reference: name of the checkpoint that the references are read with, where it is another.
-        masked: whether it is a model that fills in masked tokens.
+        load: loads a checkpoint, as ``load_checkpoint`` does, which it is by default.
 
     Attributes:
         group: the processes that share the work.
@@ -74,33 +63,54 @@ class Session:
         results: OutputOptions | None = None,
         *,
         reference: str | None = None,
-        masked: bool = False,
+        load: Callable[..., Any] | None = None,
     ) -> None:
+        from ctxext.evaluation.checkpoint import load_checkpoint
         from ctxext.evaluation.survey import launched_processes
 
         self.results = results or OutputOptions()
         self.results.check()
         self.group = launched_processes()
         self.console = terminal(stderr=self.results.as_json, quiet=not self.group.is_main)
-        self._source = source
-        self._masked = masked
+        self._source, self._load = source, load or load_checkpoint
         self.checkpoint = self.load(source.checkpoint)
-        self.reference = None if reference is None else self.load(reference)
+        self.reference: Checkpoint | None = None if reference is None else self.load(reference)
 
-    def load(self, name: str | None) -> Checkpoint:
+    def load(self, name: str | None) -> Any:
         """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""
-        from ctxext.evaluation.checkpoint import load_checkpoint
-
-        asked = self._source
-        device = asked.device or self.group.device
+        source = self._source
+        device = source.device or self.group.device
         with self.console.status("Loading the checkpoint ..."):
-            return load_checkpoint(
-                name, dtype=asked.dtype, device=device, trust_remote_code=asked.trust, masked=self._masked
-            )
+            return self._load(name, dtype=source.dtype, device=device, trust_remote_code=source.trust)
+
+    def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
+        """Print what is about to be measured.
+
+        Args:
+            checkpoint: what is measured.
+            trained_length: tokens.
+            about: what happens to it, after a comma.
+        """
+        from ctxext.evaluation.labels import tokens_label
+
+        trained = f", trained to {tokens_label(trained_length)} tokens, in {checkpoint.dtype_note}, {about}"
+        self.console.print(Text.assemble((checkpoint.name, "bold"), trained))
+
+    @property
+    def journal(self) -> Journal:
+        """The journal that keeps finished jobs beside the first output; in memory where none was named."""
+        from ctxext.evaluation.journal import Journal
+
+        named = self.results.output
+        return Journal(named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None, self.group.process)
 
     def bar(self, total: float) -> StageBar:
-        """A bar for so much work, on standard error; quiet in all processes but the main one."""
-        return StageBar(terminal(stderr=True, quiet=self.console.quiet), total)
+        """Return a bar for so much work, on standard error, where that is no terminal a line for each finished job.
+
+        It is quiet in all processes but the main one.
+        """
+        console = terminal(stderr=True, quiet=self.console.quiet)
+        return StageBar(console, total, report=not console.is_terminal)
 
     def measure(self, survey: Survey[Any]) -> None:
         """Do what is not finished yet, with a bar and the time left.
@@ -118,107 +128,73 @@ class Session:
         with told_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
             survey.measure(mine, progress=bar)
 
-    def finish(self, result: Result, page: Callable[[Result], Page]) -> None:
-        """Show and write what was measured, in the main process; see ``OutputOptions.write``."""
-        if self.group.is_main:
-            self.results.write(result, page(result), self.console)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReaderOptions:
-    """Who is asked for what is hidden in a text, and at which lengths; see ``find_readers``."""
-
-    method: Methods = None
-    factor: Factors = None
-    length: list[int] | None = option(
-        "Tokens of prompt and answer. Repeatable. Default: the trained length and what each method reaches.",
-        "--length",
-        "-l",
-    )
-    reference: Reference = None
-    unpatched: Unpatched = True
-    beyond: bool = option(
-        "Allow lengths for which a model is not meant, to see how it fails.", "--beyond", default=False
-    )
-    trained_length: Trained = None
-    sliding_window: SlidingWindow = None
-
-
-class RetrievalSession(Session):
-    """A session that asks readers for what is hidden in a text, and keeps each finished trial beside the output.
-
-    Attributes:
-        readers: who is asked, the references first.
-        trials: the file that keeps finished trials; None where no output was named.
-    """
-
-    def __init__(self, asked: ReaderOptions, source: SourceOptions, results: OutputOptions) -> None:
+    def readers(self, asked: ReaderOptions) -> tuple[Reader, ...]:
+        """Return the readings to ask for things hidden in a text, the references first; see ``find_readers``."""
         from ctxext.evaluation.readings import find_readers
 
-        super().__init__(source, results, reference=asked.reference)
-        self.readers = find_readers(
-            self.checkpoint,
-            reference=self.reference,
-            methods=asked.method or (),
-            factors=asked.factor or (),
-            lengths=asked.length or (),
-            unpatched=asked.unpatched,
-            beyond=asked.beyond,
-            trained_length=asked.trained_length,
-            sliding_window=asked.sliding_window,
-        )
-        self.trials = trials_beside(results)
+        return find_readers(self.checkpoint, reference=self.reference, **asked.arguments())
 
-    @property
-    def lengths(self) -> list[int]:
-        """All at which anybody is asked, in tokens, increasing."""
-        return sorted({length for reader in self.readers for length in reader.lengths})
-
-    def ask(self, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
-        """Ask everything that is not yet answered, with a bar and the time left.
+    def ask(self, made_by: str, readers: Sequence[Reader], prompts: Sequence[Prompt], where: str) -> Survey[PromptJob]:
+        """Ask all readings everything that is not answered yet, with a bar and the time left.
 
         Args:
             made_by: the command.
-            prompts: what is asked.
+            readers: the readings.
+            prompts: the questions.
             where: in what things are hidden, to show.
 
         Raises:
             CtxextError: as the measurement does; finished trials are kept.
             Exit: with code 130 on Ctrl-C.
         """
-        from ctxext.evaluation.journal import Journal
         from ctxext.evaluation.labels import all_of, tokens_label
         from ctxext.evaluation.survey import Survey, jobs_of
 
-        journal = Journal(self.trials, self.group.process)
-        survey = Survey(made_by, self.checkpoint, jobs_of(self.readers, prompts), journal=journal, group=self.group)
-        about = (
-            f", trained to {tokens_label(self.readers[0].readings.trained_length)} "
-            f"tokens, in {self.checkpoint.dtype_note}, is asked at {all_of(list(map(tokens_label, self.lengths)))} "
-            f"tokens, {where}."
-        )
-        self.console.print(Text.assemble((self.checkpoint.name, "bold"), about))
-        self.console.print(f"Readings: {all_of([reader.reading.label for reader in self.readers])}.")
+        jobs = jobs_of(readers, prompts)
+        survey = Survey(made_by, self.checkpoint, jobs, journal=self.journal, group=self.group)
+        lengths = all_of([tokens_label(length) for length in lengths_of(readers)])
+        trained = readers[0].readings.trained_length
+        self.announce(self.checkpoint, trained, f"is asked at {lengths} tokens, {where}.")
+        self.console.print(f"Readings: {all_of([reader.reading.label for reader in readers])}.")
         self.measure(survey)
         return survey
 
     def provenance(self, document: Document | None, seed: int) -> Provenance:
-        """The provenance of prompts that are drawn, with the text that they hide things in."""
+        """Return the provenance of prompts that are drawn, with the text that they hide things in."""
         import hashlib
 
         from ctxext.evaluation.provenance import provenance_of
         from ctxext.texts.corpus import prefix_label, special_prefix
 
         prefix = prefix_label(self.checkpoint.tokenizer, special_prefix(self.checkpoint.tokenizer))
-        found = replace(provenance_of(self.checkpoint, seed=seed), prefix=prefix)
+        provenance = replace(provenance_of(self.checkpoint, seed=seed), prefix=prefix)
         if document is None:
-            return found
+            return provenance
         digest = hashlib.sha256(document.text.encode()).hexdigest()[:12]
-        return replace(found, documents=(document.name,), corpus_sha256=digest)
+        return replace(provenance, documents=(document.name,), corpus_sha256=digest)
+
+    def finish(self, result: Result, page: Callable[[Result], Page]) -> None:
+        """Show and write what was measured, in the main process; see ``OutputOptions.write``."""
+        if self.group.is_main:
+            self.results.write(result, page(result), self.console)
+
+
+def texts_in_words(corpus: Corpus) -> str:
+    """Name the texts of a corpus, how many were left out, and what stands in front of each."""
+    from ctxext.evaluation.labels import few_of
+
+    short = corpus.read - len(corpus.documents)
+    left_out = f" ({short} shorter documents left out)" if short else ""
+    return f"{few_of([document.name for document in corpus.documents])}{left_out}; in front of each: {corpus.prefix}"
+
+
+def lengths_of(readers: Sequence[Reader]) -> list[int]:
+    """Return all lengths at which any reading is measured, in tokens, increasing."""
+    return sorted({length for reader in readers for length in reader.lengths})
 
 
 def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
-    """How much a survey has to do, and this process of it, such as ``14 jobs, 5 of them finished before``."""
+    """Say how much a survey has to do, and this process of it, such as ``14 jobs, 5 of them finished before``."""
     finished, processes = survey.finished, survey.group.processes
     return (
         f"{len(survey.keys)} jobs"
@@ -228,13 +204,13 @@ def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
 
 
 def cost_of(jobs: Sequence[Job]) -> float:
-    """The total for a bar."""
+    """Return the total cost of jobs, for a bar."""
     return sum((job.cost for job in jobs), 0.0)
 
 
 @contextlib.contextmanager
 def told_on_interrupt(console: Console, work: Resumable) -> Iterator[None]:
-    """End a command on Ctrl-C by what is finished and how to go on, with exit code 130."""
+    """End a command on Ctrl-C with what is finished and how to go on, and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -242,25 +218,3 @@ def told_on_interrupt(console: Console, work: Resumable) -> Iterator[None]:
         place = f"kept in {path}; run the same command again to go on" if path else "lost: there is no --output"
         console.print(f"Interrupted. {work.done} are finished and {place}.")
         raise typer.Exit(130) from None
-
-
-def trials_beside(results: OutputOptions) -> Path | None:
-    """The file that keeps finished trials, beside the first output; None where none was named."""
-    named = results.output
-    return named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None
-
-
-def first_document(text: str | None, split: str | None, column: str | None) -> Document | None:
-    """The first document of a source; None where no source is named.
-
-    Raises:
-        InvalidParameterError: it cannot be read, or holds no text.
-    """
-    from ctxext.texts.documents import read_documents
-
-    if text is None:
-        return None
-    document = next(read_documents([text], split=split, column=column), None)
-    if document is None:
-        raise InvalidParameterError(f"{text!r} holds no text to hide anything in.")
-    return document

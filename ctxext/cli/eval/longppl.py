@@ -3,65 +3,59 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
-from ctxext.cli.eval.common import Session, trials_beside
+from ctxext.cli.eval.common import Session
 from ctxext.cli.options import (
-    Factors,
-    Lengths,
-    Methods,
+    MethodOptions,
     OutputOptions,
     Reference,
     SourceOptions,
     TextOptions,
-    Trained,
     grouped,
+    option,
 )
 from ctxext.errors import InvalidParameterError
 from ctxext.files import write_whole
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.key_tokens import KeyTokens
     from ctxext.texts.corpus import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyOptions:
+    """Key tokens: where they are kept, and how they are found."""
+
+    keys: Path | None = option("File of key tokens: reused where it exists, else written.", show_default="none")
+    evaluator: str | None = option(
+        "The checkpoint that finds key tokens; default the one measured, or its --reference."
+    )
+    short: int | None = option("Tokens of a short context; default a quarter of the trained window.")
+    stride: int | None = option("Tokens that share a short context; default a quarter of --short.")
+    alpha: float | None = option("Least that a key token gains by the long context, nats; default the paper's 2.")
+    beta: float | None = option(
+        "Least log-likelihood of a key token in the long context, nats; default the paper's -2."
+    )
+
+    def search(self, window: int | None) -> dict[str, Any]:
+        """Return the arguments of a search for key tokens, without those that are left out."""
+        given = {"window": window} | {name: getattr(self, name) for name in ("short", "stride", "alpha", "beta")}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @grouped
 def longppl(
     *,
     texts: TextOptions,
-    method: Methods = None,
-    factor: Factors = None,
-    length: Lengths = None,
-    keys: Annotated[
-        Path | None,
-        Option(help="File of key tokens: reused where it exists, else written.", show_default="none"),
-    ] = None,
-    evaluator: Annotated[
-        str | None,
-        Option(help="The checkpoint that finds key tokens; default the one measured, or its --reference."),
-    ] = None,
+    asked: MethodOptions,
+    keys: KeyOptions,
     reference: Reference = None,
-    short: Annotated[
-        int | None, Option(help="Tokens of a short context; default a quarter of the trained window.")
-    ] = None,
-    stride: Annotated[
-        int | None, Option(help="Tokens that share a short context; default a quarter of --short.")
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        Option(help="Least that a key token gains by the long context, nats; default the paper's 2."),
-    ] = None,
-    beta: Annotated[
-        float | None,
-        Option(help="Least log-likelihood of a key token in the long context, nats; default the paper's -2."),
-    ] = None,
-    trained_length: Trained = None,
     source: SourceOptions,
     results: OutputOptions,
 ) -> None:
@@ -72,33 +66,29 @@ def longppl(
     [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
     """
     from ctxext.evaluation import longppl as evaluation
-    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.readings import chosen_methods, factors_for, known_trained_length
     from ctxext.evaluation.report.longppl import longppl_page
     from ctxext.patching import describe
 
-    if keys is not None and not keys.parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {keys.parent}", param_hint="--keys")
+    if keys.keys is not None and not keys.keys.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {keys.keys.parent}", param_hint="--keys")
     session = Session(source, results, reference=reference)
     loaded = session.checkpoint
-    trained = known_trained_length(loaded.model, trained_length)
-    factors = factors_for(method or (), factor or (), length or (), trained)
-    methods = chosen_methods(loaded.model, method, factors) if method else ()
-    reach = int(trained * min(factors)) if method else describe(loaded.model).target_length
-    lengths = length or [reach or trained]
+    trained = known_trained_length(loaded.model, asked.trained_length)
+    factors = factors_for(asked.method or (), asked.factor or (), asked.length or (), trained)
+    methods = chosen_methods(loaded.model, asked.method, factors) if asked.method else ()
+    reach = int(trained * min(factors)) if asked.method else describe(loaded.model).target_length
+    lengths = asked.length or [reach or trained]
     corpus = texts.read(loaded, tokens=max(lengths) + 1)
-    finder = session.reference or loaded if evaluator is None else session.load(evaluator)
-    journal = Journal(trials_beside(results), session.group.process)
-    search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
-    search = {name: value for name, value in search.items() if value is not None}
+    journal = session.journal
     survey = evaluation.prepare(
         loaded,
         corpus,
-        _key_tokens(session, finder, corpus, keys, search, journal),
+        _key_tokens(session, keys, corpus, keys.search(asked.trained_length), journal),
         lengths=lengths,
         methods=methods,
         reference=session.reference,
-        trained_length=trained_length,
+        trained_length=asked.trained_length,
         journal=journal,
         group=session.group,
     )
@@ -107,12 +97,13 @@ def longppl(
 
 
 def _key_tokens(
-    session: Session, finder: Loaded, corpus: Corpus, path: Path | None, search: dict[str, Any], journal: Journal
+    session: Session, options: KeyOptions, corpus: Corpus, search: dict[str, Any], journal: Journal
 ) -> KeyTokens:
     """Read the key tokens of the file, or find them and keep them there before anything else is computed."""
     from ctxext.evaluation.journal import explain_disk_error
     from ctxext.evaluation.key_tokens import KeyTokens, prepare_search
 
+    path = options.keys
     if path is not None and path.exists():
         kept = KeyTokens.load(path)
         for name, value in search.items():
@@ -123,6 +114,7 @@ def _key_tokens(
                 )
         session.console.print(f"{kept.tokens:,} key tokens out of {path}, found by {kept.evaluator}.")
         return kept
+    finder = session.load(options.evaluator) if options.evaluator else session.reference or session.checkpoint
     survey = prepare_search(finder, corpus, **search, measured=session.checkpoint, journal=journal, group=session.group)
     session.measure(survey)
     keys = survey.result()

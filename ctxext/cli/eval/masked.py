@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from dataclasses import dataclass
 
-from rich.text import Text
-from typer import Option
-
-from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt, trials_beside
+from ctxext.cli.eval.common import Session, lengths_of, texts_in_words
 from ctxext.cli.options import (
+    REQUIRED,
     Checkpoint,
-    Factors,
-    Methods,
+    MethodOptions,
     OutputOptions,
     Reference,
     Seed,
     SourceOptions,
     TextOptions,
-    Trained,
-    Trust,
     grouped,
+    option,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingOptions:
+    """Tokens that are masked."""
+
+    every: int = option("One token in so many is masked.", default=7)
+    passes: int = option("How often each text is read, each time with others masked.", default=1)
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions(SourceOptions):
+    """Checkpoint that fills in masked tokens."""
+
+    checkpoint: Checkpoint = REQUIRED
+    dtype: str = option("auto (bf16 where it is safe), bf16, fp16 or fp32.", default="fp32")
 
 
 @grouped
 def masked(
-    checkpoint: Checkpoint,
     *,
+    source: EncoderOptions,
     texts: TextOptions,
-    method: Methods = None,
-    factor: Factors = None,
-    length: Annotated[
-        list[int] | None,
-        Option(
-            "--length",
-            "-l",
-            help="Tokens to read, beside the trained length. Repeatable. Default: what each method reaches.",
-        ),
-    ] = None,
-    every: Annotated[int, Option(help="One token in so many is masked.")] = 7,
-    passes: Annotated[int, Option(help="How often each text is read, each time with others masked.")] = 1,
+    asked: MethodOptions,
+    masking: MaskingOptions,
     reference: Reference = None,
-    trained_length: Trained = None,
-    seed: Seed = 0,
-    dtype: Annotated[str, Option(help="auto (bf16 where it is safe), bf16, fp16 or fp32.")] = "fp32",
-    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1, ...; default cuda if there is one.")] = None,
-    trust: Trust = False,
     results: OutputOptions,
 ) -> None:
     """Measure the loss of masked tokens by position and by distance to the end, against windows around each of them.
@@ -54,41 +53,24 @@ def masked(
 
     [bold]Example[/]: ctxext eval masked bert-base-uncased -t books.parquet -m pi -m hierarchical -f 4 -o loss.png
     """
-    from ctxext.evaluation.journal import Journal
-    from ctxext.evaluation.labels import all_of, few_of, tokens_label
+    from ctxext.evaluation.checkpoint import load_checkpoint
+    from ctxext.evaluation.labels import all_of, tokens_label
     from ctxext.evaluation.masked import masked_jobs, masked_readers, masked_report, masked_texts, tokens_needed
     from ctxext.evaluation.provenance import provenance_of
     from ctxext.evaluation.report.masked import masked_page
     from ctxext.evaluation.survey import Survey
 
-    source = SourceOptions(checkpoint=checkpoint, dtype=dtype, device=device, trust=trust)
-    session = Session(source, results, reference=reference, masked=True)
-    loaded, console = session.checkpoint, session.console
-    readers = masked_readers(
-        loaded,
-        methods=method or (),
-        factors=factor or (),
-        lengths=length or (),
-        reference=session.reference,
-        trained_length=trained_length,
-    )
-    lengths = sorted({one for reader in readers for one in reader.lengths})
+    load = functools.partial(load_checkpoint, masked=True)
+    session = Session(source, results, reference=reference, load=load)
+    loaded = session.checkpoint
+    readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
+    lengths = lengths_of(readers)
     corpus = texts.read(loaded, tokens=tokens_needed(loaded.tokenizer, lengths[-1]))
-    jobs = masked_jobs(
-        readers,
-        lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, every=every, passes=passes, seed=seed),
-        loaded,
-    )
-    journal = Journal(trials_beside(results), session.group.process)
-    survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=journal, group=session.group)
-    mine = survey.begin()
-    about = (
-        f", trained to {tokens_label(readers[0].readings.trained_length)} tokens, in "
-        f"{loaded.dtype_note}, reads {all_of(list(map(tokens_label, lengths)))} tokens of "
-        f"{few_of([one.name for one in corpus.documents])}; {amount_of_work(survey, mine)}."
-    )
-    console.print(Text.assemble((loaded.name, "bold"), about))
-    with told_on_interrupt(console, survey), session.bar(cost_of(mine)) as bar:
-        survey.measure(mine, progress=bar)
-    report = masked_report(survey, provenance_of(loaded, corpus, seed=seed), every=every, passes=passes)
+    jobs = masked_jobs(readers, lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, **vars(masking)), loaded)
+    survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=session.journal, group=session.group)
+    about = f"reads {all_of([tokens_label(length) for length in lengths])} tokens of {texts_in_words(corpus)}."
+    session.announce(loaded, readers[0].readings.trained_length, about)
+    session.measure(survey)
+    provenance = provenance_of(loaded, corpus, seed=masking.seed)
+    report = masked_report(survey, provenance, every=masking.every, passes=masking.passes)
     session.finish(report, masked_page)

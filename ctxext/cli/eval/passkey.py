@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-from typer import Option
+from ctxext.cli.eval.common import Session, lengths_of
+from ctxext.cli.options import (
+    HaystackOptions,
+    OutputOptions,
+    ReaderOptions,
+    Seed,
+    SourceOptions,
+    grouped,
+    option,
+)
 
-from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
-from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeyOptions:
+    """Keys to hide."""
+
+    depth: list[float] | None = option(
+        "Where in the text the key stands, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
+    )
+    trials: int = option("Keys per length and depth.", default=1, min=1)
+    seed: Seed = 0
 
 
 @grouped
 def passkey(
     *,
     asked: ReaderOptions,
-    depth: Annotated[
-        list[float] | None,
-        Option(
-            help="Where in the text the key stands, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
-        ),
-    ] = None,
-    trials: Annotated[int, Option(min=1, help="Keys per length and depth.")] = 1,
-    text: Annotated[
-        str | None,
-        Option("--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise."),
-    ] = None,
-    split: Split = None,
-    column: Column = None,
-    seed: Seed = 0,
+    keys: PasskeyOptions,
+    haystack: HaystackOptions,
     source: SourceOptions,
     results: OutputOptions,
 ) -> None:
@@ -42,19 +47,18 @@ def passkey(
     from ctxext.evaluation.report.retrieval import passkey_page
     from ctxext.texts.haystack import noise, of_text
 
-    document = first_document(text, split, column)
-    session = RetrievalSession(asked, source, results)
-    tokenizer = session.checkpoint.tokenizer
-    haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
+    document = haystack.document()
+    session = Session(source, results, reference=asked.reference)
+    readers, tokenizer = session.readers(asked), session.checkpoint.tokenizer
+    text = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
     prompts = make_prompts(
         tokenizer,
-        session.lengths,
-        depth or DEPTHS,
-        trials=trials,
-        seed=seed,
-        haystack=haystack,
+        lengths_of(readers),
+        keys.depth or DEPTHS,
+        trials=keys.trials,
+        seed=keys.seed,
+        haystack=text,
         turning_point=turning_point(session.checkpoint.model),
     )
-    survey = session.ask("ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
-    report = passkey_report(survey, haystack, session.provenance(document, seed))
-    session.finish(report, passkey_page)
+    survey = session.ask("ctxext eval passkey", readers, prompts, f"keys in {text.name}")
+    session.finish(passkey_report(survey, text, session.provenance(document, keys.seed)), passkey_page)

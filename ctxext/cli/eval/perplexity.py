@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from rich.text import Text
 from typer import Option
 
-from ctxext.cli.eval.common import Session, trials_beside
+from ctxext.cli.eval.common import Session, texts_in_words
 from ctxext.cli.options import (
     ExtensionOptions,
-    Lengths,
     OutputOptions,
     Reference,
     SourceOptions,
@@ -19,6 +17,7 @@ from ctxext.cli.options import (
     Unpatched,
     grouped,
     method_names,
+    option,
 )
 from ctxext.errors import InvalidParameterError
 
@@ -26,6 +25,25 @@ if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.perplexity import PerplexityPlan
     from ctxext.texts.corpus import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions:
+    """Lengths, and how a text is read."""
+
+    length: list[int] | None = option(
+        "Tokens to read. Repeatable. Default: what the extended model is meant for.", "--length", "-l"
+    )
+    mode: str = option(
+        "How a text is read: position (one pass gives the loss at every position), sliding (windows that are nearly "
+        "full at every token), or the published protocols yarn and longlora.",
+        default="position",
+    )
+    stride: int | None = option("Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
+    truncate: bool = option("In mode yarn: cut each text to one window.", "--truncate", default=False)
+    tokens: int | None = option("Tokens of each text that windows slide over; default twice the length.")
+    unpatched: Unpatched = True
+    memory: str | None = option("Budget for weights and passes, such as 2GiB.", show_default="no limit")
 
 
 @grouped
@@ -37,84 +55,53 @@ def perplexity(
         Option(
             "--method",
             "-m",
-            help="Extend by this method; default: measure the checkpoint as it is.",
+            help="Extend by this method.",
             autocompletion=method_names,
+            show_default="measure the checkpoint as it is",
         ),
     ] = None,
     extension: ExtensionOptions,
-    length: Lengths = None,
-    mode: Annotated[
-        str,
-        Option(
-            help="How a text is read: position (one pass gives the loss at every position), sliding (windows that "
-            "are nearly full at every token), or the published protocols yarn and longlora."
-        ),
-    ] = "position",
-    stride: Annotated[
-        int | None, Option(help="Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
-    ] = None,
-    truncate: Annotated[bool, Option("--truncate", help="In mode yarn: cut each text to one window.")] = False,
-    tokens: Annotated[
-        int | None, Option(help="Tokens of each text that windows slide over; default twice the length.")
-    ] = None,
+    reading: PerplexityOptions,
     reference: Reference = None,
-    unpatched: Unpatched = True,
-    memory: Annotated[
-        str | None, Option(help="Budget for weights and passes, such as 2GiB.", show_default="no limit")
-    ] = None,
     source: SourceOptions,
     results: OutputOptions,
 ) -> None:
     """Measure perplexity by position, or by a published protocol, against the best of several truncations.
 
+    With --output, every finished part is kept: run the same command again after an interruption, and it goes on.
+
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
     from ctxext.evaluation.forward import parse_bytes
-    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.perplexity import make_plan, prepare
     from ctxext.evaluation.report.perplexity import perplexity_page
 
-    budget = None if memory is None else parse_bytes(memory)
+    memory = None if reading.memory is None else parse_bytes(reading.memory)
     session = Session(source, results, reference=reference)
-    loaded, group = session.checkpoint, session.group
+    loaded = session.checkpoint
     plan = make_plan(
         loaded.model,
-        mode=mode,
-        lengths=length or (),
-        stride=stride,
-        truncate=truncate,
+        mode=reading.mode,
+        lengths=reading.length or (),
+        stride=reading.stride,
+        truncate=reading.truncate,
         method=method,
         arguments=extension.arguments(),
-        memory=budget,
-        unpatched=unpatched,
+        memory=memory,
+        unpatched=reading.unpatched,
     )
-    corpus = _corpus(loaded, texts, plan, tokens)
-    _announce(session, corpus, plan)
-    journal = Journal(trials_beside(results), group.process)
-    survey = prepare(loaded, corpus, plan, reference=session.reference, journal=journal, group=group)
+    corpus = _corpus(loaded, texts, plan, reading.tokens)
+    session.announce(loaded, plan.trained_length, f"reads {corpus.tokens:,} tokens of {texts_in_words(corpus)}.")
+    survey = prepare(loaded, corpus, plan, reference=session.reference, journal=session.journal, group=session.group)
     session.measure(survey)
     session.finish(survey.result(), perplexity_page)
 
 
-def _announce(session: Session, corpus: Corpus, plan: PerplexityPlan) -> None:
-    """Say what is about to be measured, on which texts."""
-    from ctxext.evaluation.labels import few_of, tokens_label
-
-    short = corpus.read - len(corpus.documents)
-    about = (
-        f", trained to {tokens_label(plan.trained_length)} tokens, in {session.checkpoint.dtype_note}, reads "
-        f"{corpus.tokens:,} tokens of {few_of([document.name for document in corpus.documents])}"
-        + (f" ({short} shorter documents left out)" if short else "")
-        + f"; in front of each: {corpus.prefix}."
-    )
-    session.console.print(Text.assemble((session.checkpoint.name, "bold"), about))
-
-
 def _corpus(loaded: Loaded, texts: TextOptions, plan: PerplexityPlan, tokens: int | None) -> Corpus:
-    """The texts, as long as the mode reads them, with the prefix that the mode puts in front."""
+    """Read the texts, as long as the mode needs them, with the prefix that the mode puts in front."""
     whole = plan.mode != "position"
     if not whole and tokens is not None:
-        raise InvalidParameterError("--tokens is for windows that slide; in mode position, --length says it all.")
+        raise InvalidParameterError("--tokens is for windows that slide. In mode position, give --length.")
     if plan.mode == "longlora" and texts.bos not in ("auto", "none"):
         raise InvalidParameterError(
             f"LongLoRA's protocol has nothing in front of its texts; leave out --bos {texts.bos}."
@@ -127,5 +114,5 @@ def _corpus(loaded: Loaded, texts: TextOptions, plan: PerplexityPlan, tokens: in
     most = 2 * plan.length if tokens is None else tokens
     if whole and most < least:
         raise InvalidParameterError(f"--tokens must be at least {least:,}, one more than the length; found {most:,}.")
-    found = texts.read(loaded, tokens=least, whole=whole)
-    return found.cut(most) if whole else found
+    corpus = texts.read(loaded, tokens=least, whole=whole)
+    return corpus.cut(most) if whole else corpus

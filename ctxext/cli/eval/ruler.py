@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from typer import Option
+from ctxext.cli.eval.common import Session, lengths_of
+from ctxext.cli.options import (
+    HaystackOptions,
+    OutputOptions,
+    ReaderOptions,
+    Seed,
+    SourceOptions,
+    grouped,
+    option,
+)
 
-from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
-from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
+
+@dataclass(frozen=True, kw_only=True)
+class RulerOptions:
+    """Tasks, and what they are made of."""
+
+    task: list[str] | None = option("A task, such as vt. Repeatable. Default: all that can be made from what is given.")
+    samples: int = option("Prompts per task and length; NVIDIA takes 500.", default=10, min=1)
+    squad: Path | None = option("SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it")
+    hotpotqa: Path | None = option("HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it")
+    chat: bool = option("Put prompts into the model's chat template.", "--chat", default=False)
+    seed: Seed = 42  # that of NVIDIA's prompts
 
 
 @grouped
 def ruler(
     *,
     asked: ReaderOptions,
-    task: Annotated[
-        list[str] | None,
-        Option(help="A task, such as vt. Repeatable. Default: all that can be made from what is given."),
-    ] = None,
-    samples: Annotated[int, Option(min=1, help="Prompts per task and length; NVIDIA takes 500.")] = 10,
-    text: Annotated[
-        str | None,
-        Option(
-            "--text",
-            "-t",
-            help="Prose for the tasks that hide things in it, such as a novel.",
-            show_default="without them",
-        ),
-    ] = None,
-    split: Split = None,
-    column: Column = None,
-    squad: Annotated[
-        Path | None, Option(help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it")
-    ] = None,
-    hotpotqa: Annotated[
-        Path | None, Option(help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it")
-    ] = None,
-    chat: Annotated[bool, Option("--chat", help="Put prompts into the model's chat template.")] = False,
-    seed: Seed = 42,  # that of NVIDIA's prompts
+    tasks: RulerOptions,
+    haystack: HaystackOptions,
     source: SourceOptions,
     results: OutputOptions,
 ) -> None:
@@ -52,23 +48,24 @@ def ruler(
     from ctxext.evaluation.report.retrieval import ruler_page
     from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
-    document = first_document(text, split, column)
-    sources = Sources(document, squad, hotpotqa)
-    session = RetrievalSession(asked, source, results)
+    document = haystack.document()
+    sources = Sources(document, tasks.squad, tasks.hotpotqa)
+    session = Session(source, results, reference=asked.reference)
+    readers = session.readers(asked)
     with session.console.status("Drawing prompts ..."):
         prompts = ruler_prompts(
             session.checkpoint.tokenizer,
-            lengths=session.lengths,
-            tasks=task,
-            samples=samples,
-            seed=seed,
+            lengths=lengths_of(readers),
+            tasks=tasks.task,
+            samples=tasks.samples,
+            seed=tasks.seed,
             sources=sources,
-            chat=chat,
+            chat=tasks.chat,
             turning_point=turning_point(session.checkpoint.model),
         )
-    left_out = {} if task else {name: why for name, one in TASKS.items() if (why := one.why_not(sources))}
-    where = f"{len(TASKS) - len(left_out) if task is None else len(task)} tasks"
-    survey = session.ask("ctxext eval ruler", prompts, where=where)
-    provenance = session.provenance(document, seed)
-    report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)
+    left_out = {} if tasks.task else {name: why for name, task in TASKS.items() if (why := task.why_not(sources))}
+    count = len(tasks.task or TASKS) - len(left_out)
+    survey = session.ask("ctxext eval ruler", readers, prompts, f"{count} tasks")
+    provenance = session.provenance(document, tasks.seed)
+    report = ruler_report(survey, provenance, sources=sources, chat=tasks.chat, left_out=left_out)
     session.finish(report, ruler_page)
