@@ -22,7 +22,7 @@ if typing.TYPE_CHECKING:
     from ctxext.checkpoints.export import export
     from ctxext.checkpoints.load import load
     from ctxext.checkpoints.save import save
-    from ctxext.choosing.run import choose
+    from ctxext.choosing.choose import choose
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, patched, unpatch
 
@@ -52,7 +52,7 @@ _VERBS = {
     "save": "checkpoints.save",
 }
 # What a program that only extends a model need not wait for.
-_MEASURING = {"choose": "choosing.run"}
+_MEASURING = {"choose": "choosing.choose"}
 _PACKAGES = ("methods", "training")
 
 

@@ -29,7 +29,7 @@ import torch
 import transformers
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ctxext.choosing import budget, run
+from ctxext.choosing import budget, choose
 from ctxext.choosing.candidates import candidates
 from ctxext.methods import RopeMethod
 from scripts.make_golden import git
@@ -132,7 +132,7 @@ def encoder() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def small_race() -> Iterator[None]:
+def few_candidates() -> Iterator[None]:
     """Let ``choose`` try a few of its candidates, on one text at each look, and search in few steps."""
 
     def few(*given: Any) -> list[RopeMethod]:
@@ -140,7 +140,7 @@ def small_race() -> Iterator[None]:
         return [*every[:10:3], *every[10::40]]
 
     with (
-        mock.patch.object(run, "candidates", few),
+        mock.patch.object(choose, "candidates", few),
         mock.patch.multiple(budget, ENOUGH=TRAINED, STEPS=4, FEWEST=2),
     ):
         yield
@@ -179,11 +179,11 @@ CASES = {
     ),
     "masked": Case(f"eval masked bert {texts(2)} -m tile -m pi -f 2 --passes 2 -o out.json"),
     "passages": Case("eval passages encoder -m tile -l 256 -l 512 -n 4 -o out.json", within=encoder),
-    "choose": Case(f"choose {LLAMA} {texts(4)} --target 512 -o out.json", within=small_race),
+    "choose": Case(f"choose {LLAMA} {texts(4)} --target 512 -o out.json", within=few_candidates),
     "choose_search": Case(
         f"choose {LLAMA} {texts(6)} --target 512 --search --no-passkey -o out.json",
         close=TRAINED_CLOSE,
-        within=small_race,
+        within=few_candidates,
     ),
     "demo": Case(
         "demo --model llama --text text0.txt --method yarn --method dynamic_ntk --length 512 --all --output out",

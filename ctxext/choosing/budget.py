@@ -1,4 +1,4 @@
-"""How much a race may read: a budget in time or passes, and the largest race that it lasts for."""
+"""How much may be read for a choice: a budget in time or passes, and the largest sizes that it lasts for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from ctxext.choosing.race import Sizes
+from ctxext.choosing.halving import Sizes
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import pass_cost
 from ctxext.evaluation.truncation import tails_cost
@@ -16,10 +16,10 @@ UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 ENOUGH = 4096
 # Tokens at which attention costs as much as the rest where it seems to cost nothing.
 ALL_LINEAR = 10**12
-# From the largest race to the smallest: candidates that read whole texts, finalists, texts to choose on and to judge on
-# (in multiples of what gives enough tokens), hidden keys. Texts of the verdict are given up last: one alone says
+# From the largest sizes to the smallest: candidates that read whole texts, finalists, texts to choose on and to judge
+# on (in multiples of what gives enough tokens), hidden keys. Texts of the verdict are given up last: one alone says
 # nothing of others like it.
-RACES = (
+LADDER = (
     (10, 3, 3, 5, 3),
     (8, 3, 3, 5, 3),
     (8, 3, 2, 5, 2),
@@ -35,7 +35,7 @@ RACES = (
 
 # Of a search: what one step costs in passes over its texts (measured: 2.9 on SmolLM2-135M); how many steps each start
 # takes, at the most and at the least (20 steps from the trained frequencies still leave a model broken at the end of
-# four windows); and how many times the texts of a first look are kept for accepting what was found.
+# four windows); and how many times the texts of a first look are kept for accepting its result.
 STEP_COST = 2.9
 STEPS, FEWEST, STARTS, ACCEPTING = 60, 12, 2, 3
 
@@ -45,9 +45,9 @@ class Budget:
     """What may be spent.
 
     Args:
-        text: as it was given.
-        seconds: of computing; None where it is given in passes, or not at all.
-        passes: over the whole target length; None where it is given in time, or not at all.
+        text: as it was given; empty for no limit.
+        seconds: of computing; None where the budget is in passes, or there is none.
+        passes: over the whole target length; None where the budget is in time, or there is none.
     """
 
     text: str = ""
@@ -56,15 +56,15 @@ class Budget:
 
 
 def parse_budget(given: str | float | None) -> Budget:
-    """``30min``, ``2h`` or ``90s``, or, so that it is the same on every machine, ``25 passes``.
+    """Parse ``30min``, ``2h`` or ``90s``, or, so that it is the same on every machine, ``25 passes``.
 
     Raises:
         InvalidParameterError: anything else.
     """
     if given is None:
         return Budget()
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
-    value, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
+    value, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if value and unit in ("pass", "passes"):
         return Budget(str(given), passes=value)
     if value and unit in UNITS:
@@ -76,18 +76,35 @@ def parse_budget(given: str | float | None) -> Budget:
 
 
 def prefix_of(trained: int, length: int) -> int:
-    """Tokens of the beginning of a text that the first rung reads: a quarter of the target, inside the window."""
+    """Return the tokens of a text that the first round reads: a quarter of the target, inside the window."""
     return min(trained, length // 4)
 
 
 def stretches_in(trained: int, length: int) -> int:
-    """Texts that hold enough tokens beyond the window."""
+    """Return how many texts hold enough tokens beyond the window."""
     return math.ceil(ENOUGH / (length - trained))
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchSizes:
+    """How much a search reads.
+
+    Args:
+        steps: from each start.
+        rows: texts in a step.
+        starts: how many there are.
+        accepting: texts on which its result must beat the choice of the rounds.
+    """
+
+    steps: int
+    rows: int
+    starts: int
+    accepting: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the parts of a race cost, in passes over the whole target.
+    """Costs of the parts of a choice, in passes over the whole target.
 
     Args:
         trained: tokens of the window.
@@ -106,7 +123,7 @@ class Costs:
     turning_point: int
 
     def of(self, tokens: int) -> float:
-        """A pass over so many tokens."""
+        """Return the cost of a pass over so many tokens."""
         return pass_cost(tokens, self.turning_point) / pass_cost(self.length, self.turning_point)
 
     @property
@@ -114,18 +131,12 @@ class Costs:
         """Where the end of a text begins, at which truncation is measured: a quarter of the window, beyond it."""
         return max(self.trained, self.length - max(1, self.trained // 4))
 
-    @property
-    def truncations(self) -> float:
-        """All of them at the end of one text."""
-        found = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
-        return found / pass_cost(self.length, self.turning_point)
-
     def timed(self, inside: float, whole: float) -> Costs:
-        """The same by the clock: attention may be slower beside the rest than its operations say.
+        """Return the costs by the clock: attention may be slower beside the rest than its operations say.
 
         Args:
-            inside: seconds of a pass over what the first rung reads of a text.
-            whole: of one over the whole target.
+            inside: seconds of a pass over what the first round reads of a text.
+            whole: seconds of a pass over the whole target.
         """
         # inside / whole = short (1 + short / t) / (length (1 + length / t)), solved for the turning point t.
         short, length, ratio = prefix_of(self.trained, self.length), self.length, inside / whole
@@ -134,64 +145,48 @@ class Costs:
             return replace(self, turning_point=ALL_LINEAR)
         return replace(self, turning_point=max(1, round(quadratic / linear)))
 
-    def race(self, sizes: Sizes) -> float:
-        """A whole race and its verdict, at most."""
+    def halving(self, sizes: Sizes) -> float:
+        """Return the cost of all rounds and the verdict, at most."""
         inside = self.judged * sizes.first * self.of(prefix_of(self.trained, self.length))
         whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
-        verdict = sizes.held_out * (3 + self.of(self.trained) + self.truncations)
-        return inside + whole + more + verdict
+        tails = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
+        truncations = tails / pass_cost(self.length, self.turning_point)
+        return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
 
-    def search(self, sizes: SearchSizes, race: Sizes) -> float:
-        """A whole search, and the accepting of what it found."""
-        steps = sizes.starts * sizes.steps * sizes.rows * STEP_COST
-        key = self.of(self.trained) if race.keys else 0.0
-        return steps + key + sizes.starts * race.first + 3 * sizes.accepting + race.keys
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSizes:
-    """How much a search reads.
-
-    Args:
-        steps: of each start.
-        rows: texts in a step.
-        starts: how many there are.
-        accepting: texts on which what was found must beat the choice of the race.
-    """
-
-    steps: int
-    rows: int
-    starts: int
-    accepting: int
+    def search(self, search: SearchSizes, sizes: Sizes) -> float:
+        """Return the cost of a whole search, and of accepting its result."""
+        steps = search.starts * search.steps * search.rows * STEP_COST
+        key = self.of(self.trained) if sizes.keys else 0.0
+        return steps + key + search.starts * sizes.first + 3 * search.accepting + sizes.keys
 
 
 def sizes_for(allowed: float | None, costs: Costs, *, choosing: int, held_out: int, keys: bool) -> Sizes:
-    """The largest race that a budget lasts for.
+    """Return the largest sizes that a budget lasts for.
 
     Args:
         allowed: passes; None for no limit.
-        costs: of its parts.
+        costs: of the parts.
         choosing: texts to choose on that there are.
         held_out: texts to judge on that there are.
         keys: whether keys are asked for at all.
 
     Raises:
-        InvalidParameterError: not even the smallest race fits.
+        InvalidParameterError: not even the smallest sizes fit.
     """
-    races = _races(costs, choosing=choosing, held_out=held_out, keys=keys)
-    for sizes in races:
-        if allowed is None or costs.race(sizes) <= allowed:
+    ladder = _ladder(costs, choosing=choosing, held_out=held_out, keys=keys)
+    for sizes in ladder:
+        if allowed is None or costs.halving(sizes) <= allowed:
             return sizes
     raise InvalidParameterError(
-        f"The budget is too small: it comes to {allowed:.1f} passes over {costs.length:,} tokens, and the smallest "
-        f"race among {costs.judged + costs.others} candidates takes {costs.race(races[-1]):.1f}. Allow more "
+        f"The budget is too small: it comes to {allowed:.1f} passes over {costs.length:,} tokens. Choosing among "
+        f"{costs.judged + costs.others} candidates takes {costs.halving(ladder[-1]):.1f} at least. Allow more "
         f"(--budget), or choose for a smaller target."
     )
 
 
-def _races(costs: Costs, *, choosing: int, held_out: int, keys: bool) -> list[Sizes]:
-    """From the largest to the smallest; see ``sizes_for``."""
+def _ladder(costs: Costs, *, choosing: int, held_out: int, keys: bool) -> list[Sizes]:
+    """Return all sizes, from the largest to the smallest; see ``sizes_for``."""
     first = stretches_in(costs.trained, costs.length)
     start = min(first, choosing)
     return [
@@ -203,48 +198,44 @@ def _races(costs: Costs, *, choosing: int, held_out: int, keys: bool) -> list[Si
             held_out=min(judged * first, held_out),
             keys=asked if keys else 0,
         )
-        for whole, finalists, texts, judged, asked in RACES
+        for whole, finalists, texts, judged, asked in LADDER
     ]
 
 
 def search_sizes_for(
     allowed: float | None, costs: Costs, *, choosing: int, accepting: int, held_out: int, keys: bool
 ) -> tuple[Sizes, SearchSizes]:
-    """A race and a search that a budget lasts for together: the search gets half of it, or as much as it can use.
+    """Return sizes that a budget lasts for together with a search, which gets half of it, or as much as it can use.
 
     Args:
-        allowed: as in ``sizes_for``.
-        costs: as there.
-        choosing: as there.
+        allowed: passes; None for no limit.
+        costs: of the parts.
+        choosing: texts to choose on that there are.
         accepting: texts kept for accepting that there are.
-        held_out: as in ``sizes_for``.
-        keys: as there.
+        held_out: texts to judge on that there are.
+        keys: whether keys are asked for at all.
 
     Raises:
-        InvalidParameterError: not even the smallest race and the shortest search fit.
+        InvalidParameterError: not even the smallest sizes and the shortest search fit.
     """
     rows = stretches_in(costs.trained, costs.length)
 
     def search(steps: int) -> SearchSizes:
         return SearchSizes(steps=steps, rows=rows, starts=STARTS, accepting=min(ACCEPTING * rows, accepting))
 
-    races = _races(costs, choosing=choosing, held_out=held_out, keys=keys)
+    ladder = _ladder(costs, choosing=choosing, held_out=held_out, keys=keys)
     if allowed is None:
-        return races[0], search(STEPS)
-    least = costs.race(races[-1]) + costs.search(search(FEWEST), races[-1])
-    # As much as the longest search leaves, or half; but no less than the smallest race.
-    for_race = max(allowed - costs.search(search(STEPS), races[0]), allowed / 2, costs.race(races[-1]))
-    for race in races:
-        left = allowed - costs.race(race) - costs.search(search(0), race)
-        steps = min(STEPS, int(left / (costs.search(search(1), race) - costs.search(search(0), race))))
-        if steps >= FEWEST and (costs.race(race) <= for_race or race == races[-1]):
-            return race, search(steps)
-    raise InvalidParameterError(_too_short(allowed, costs, least))
-
-
-def _too_short(allowed: float, costs: Costs, least: float) -> str:
-    return (
-        f"The budget is too small for --search: it comes to {allowed:.1f} passes over {costs.length:,} tokens. A race "
-        f"and {FEWEST} steps from each of {STARTS} starts take some {least:.0f} at least. Allow more (--budget), or "
-        f"choose without --search."
+        return ladder[0], search(STEPS)
+    # As much as the longest search leaves, or half; but no less than the smallest sizes need.
+    for_rounds = max(allowed - costs.search(search(STEPS), ladder[0]), allowed / 2, costs.halving(ladder[-1]))
+    for sizes in ladder:
+        left = allowed - costs.halving(sizes) - costs.search(search(0), sizes)
+        steps = min(STEPS, int(left / (costs.search(search(1), sizes) - costs.search(search(0), sizes))))
+        if steps >= FEWEST and (costs.halving(sizes) <= for_rounds or sizes == ladder[-1]):
+            return sizes, search(steps)
+    least = costs.halving(ladder[-1]) + costs.search(search(FEWEST), ladder[-1])
+    raise InvalidParameterError(
+        f"The budget is too small for --search: it comes to {allowed:.1f} passes over {costs.length:,} tokens. "
+        f"Choosing and {FEWEST} steps from each of {STARTS} starts take some {least:.0f} at least. Allow more "
+        f"(--budget), or choose without --search."
     )

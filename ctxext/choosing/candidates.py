@@ -1,8 +1,8 @@
-"""What a race tries: every formula, some ways to remap positions, and two families of numbers.
+"""The candidates: every formula, some ways to remap positions, and two families of numbers.
 
 A grid over the four numbers of YaRN is the heart of it. Its published thresholds (1 and 32 turns), its factor and its
-temperature are one point among many, and models differ in which point suits them; whatever is found there is a stock
-``yarn`` dictionary. The other family is NTK up to a critical dimension (LongRoPE2), which is a stock ``longrope`` one.
+temperature are one point among many, and models differ in which point suits them; each point is a ``yarn`` dictionary
+that plain transformers loads. The other family is NTK up to a critical dimension (LongRoPE2), a ``longrope`` one.
 """
 
 from __future__ import annotations
@@ -40,55 +40,56 @@ CRITICAL_TURNS, CRITICAL = 10.0, 4
 
 
 def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
-    """All methods that a race tries; the first is YaRN as published, which the others are held against.
+    """Return all methods that are tried; the first is YaRN as published, which the others are compared with.
 
     Args:
         factor: target length over trained length, above 1.
-        rope: of the model.
+        rope: frequencies of the model as they were trained.
     """
     formulas = [
         cls(factor=factor)
         for name, cls in METHODS.items()
-        if issubclass(cls, RopeMethod) and _needs_only_a_factor(cls) and (name in REMAPS or not _is_remap(cls))
+        if issubclass(cls, RopeMethod)
+        and _needs_only_a_factor(cls)
+        and (name in REMAPS or not issubclass(cls, RemapMethod))
     ]
     further = [
-        replace(one, factor=factor * FURTHER) for one in formulas if not one.dynamic and not _is_remap(type(one))
+        replace(method, factor=factor * FURTHER)
+        for method in formulas
+        if not method.dynamic and not isinstance(method, RemapMethod)
     ]
     # Of two that are the same, the first stays: what is made for the target itself before what is made for more.
     return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *grid(factor), *critical(factor, rope), *further]))
 
 
 def grid(factor: float) -> list[YaRN]:
-    """YaRN at every point of the grid where it divides by 1 or more, with a stock form that llama.cpp reads too.
+    """Return YaRN at every point of the grid where it divides by 1 or more, in a form that llama.cpp reads too.
 
-    The ends of its ramps are rounded to whole dimensions, as published, so that on a model with few of them many points
-    are one; ``distinct`` sees that.
+    The ends of its ramps are rounded to whole dimensions, as published, so that several points may be the same on a
+    model that has few of them; ``distinct`` joins those.
     """
-    found = []
-    for slow, ratio, stretch, share in itertools.product(SLOW, RATIOS, STRETCHES, TEMPERATURES):
-        divisor = stretch * factor
-        if divisor >= 1:
-            found.append(
-                YaRN(
-                    factor=factor,
-                    beta_slow=slow,
-                    beta_fast=slow * ratio,
-                    divisor=None if stretch == 1 else divisor,
-                    attention_factor=None if share == 1 else round(1 + share * 0.1 * math.log(divisor), 6),
-                )
-            )
-    return found
+    return [
+        YaRN(
+            factor=factor,
+            beta_slow=slow,
+            beta_fast=slow * ratio,
+            divisor=None if stretch == 1 else stretch * factor,
+            attention_factor=None if share == 1 else round(1 + share * 0.1 * math.log(stretch * factor), 6),
+        )
+        for slow, ratio, stretch, share in itertools.product(SLOW, RATIOS, STRETCHES, TEMPERATURES)
+        if stretch * factor >= 1
+    ]
 
 
 def critical(factor: float, rope: RopeSpec) -> list[LongRoPE]:
-    """NTK up to a critical dimension: divided by the factor from there on, by powers of it before, with two scales.
+    """Return NTK up to a critical dimension, at two scales: divided by the factor from there, by powers of it before.
 
-    High dimensions have seen few turns, so that they are trained worse than one turn lets expect: the dimension from
-    which a frequency must be divided in full may lie below the one that turned once. Where, differs by model.
+    High dimensions completed few turns in training, so they are trained worse than expected: the dimension from which
+    a frequency must be divided in full may lie below the one that turned once. Its place differs by model.
 
     Args:
         factor: target length over trained length, above 1.
-        rope: of the model.
+        rope: frequencies of the model as they were trained.
 
     Source: Shang et al., arXiv:2502.20082, section 3.2 and table 5 (NTK-rcd). Authors' code for the first point of
         their search: J-shang/LongRoPE@61de922, evolution/algorithms/dim_mono.py.
@@ -102,28 +103,24 @@ def critical(factor: float, rope: RopeSpec) -> list[LongRoPE]:
     scales = [1.0]
     if rope.trained_length > 1:  # and LongRoPE's own
         scales.append(round(math.sqrt(1 + math.log(factor) / math.log(rope.trained_length)), 6))
-    found = []
-    for place, scale in itertools.product(sorted(places), scales):
-        divisors = _critical_divisors(factor, place, half)
-        found.append(LongRoPE(factor=factor, short_factor=divisors, long_factor=divisors, attention_factor=scale))
-    return found
+    return [
+        LongRoPE(factor=factor, short_factor=divisors, long_factor=divisors, attention_factor=scale)
+        for divisors in (_critical_divisors(factor, place, half) for place in sorted(places))
+        for scale in scales
+    ]
 
 
 def _critical_divisors(factor: float, place: int, half: int) -> tuple[float, ...]:
     return tuple(factor ** min(1.0, index / place) for index in range(half))
 
 
-def _is_remap(cls: type[Method]) -> bool:
-    return issubclass(cls, RemapMethod)
-
-
 def _needs_only_a_factor(cls: type[Method]) -> bool:
-    has_defaults = all(one.default is not MISSING or one.default_factory is not MISSING for one in fields(cls))
+    has_defaults = all(part.default is not MISSING or part.default_factory is not MISSING for part in fields(cls))
     return has_defaults and not cls.needs_training
 
 
 def short_label(method: Method) -> str:
-    """A candidate in few words: of the grid, the turns between which its ramp lies, its divisor and its scale."""
+    """Name a candidate briefly: one of the grid by the turns between which its ramp lies, its divisor and its scale."""
     if isinstance(method, LongRoPE):
         divisors = method.long_factor
         place = next((at for at, divisor in enumerate(divisors) if at and divisor >= method.factor), 0)
@@ -138,9 +135,9 @@ def short_label(method: Method) -> str:
 
 
 def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, list[str]]]:
-    """The readings whose frequencies differ, and which others each of them stands for, by its name.
+    """Return the readings whose frequencies differ, and by the name of each, the names of the readings equal to it.
 
-    A dynamic method that reads the target as a static one does is the same at the target, and left out beside it.
+    A dynamic method whose frequencies at the target are those of a static method is left out beside it.
     """
     kept: dict[str, Reading] = {}
     twins: dict[str, list[str]] = {}
@@ -152,57 +149,52 @@ def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, list
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Entrant:
-    """A candidate as a race sees it: a name, and how far it reaches.
+class Reach:
+    """How far a method stretches the positions that are new beyond the trained window.
 
     Args:
-        name: of its reading.
-        slow: the frequencies, in radians per token, of the dimensions that did not complete a turn in training, and
-            whose positions beyond the window are new therefore; None where what a method does inside the window says
-            nothing about what it does beyond: its positions follow the length, or are remapped.
-        stretch: what they are divided by, as a geometric mean.
-        far: how far that is from the factor asked for, as a logarithm.
-        dynamic: whether a text inside the window has positions of its own, which a pass over a longer one does not
-            show.
+        slow: frequencies, in radians per token, of the dimensions that did not complete a turn in training. None where
+            losses inside the window say nothing about those beyond: positions follow the length, or are remapped.
+        stretch: geometric mean of what those frequencies are divided by.
+        far: distance of ``stretch`` from the factor asked for, as a logarithm.
+        dynamic: whether a short text has other positions than the beginning of a long one.
     """
 
-    name: str
     slow: Float[Tensor, " slow"] | None = None
     stretch: float = 1.0
     far: float = 0.0
     dynamic: bool = False
 
+    @classmethod
+    def of(cls, method: Method, rope: RopeSpec, length: int) -> Reach:
+        """Return the reach of a method.
+
+        Args:
+            method: a candidate.
+            rope: frequencies of the model as they were trained.
+            length: the target, tokens.
+        """
+        if not isinstance(method, RopeMethod) or not method.is_table:
+            return cls(dynamic=method.dynamic)
+        plain = plain_inv_freq(rope)
+        is_new = plain * rope.trained_length < 2 * math.pi
+        frequencies = method.frequencies(rope, length).inv_freq
+        if not is_new.any():  # every dimension turned in training: the slowest one stands for what is new
+            is_new[plain.argmin()] = True
+        stretch = (plain / frequencies)[is_new].log().mean().exp().item()
+        far = abs(math.log(stretch / (length / rope.trained_length)))
+        return cls(slow=frequencies[is_new], stretch=stretch, far=far)
+
     @property
     def is_judged_inside(self) -> bool:
-        """Whether a short text tells anything about it."""
+        """Whether losses inside the window say anything about the method."""
         return self.slow is not None
 
-    def reaches(self, other: Entrant) -> bool:
-        """Whether it slows all that is new beyond the window at least as much as another does.
+    def covers(self, other: Reach) -> bool:
+        """Return whether every new frequency is at least as slow as under another method.
 
-        The factor in a name does not say that: of NTK and YaRN with one factor, YaRN reaches further.
+        The factor does not say that: of NTK and YaRN with the same factor, YaRN reaches further.
         """
         if self.slow is None or other.slow is None:
             return False
         return bool((self.slow <= other.slow * (1 + 1e-6)).all())
-
-
-def entrant(name: str, method: Method, rope: RopeSpec, length: int) -> Entrant:
-    """A candidate as a race sees it.
-
-    Args:
-        name: of its reading.
-        method: it.
-        rope: of the model.
-        length: the target, tokens.
-    """
-    if not isinstance(method, RopeMethod) or not method.is_table:
-        return Entrant(name=name, dynamic=method.dynamic)
-    plain = plain_inv_freq(rope)
-    is_new = plain * rope.trained_length < 2 * math.pi
-    found = method.frequencies(rope, length).inv_freq
-    if not is_new.any():  # every dimension turned in training: the slowest one stands for what is new
-        is_new[plain.argmin()] = True
-    stretch = (plain / found)[is_new].log().mean().exp().item()
-    far = abs(math.log(stretch / (length / rope.trained_length)))
-    return Entrant(name=name, slow=found[is_new], stretch=stretch, far=far)

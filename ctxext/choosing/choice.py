@@ -1,44 +1,57 @@
-"""What a race chose, why, and on what: frozen objects that are made from finished losses, and what they say."""
+"""A choice: which extension was chosen, why, and on what; and all of it in sentences."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ctxext.choosing.budget import SearchSizes, parse_budget
-from ctxext.choosing.candidates import short_label
-from ctxext.choosing.race import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
-from ctxext.choosing.search import SearchedStart
+from ctxext.choosing.budget import parse_budget
+from ctxext.choosing.candidates import Reach, short_label
+from ctxext.choosing.halving import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
+from ctxext.choosing.search import SearchResult
 from ctxext.choosing.verdict import HeldOut
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import Method, saved_class
+from ctxext.spec import RopeSpec
 
-RUNGS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
+ROUNDS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One candidate: what it is, and how far it came.
+    """One candidate and how far it came.
 
     Args:
         reading: its name, method and fingerprint.
-        course: through the race.
-        twins: names of others that read the target just as it does, and were not read themselves.
-        title: it in few words, where its method has none.
-        stretch: what it divides the frequencies by that are new beyond the window; None where a short text says nothing
-            about it.
+        reach: how far it stretches positions.
+        course: through the rounds.
+        twins: names of others whose frequencies at the target are the same, and which were not read themselves.
+        title: a short name, where its method says too little.
     """
 
     reading: Reading
+    reach: Reach
     course: Course
     twins: tuple[str, ...] = ()
-    stretch: float | None = None
     title: str = ""
+
+    @classmethod
+    def of(cls, reading: Reading, rope: RopeSpec, length: int, **about: Any) -> Candidate:
+        """Return a candidate before it is read.
+
+        Args:
+            reading: of a method.
+            rope: frequencies of the model as they were trained.
+            length: the target, tokens.
+            **about: ``twins`` and ``title``.
+        """
+        candidate = cls(reading=reading, reach=Reach(), course=Course(name=reading.name), **about)
+        return replace(candidate, reach=Reach.of(candidate.method, rope, length))
 
     @property
     def method(self) -> Method:
@@ -48,40 +61,19 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """It in few words."""
+        """A short name to show."""
         return self.title or short_label(self.method)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """What a search of frequencies found, and whether it was taken.
-
-    Args:
-        starts: where it began and what came of each, the best first.
-        rival: name of the race's choice, which the best of them had to beat.
-        why_not: why the best of them was not taken; empty where it was.
-        gain: beyond the window, its loss minus the rival's, on texts that neither was chosen on.
-        damage: inside the window, its loss minus that of the published YaRN, on the same texts.
-        texts: names of those texts.
-        searched_on: names of the texts that it was searched on.
-        needles: whether hidden keys were a part of them.
-        sizes: how much was read.
-    """
-
-    starts: tuple[SearchedStart, ...]
-    rival: str
-    why_not: str
-    gain: PairedDifference
-    damage: PairedDifference
-    texts: tuple[str, ...]
-    searched_on: tuple[str, ...]
-    needles: bool
-    sizes: SearchSizes
-
     @property
-    def accepted(self) -> bool:
-        """Whether it became the choice."""
-        return not self.why_not
+    def stretch(self) -> float | None:
+        """The divisor of the frequencies that are new beyond the window; None where it is not judged inside."""
+        return self.reach.stretch if self.reach.is_judged_inside else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        about = {"twins": self.twins, "stretch": self.stretch, "title": self.title, "label": self.label}
+        course = {"course": self.course.to_dict()}
+        return {"reading": asdict(self.reading)} | course | about | {"method": self.reading.method}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +93,7 @@ class RuntimeVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a choice cost.
+    """The cost of a choice.
 
     Args:
         passes: as many passes over the whole target length.
@@ -121,20 +113,20 @@ class Choice:
     """The extension that suits a model and texts, and how it was found.
 
     Args:
-        candidates: all, in the order in which they were entered.
-        finish: of the race.
-        held_out: on texts that the race never read.
+        candidates: all, the published YaRN first.
+        finish: of the rounds.
+        held_out: the verdict on texts that the rounds never read.
         usual: name of the published YaRN's reading.
         trained_length: tokens that the checkpoint was trained for.
         target_length: tokens.
         sizes: how much was read.
-        rope_parameters: the stock dictionary of the choice; None where it has none.
-        runtimes: who can load it.
+        rope_parameters: the choice as plain transformers loads it; None where only ctxext can.
+        runtimes: which of them can load it.
         refusals: methods that do not apply to this model.
         texts: names of the texts that were chosen on.
-        spent: what it cost.
+        spent: its cost.
         provenance: what it was measured on and with, as JSON values.
-        search: what a search of frequencies found; None where none was asked for.
+        search: result of a search of frequencies; None where none was asked for.
         left_out: names of texts that are copies of others, or are in them, and were not used.
     """
 
@@ -155,32 +147,32 @@ class Choice:
     left_out: tuple[str, ...] = ()
 
     def candidate(self, name: str) -> Candidate:
-        """One of them by the name of its reading."""
-        return next(one for one in self.candidates if one.reading.name == name)
+        """Return a candidate by the name of its reading."""
+        return next(candidate for candidate in self.candidates if candidate.reading.name == name)
 
     @property
     def name(self) -> str:
-        """The name of what was chosen.
+        """The name of the choice.
 
-        It is what the race chose, unless texts that the race never saw show that the published YaRN is better.
+        It is the winner of the rounds, unless texts that they never read show that the published YaRN is better.
         """
         return self.usual if self.is_overruled else self.finish.choice
 
     @property
     def is_overruled(self) -> bool:
-        """Whether the held-out texts show the race's choice to be worse than the published YaRN, or so at their end."""
+        """Whether the held-out texts, or their ends, show the rounds' winner to be worse than the published YaRN."""
         held = self.held_out
         return "worse" in (held.verdict(held.versus_usual), held.verdict(held.end_versus_usual))
 
     @property
     def method(self) -> Method:
-        """What was chosen, ready for ``ctxext.patch(model, choice.method)``."""
+        """The method that was chosen, ready for ``ctxext.patch(model, choice.method)``."""
         return self.candidate(self.name).method
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a saved config keeps of it: on which texts it was chosen, and what that gained on others."""
-        gain = self.held_out.versus_usual
+        """The part that a saved config keeps: on which texts it was chosen, and what that gained on others."""
+        gain = None if self.is_overruled else self.held_out.versus_usual
         return {
             "by": "ctxext choose",
             "target_length": self.target_length,
@@ -191,91 +183,65 @@ class Choice:
             "seed": self.provenance["seed"],
             "candidates": len(self.candidates),
             "held_out_texts": self.held_out.texts,
-            "held_out_gain": None if gain is None or self.is_overruled else -gain.mean,
-            "held_out_gain_se": None if gain is None or self.is_overruled else gain.standard_error,
-        } | ({} if self.search is None else {"search": self._search_record})
-
-    @property
-    def _search_record(self) -> dict[str, Any]:
-        found = self.search
-        assert found is not None
-        return {
-            "accepted": found.accepted,
-            "why_not": found.why_not,
-            "starts": [one.name for one in found.starts],
-            "steps": found.sizes.steps,
-            "texts_per_step": found.sizes.rows,
-            "keys_hidden": found.needles,
-            "gain": -found.gain.mean,
-            "gain_se": found.gain.standard_error,
-        }
+            "held_out_gain": None if gain is None else -gain.mean,
+            "held_out_gain_se": None if gain is None else gain.standard_error,
+        } | ({} if self.search is None else {"search": self.search.record})
 
     @property
     def sentence(self) -> str:
-        """What was chosen and by how much it is better, in two sentences."""
-        return headline(self)
+        """The choice and by how much it is better, in two sentences."""
+        return _headline(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; ``method`` is what a recipe or ``ctxext.patch`` needs."""
+        values = asdict(replace(self, candidates=()))
+        values["candidates"] = [candidate.to_dict() for candidate in self.candidates]
+        values["finish"]["courses"] = [course.to_dict() for course in self.finish.courses]
+        return {"method": self.method.to_dict(), "sentences": sentences(self), "record": self.record} | values
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """One row per candidate; see ``rows``."""
-        return self.rows()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; ``method`` is what a recipe or ``ctxext.patch`` needs."""
-        found = asdict(self)
-        found["candidates"] = [
-            asdict(one) | {"label": one.label, "method": one.reading.method} for one in self.candidates
-        ]
-        method = self.method.to_dict()
-        return {"method": method, "sentences": sentences(self), "record": self.record} | found
-
-    def rows(self) -> list[dict[str, Any]]:
         """One row per candidate, unrounded: what it is, how far it came and why, and its differences."""
-        found = []
-        for one in self.candidates:
-            course = one.course
+        rows = []
+        for candidate in self.candidates:
+            course = candidate.course
             row: dict[str, Any] = {
-                "candidate": one.reading.name,
-                "label": one.label,
-                "stretch": "" if one.stretch is None else one.stretch,
-                "fingerprint": one.reading.fingerprint,
-                "rung": course.rung,
+                "candidate": candidate.reading.name,
+                "label": candidate.label,
+                "stretch": "" if candidate.stretch is None else candidate.stretch,
+                "fingerprint": candidate.reading.fingerprint,
+                "rung": course.round,
                 "dropped": course.dropped,
                 "by": course.by,
             }
             for name in ("inside", "beyond", "worse_by"):
                 gap: PairedDifference | None = getattr(course, name)
                 row |= {name: gap.mean if gap else "", f"{name}_se": gap.standard_error if gap else ""}
-            found.append(row | {"keys": " ".join(f"{loss:.3f}" for loss in course.keys), "tokens": course.tokens})
-        return found
+            rows.append(row | {"keys": " ".join(f"{loss:.3f}" for loss in course.keys), "tokens": course.tokens})
+        return rows
 
 
-def headline(choice: Choice) -> str:
-    """What was chosen, and by how much it beats YaRN as published."""
+def sentences(choice: Choice) -> list[str]:
+    """Return everything that has to be said, the headline first."""
+    said = [_headline(choice), *_search(choice), *_versus_runner_up(choice), _versus_truncation(choice)]
+    return [*said, *_keys(choice), _damage(choice), _dropped(choice), _spent(choice), _form(choice), *_cautions(choice)]
+
+
+def _headline(choice: Choice) -> str:
     name, usual = choice.candidate(choice.name).label, choice.candidate(choice.usual).label
     held, gap = choice.held_out, choice.held_out.versus_usual
     chosen = f"Chosen for {tokens_label(choice.target_length)} tokens: {name}."
     if gap is None:
         return f"{chosen} It is YaRN as published: no other of {len(choice.candidates)} candidates was chosen over it."
-    texts = _texts(choice)
+    texts, verdict = _texts(choice), held.verdict(gap)
     if choice.is_overruled:
-        other = choice.candidate(choice.finish.choice).label
         end = held.end_versus_usual
-        if held.verdict(gap) == "worse" or end is None:
-            return f"{chosen} The race had chosen {other}, which on {texts} is worse, by {_size(gap)}."
-        return f"{chosen} The race had chosen {other}, which at the end of {texts} is worse, by {_size(end)}."
-    verdict = held.verdict(gap)
+        where, worse = ("on", gap) if verdict == "worse" or end is None else ("at the end of", end)
+        winner = choice.candidate(choice.finish.choice).label
+        return f"{chosen} {winner} had been chosen, which {where} {texts} is worse, by {_size(worse)}."
     if verdict == "better":
         return f"{chosen} On {texts} it is better than {usual} as published, by {_size(gap)}."
-    return f"{chosen} On {texts} no difference to {usual} as published can be shown: {_signed(gap)}."
-
-
-def sentences(choice: Choice) -> list[str]:
-    """Everything that has to be said, the headline first."""
-    said = [headline(choice), *_search(choice), *_versus_runner_up(choice), _versus_truncation(choice)]
-    said += _keys(choice)
-    said += [_damage(choice), _dropped(choice), _spent(choice), _form(choice), *_cautions(choice)]
-    return said
+    return f"{chosen} On {texts} no difference to {usual} as published can be shown: {gap} nats per token."
 
 
 def _texts(choice: Choice) -> str:
@@ -283,8 +249,6 @@ def _texts(choice: Choice) -> str:
     if held.same_documents:
         count = f"{held.texts} other stretches" if held.texts > 1 else "another stretch"
         return f"{count} of the text that it was chosen on"
-    if documents == 1 and held.texts == 1:
-        return "a text that it was not chosen on"
     stretches = f"{held.texts} stretches of " if held.texts > documents else ""
     texts = f"{documents} texts" if documents > 1 else "a text"
     return f"{stretches}{texts} that it was not chosen on"
@@ -294,76 +258,69 @@ def _size(gap: PairedDifference) -> str:
     return f"{abs(gap.mean):.3f} ± {gap.standard_error:.3f} nats per token"
 
 
-def _signed(gap: PairedDifference) -> str:
-    return f"{gap} nats per token"
-
-
 def _versus_runner_up(choice: Choice) -> list[str]:
-    gap, name = choice.held_out.versus_runner_up, choice.finish.runner_up
+    gap = choice.held_out.versus_runner_up
     if gap is None or choice.is_overruled:
         return []
-    told = {"better": "better, by", "worse": "worse, by"}.get(choice.held_out.verdict(gap), "not shown to differ:")
-    size = _size(gap) if told.endswith("by") else _signed(gap)
-    return [f"Against the runner-up, {choice.candidate(name).label}, it is {told} {size}."]
+    verdict, name = choice.held_out.verdict(gap), choice.candidate(choice.finish.runner_up).label
+    size = f"not shown to differ: {gap} nats per token" if verdict == "no difference" else f"{verdict}, by {_size(gap)}"
+    return [f"Against the runner-up, {name}, it is {size}."]
 
 
 def _search(choice: Choice) -> list[str]:
-    """What a search did, and whether it was taken."""
-    found = choice.search
-    if found is None:
+    """Say what a search did, and whether its result was taken."""
+    search = choice.search
+    if search is None:
         return []
-    sizes, best, rival = found.sizes, found.starts[0], choice.candidate(found.rival).label
-    where = " and ".join(one.name for one in found.starts)
+    sizes, best, rival = search.sizes, search.starts[0], choice.candidate(search.rival).label
+    where = " and ".join(start.name for start in search.starts)
     on = f"{sizes.rows} texts at a time" if sizes.rows > 1 else "one text at a time"
-    keys = ", keys hidden in them" if found.needles else ""
-    kept = f"{len(found.texts)} texts" if len(found.texts) > 1 else "a text"
-    did = f"A search of the frequencies took {sizes.steps} steps from each of {where}, {on}{keys}."
-    if found.accepted:
+    keys = ", keys hidden in them" if search.needles else ""
+    kept = f"{len(search.texts)} texts" if len(search.texts) > 1 else "a text"
+    took = f"A search of the frequencies took {sizes.steps} steps from each of {where}, {on}{keys}."
+    if search.accepted:
         return [
-            f"{did} What it found from {best.name} was taken: on {kept} kept back for that it is better than {rival}, "
-            f"which won the race, by {_size(found.gain)}."
+            f"{took} Its result from {best.name} was taken: on {kept} kept back for that it is better than {rival}, "
+            f"which had been chosen before, by {_size(search.gain)}."
         ]
     best_of = f"The best, from {best.name}, was judged on {kept} kept back for that"
-    return [f"{did} Nothing of it was taken. {best_of}: {found.why_not}."]
+    return [f"{took} Nothing of it was taken. {best_of}: {search.why_not}."]
 
 
 def _versus_truncation(choice: Choice) -> str:
     gap = choice.held_out.versus_truncation
     kept = f"dropping all but the last {tokens_label(choice.held_out.window)} tokens"
     whose = choice.candidate(choice.finish.choice).label if choice.is_overruled else "it"
-    verdict = gap.verdict
     where = gap.scope(choice.held_out.texts)
-    if verdict == "better":
+    if gap.verdict == "better":
         return f"At the end of the texts {whose} predicts better{where} than {kept}, by {_size(gap)}."
-    if verdict == "worse":
+    if gap.verdict == "worse":
         return (
             f"For plain prediction at the end of the texts, {kept} is better{where}, by {_size(gap)}: the longer "
             f"context pays where something far back is asked for."
         )
-    return f"At the end of the texts no difference to {kept} can be shown: {_signed(gap)}."
+    return f"At the end of the texts no difference to {kept} can be shown: {gap} nats per token."
 
 
 def _keys(choice: Choice) -> list[str]:
     losses = choice.finish.course(choice.name).keys
     if not losses:
         return []
-    found = sum(loss < READ for loss in losses)
-    told = ", ".join(f"{loss:.2f}" for loss in losses)
+    read = sum(loss < READ for loss in losses)
+    values = ", ".join(f"{loss:.2f}" for loss in losses)
     where = f"hidden in {tokens_label(choice.target_length)} tokens"
     if len(losses) == 1:
-        verb = "reads" if found else "does not read"
-        return [f"A key {where}, at the very start, it {verb} at better than even odds (loss {told} nats)."]
-    return [
-        f"Of {len(losses)} keys {where}, the first at the very start, it reads {found} at better than even odds (loss "
-        f"{told} nats)."
-    ]
+        verb = "reads" if read else "does not read"
+        return [f"A key {where}, at the very start, it {verb} at better than even odds (loss {values} nats)."]
+    first = f"Of {len(losses)} keys {where}, the first at the very start"
+    return [f"{first}, it reads {read} at better than even odds (loss {values} nats)."]
 
 
 def _damage(choice: Choice) -> str:
-    held = choice.held_out
-    own = held.usual_damage if choice.is_overruled or choice.name == choice.usual else held.damage
-    beside = "" if choice.name == choice.usual else f" YaRN as published costs {held.usual_damage}."
-    return f"Inside the window it costs {_signed(own)} against the unextended model.{beside}"
+    held, is_usual = choice.held_out, choice.name == choice.usual
+    own = held.usual_damage if is_usual else held.damage
+    beside = "" if is_usual else f" YaRN as published costs {held.usual_damage}."
+    return f"Inside the window it costs {own} nats per token against the unextended model.{beside}"
 
 
 def _dropped(choice: Choice) -> str:
@@ -371,15 +328,15 @@ def _dropped(choice: Choice) -> str:
     for course in choice.finish.courses:
         if course.dropped:
             shown = "shown to be worse on these texts" if course.worse_by else "left behind, not shown to be worse"
-            kinds[f"{RUNGS[course.rung]} ({shown})"] += 1
-    twins = sum(len(one.twins) for one in choice.candidates)
+            kinds[f"{ROUNDS[course.round]} ({shown})"] += 1
+    twins = sum(len(candidate.twins) for candidate in choice.candidates)
     same = f" ({twins} more have the frequencies of one of them)" if twins else ""
-    told = "; ".join(f"{count} {where}" for where, count in kinds.items())
-    return f"Of {len(choice.candidates)} candidates{same} these were dropped: {told or 'none'}."
+    dropped = "; ".join(f"{count} {where}" for where, count in kinds.items())
+    return f"Of {len(choice.candidates)} candidates{same} these were dropped: {dropped or 'none'}."
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a reader wants them."""
+    """Write seconds in a unit that suits them."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -395,16 +352,11 @@ def _spent(choice: Choice) -> str:
     return f"It took {took}{limit}: as much as {passes}."
 
 
-def _who_loads(choice: Choice) -> str:
-    """Which runtimes are known to compute the same, in a few words."""
-    able = [one.name for one in choice.runtimes if one.exact]
-    return ", ".join(able) if able else "only ctxext"
-
-
 def _form(choice: Choice) -> str:
+    able = ", ".join(runtime.name for runtime in choice.runtimes if runtime.exact) or "only ctxext"
     if choice.rope_parameters is None:
-        return f"It has no stock form: {_who_loads(choice)} loads it."
-    return f"It is the stock dictionary {json.dumps(choice.rope_parameters)}; known to load it: {_who_loads(choice)}."
+        return f"Plain transformers cannot express it: {able} loads it."
+    return f"Plain transformers has it as {json.dumps(choice.rope_parameters)}; known to load it: {able}."
 
 
 def _cautions(choice: Choice) -> list[str]:
@@ -412,15 +364,11 @@ def _cautions(choice: Choice) -> list[str]:
     gap = held.versus_usual or held.versus_truncation
     if gap.over != "documents":
         these = "this text" if len(held.names) == 1 else "these texts"
-        said.append(
-            f"The verdict is about {these} ({few_of(held.names)}): five documents or more would say something about "
-            f"others."
-        )
+        about = f"The verdict is about {these} ({few_of(held.names)})"
+        said.append(f"{about}: five documents or more would say something about others.")
     if choice.left_out:
-        said.append(
-            f"Left out as copies of other texts, or parts of them: {few_of(choice.left_out)}. What is chosen on is not "
-            f"judged on."
-        )
+        copies = f"Left out as copies of other texts, or parts of them: {few_of(choice.left_out)}"
+        said.append(f"{copies}. What is chosen on is not judged on.")
     if choice.finish.course(choice.finish.choice).tokens and choice.sizes.texts == 1:
         said.append("It was chosen on one text; with more, the choice among near equals is surer.")
     return said

@@ -1,4 +1,4 @@
-"""The loss of a frozen model as a function of its rotation, and its gradient: what a search of frequencies walks on."""
+"""The loss of a frozen model as a function of its frequencies, and its gradient, for a search of frequencies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ctxext.surgery.subject import base_model, text_of
 from ctxext.training.loss import Pieces
 from ctxext.training.memory import recompute_layers
 
-# Nats that it costs, in the mean over the frequencies that did not turn once in training, to divide them by something
-# else than the factor, per squared logarithm: a factor of two is 0.005. The loss alone would let them drift to where no
-# text of this length shows what they do, and a longer one would.
+# Nats that it costs to divide the frequencies that did not turn once in training by something else than the factor,
+# per squared logarithm and in the mean over them: a factor of two is 0.005. The loss alone would let them drift to
+# where no text of this length shows what they do, and a longer one would.
 PENALTY = 0.01
 # Decimals of a divisor that are kept: more than float32 tells apart.
 DECIMALS = 8
@@ -36,17 +36,17 @@ Vector = Float[Tensor, " unknowns"]
 
 
 def vector_of(method: RopeMethod, rope: RopeSpec, length: int) -> Vector:
-    """The vector of a method that is one set of frequencies, none of them 0."""
-    found = method.frequencies(rope, length)
-    divisors = plain_inv_freq(rope) / found.inv_freq
-    return torch.cat([divisors, torch.tensor([found.attention_scale], dtype=torch.float64)]).log()
+    """Return the vector of a method that is one set of frequencies, none of them 0."""
+    frequencies = method.frequencies(rope, length)
+    divisors = plain_inv_freq(rope) / frequencies.inv_freq
+    return torch.cat([divisors, torch.tensor([frequencies.attention_scale], dtype=torch.float64)]).log()
 
 
 def as_method(vector: Vector, factor: float) -> LongRoPE:
-    """A vector in the form that stock transformers and others load: one set of factors, for short texts and long ones.
+    """Return a vector as a method that plain transformers loads: one set of factors, for short texts and long ones.
 
     Args:
-        vector: what was found.
+        vector: logarithms of divisors and of the scale.
         factor: target length over trained length.
     """
     *divisors, scale = (round(value, DECIMALS) for value in vector.exp().tolist())
@@ -54,7 +54,7 @@ def as_method(vector: Vector, factor: float) -> LongRoPE:
 
 
 def learns_scale(model: nn.Module) -> bool:
-    """Whether cos and sin have a scale to search: latent attention multiplies whole scores instead, by a constant."""
+    """Return whether cos and sin have a scale to search: latent attention multiplies whole scores by a constant."""
     return not hasattr(text_of(base_model(model).config), "qk_rope_head_dim")
 
 
@@ -72,21 +72,21 @@ class Example:
 
     @classmethod
     def mean(cls, input_ids: Tensor) -> Example:
-        """All tokens alike."""
+        """Return an example in which all tokens count alike."""
         counted = input_ids[:, 1:].shape
         return cls(input_ids, torch.full(counted, 1 / counted.numel()))
 
 
 @dataclass(eq=False)
 class Landscape:
-    """A model whose rotation is a vector, inside a ``with``; weights and all else are afterwards what they were.
+    """A model whose rotation is a vector, inside a ``with``; all of it is afterwards as it was.
 
     The model stays in evaluation mode and its weights are frozen, so that a gradient is of the vector alone. Each layer
     is computed again in the backward pass, and the logits exist for a chunk of the text at a time.
 
     Args:
-        model: patched by ``as_method`` of a vector of zeros: as before, but ready for the target.
-        sites: its frequencies, as they were before it was patched.
+        model: patched by ``as_method`` of a vector of zeros, so that it has its own frequencies and reaches the target.
+        sites: places of its frequencies, found before it was patched.
         stretch: target length over trained length.
     """
 
@@ -113,11 +113,11 @@ class Landscape:
 
     @torch.no_grad()
     def loss(self, vector: Vector, examples: Sequence[Example]) -> float:
-        """The mean loss of examples, in nats."""
+        """Return the mean loss of examples, in nats."""
         return sum(self._loss(vector, example).item() for example in examples) / len(examples)
 
     def gradient(self, vector: Vector, examples: Sequence[Example]) -> tuple[float, Vector]:
-        """The mean loss of examples and the penalty, in nats, and the gradient of both; one example at a time.
+        """Return the mean loss of examples plus the penalty, in nats, and its gradient; one example at a time.
 
         Raises:
             IncompatibleError: no gradient comes through the model, or no finite one.
@@ -129,13 +129,13 @@ class Landscape:
             value = total.item()
             for example in examples:
                 loss = self._loss(unknowns, example) / len(examples)
-                found = torch.autograd.grad(loss, unknowns, allow_unused=True)[0] if loss.requires_grad else None
-                if found is None:
+                part = torch.autograd.grad(loss, unknowns, allow_unused=True)[0] if loss.requires_grad else None
+                if part is None:
                     raise IncompatibleError(
                         f"No gradient comes through {type(base_model(self.model)).__name__} to its frequencies. "
                         f"Choose without --search."
                     )
-                value, gradient = value + loss.item(), gradient + found
+                value, gradient = value + loss.item(), gradient + part
         check_finite(torch.tensor([value, *gradient.tolist()]), "a step of the search")
         return value, gradient
 
@@ -157,11 +157,11 @@ class Landscape:
 
 
 def require_searchable(model: nn.Module) -> None:
-    """See, before anything is read, that gradients of a long text can be computed on a model.
+    """Raise, before anything is read, where gradients of a long text cannot be computed on a model.
 
     Raises:
-        IncompatibleError: it has quantised weights, or such that no gradient may pass, or no layers that can be
-            computed again.
+        IncompatibleError: the model has quantised weights, weights of ``torch.inference_mode``, or no layers that can
+            be computed again.
     """
     base = base_model(model)
     name = type(base).__name__

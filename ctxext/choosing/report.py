@@ -1,240 +1,176 @@
-"""A choice in a terminal, as a page of Markdown, and as a figure of the race."""
+"""The page of a choice: its sentences, its candidates, a search, who can load it, and a figure of the rounds."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
-
-from rich.console import Console
 
 from ctxext.choosing.choice import Candidate, Choice, duration, sentences
-from ctxext.choosing.race import INSIDE, MORE, SEARCH, WHOLE
+from ctxext.choosing.halving import INSIDE, MORE, SEARCH, WHOLE
+from ctxext.choosing.search import SearchResult
 from ctxext.evaluation.labels import few_of, tokens_label
-from ctxext.evaluation.report.markdown import code, escaped, table
-from ctxext.evaluation.report.style import (
-    COLOURS,
-    DASHED,
-    NOTE,
-    OTHERS,
-    draw_grid,
-    plain_table,
-    saved_figure,
-    say,
-)
+from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, OTHERS, Figure, draw_grid
+from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.statistics import PairedDifference
 
-NONE = "\N{EN DASH}"
-CHOSEN, LEFT = COLOURS["yarn"], "#B5B5B5"
-# Rows of the terminal's table: more are in the files.
+CHOSEN, USUAL, LEFT = COLOURS["yarn"], COLOURS["truncated"], "#B5B5B5"
+# Rows of the short table of candidates.
 SHOWN = 12
 
 
-def show_choice(choice: Choice, console: Console) -> None:
-    """Print those that came furthest, and everything that has to be said."""
-    header, rows = _table(choice, _short_fate)
-    shown = rows[:SHOWN]
-    console.print("\nLoss minus that of YaRN as published, nats per token ± standard error, on what each has read\n")
-    console.print(plain_table(header, shown, {choice.candidate(choice.name).label: "bold"}))
-    if len(rows) > len(shown):
-        console.print(f"\n{len(rows) - len(shown)} more did not get as far; -o FILE.md lists them.", style="dim")
-    say(console, sentences(choice))
-
-
-def page(choice: Choice, figure: str | None = None) -> str:
-    """One page of Markdown with all that was found.
-
-    Args:
-        choice: what to tell of.
-        figure: a picture of the race to show, by its name beside the page; None for none.
-    """
-    title = f"# {escaped(choice.provenance['checkpoint'])} to {tokens_label(choice.target_length)} tokens"
+def choice_page(choice: Choice) -> Page:
+    """Return the candidates that came furthest, everything that has to be said, and a figure; the rest as details."""
+    title = f"{choice.provenance['checkpoint']}, {tokens_label(choice.trained_length)} to "
+    title += f"{tokens_label(choice.target_length)} tokens"
     first, *rest = sentences(choice)
-    told = [title, f"**{escaped(first)}**", *(f"- {escaped(one)}" for one in rest)]
-    seen = (
-        "Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that read "
-        "whole texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals."
+    header = ("", "inside the window", "beyond", "at the end", "keys", "came to")
+    short = _rows(choice, _short_fate)
+    others = f"{len(short) - SHOWN} more did not get as far; -o FILE.md lists them." if len(short) > SHOWN else ""
+    figure = Figure(
+        name="rounds",
+        title=f"{title}: {choice.candidate(choice.name).label}",
+        size=(13.0, 5.6),
+        draw=lambda canvas: _draw(canvas, choice),
+        caption="Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that "
+        "read whole texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals.",
+        alternative="The rounds",
     )
-    picture = [f"![The race]({quote(figure)})", seen] if figure else []
-    header, rows = _table(choice, _fate)
-    facts = list(_facts(choice).items())
-    runtimes = [(one.name, "yes" if one.exact else "no", code(one.says, in_table=True)) for one in choice.runtimes]
-    parts = [
-        told[0],
-        told[1],
-        "\n".join(told[2:]),
-        *picture,
-        "## The race",
-        "Loss minus that of YaRN as published, in nats per token ± standard error, on what each has read. What was "
-        "only left behind was not shown to be worse: the budget did not last for it. What is worse is so on the texts "
-        "that the race read; about other texts that says nothing.",
-        table(header, rows),
-        *_search_page(choice),
-        "## Who can load it",
-        table(("runtime", "computes the same", "how, or why not"), runtimes),
-        "## What it was measured on",
-        table(("", ""), facts),
-    ]
-    return "\n\n".join(parts) + "\n"
+    candidates = TextTable(
+        header=header,
+        rows=short[:SHOWN],
+        title="Loss minus that of YaRN as published, nats per token ± standard error, on what each has read",
+        caption=others,
+        styles={choice.candidate(choice.name).label: "best"},
+    )
+    whole = TextTable(
+        header=header,
+        rows=_rows(choice, _fate),
+        caption="What was only left behind was not shown to be worse: the budget did not last for it. What is worse is "
+        "so on the texts that were chosen on; about other texts that says nothing.",
+        prose=True,
+    )
+    runtimes = TextTable(
+        header=("runtime", "computes the same", "how, or why not"),
+        rows=[(one.name, "yes" if one.exact else "no", Code(one.says)) for one in choice.runtimes],
+        prose=True,
+    )
+    details: list[Part] = [Heading("All candidates"), whole]
+    if choice.search is not None:
+        details += [Heading("The search"), _search(choice.search)]
+    details += [Heading("Who can load it"), runtimes, Heading("What it was measured on"), _provenance(choice)]
+    return Page(title, [candidates, Headline(first), *rest, figure], details)
 
 
-def _table(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> tuple[list[str], list[list[str]]]:
-    """Candidates, those that came furthest first."""
-    header = ["", "inside the window", "beyond", "at the end", "keys", "came to"]
+def _rows(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> list[list[str]]:
+    """Return a row per candidate, those that came furthest first."""
     places = {name: place for place, name in enumerate(choice.finish.finalists)}
-    rungs = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
+    rounds = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
 
-    def place(one: Candidate) -> tuple[int, int, bool, float]:
-        course = one.course
+    def place(candidate: Candidate) -> tuple[int, int, bool, float]:
+        course = candidate.course
         gap = course.beyond or course.inside
-        mean = 0.0 if gap is None else gap.mean
-        finalist = places.get(one.reading.name, len(places))
-        return finalist, rungs[course.rung], bool(course.worse_by), mean
+        finalist = places.get(candidate.reading.name, len(places))
+        return finalist, rounds[course.round], bool(course.worse_by), 0.0 if gap is None else gap.mean
 
     rows = []
-    for one in sorted(choice.candidates, key=place):
-        course = one.course
+    for candidate in sorted(choice.candidates, key=place):
+        course = candidate.course
+        gaps = [NONE if gap is None else str(gap) for gap in (course.inside, course.beyond, course.end)]
         keys = " ".join(f"{loss:.2f}" for loss in course.keys) or NONE
-        rows.append([one.label, _gap(course.inside), _gap(course.beyond), _gap(course.end), keys, fate(choice, one)])
-    return header, rows
+        rows.append([candidate.label, *gaps, keys, fate(choice, candidate)])
+    return rows
 
 
-def _search_page(choice: Choice) -> list[str]:
-    """What each start of a search came to."""
-    if choice.search is None:
-        return []
-    header = ["from", "first steps", "last steps", "beyond, texts chosen on", "divided by", "scale"]
+def _search(search: SearchResult) -> TextTable:
+    """Return what each start of a search came to."""
     rows = []
-    for one in choice.search.starts:
-        tenth = max(1, len(one.losses) // 10)
-        first, last = (sum(part) / tenth for part in (one.losses[:tenth], one.losses[-tenth:]))
-        divisors = " ".join(f"{divisor:.3g}" for divisor in one.method["long_factor"])
-        rows.append(
-            [
-                one.name,
-                f"{first:.4f}",
-                f"{last:.4f}",
-                f"{one.beyond:.4f}",
-                divisors,
-                f"{one.method['attention_factor']:.4g}",
-            ]
-        )
-    told = (
-        "Mean loss of the first and of the last tenth of the steps, each on the texts of its own, in nats per token; "
-        "then that of what was found, beyond the window, on whole texts that were chosen on; and what was found: what "
-        "each frequency is divided by, the fastest first."
+    for start in search.starts:
+        tenth = max(1, len(start.losses) // 10)
+        means = [sum(part) / tenth for part in (start.losses[:tenth], start.losses[-tenth:])]
+        numbers = [f"{loss:.4f}" for loss in (*means, start.beyond)]
+        divisors = " ".join(f"{divisor:.3g}" for divisor in start.method["long_factor"])
+        rows.append([start.name, *numbers, divisors, f"{start.method['attention_factor']:.4g}"])
+    return TextTable(
+        header=("from", "first steps", "last steps", "beyond, texts chosen on", "divided by", "scale"),
+        rows=rows,
+        caption="Mean loss of the first and of the last tenth of the steps, each on the texts of its own, in nats per "
+        "token; then that of the result, beyond the window, on whole texts that were chosen on; and the result: what "
+        "each frequency is divided by, the fastest first.",
+        prose=True,
     )
-    return ["## The search", told, table(header, rows)]
 
 
-def _short_fate(choice: Choice, one: Candidate) -> str:
-    course = one.course
-    if one.reading.name == choice.name or not course.dropped:
-        return _fate(choice, one)
-    if course.rung == SEARCH:
+def _short_fate(choice: Choice, candidate: Candidate) -> str:
+    course = candidate.course
+    if candidate.reading.name == choice.name or not course.dropped:
+        return _fate(choice, candidate)
+    if course.round == SEARCH:
         return "not taken"
     if course.worse_by is None:
         return "left behind"
     return "stopped" if course.dropped.startswith("stopped") else "worse on these texts"
 
 
-def _fate(choice: Choice, one: Candidate) -> str:
-    course = one.course
-    if one.reading.name == choice.name:
+def _fate(choice: Choice, candidate: Candidate) -> str:
+    course = candidate.course
+    if candidate.reading.name == choice.name:
         return "chosen"
-    if not course.dropped:
-        return "finalist"
-    if course.worse_by is None:
-        return course.dropped
-    by = choice.candidate(course.by).label
-    return f"{course.dropped}, on these texts: {course.worse_by} against {by}"
+    if not course.dropped or course.worse_by is None:
+        return course.dropped or "finalist"
+    return f"{course.dropped}, on these texts: {course.worse_by} against {choice.candidate(course.by).label}"
 
 
-def _gap(gap: PairedDifference | None) -> str:
-    return NONE if gap is None else str(gap)
-
-
-def _facts(choice: Choice) -> dict[str, str]:
-    found, sizes, spent = choice.provenance, choice.sizes, choice.spent
-    return {
-        "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",
-        "Trained length": f"{choice.trained_length:,} tokens",
-        "Texts": f"{few_of(found['documents'])}; sha256 {found['corpus_sha256']}",
-        "Chosen on": few_of(choice.texts),
-        "Judged on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
-        "Race": f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
+def _provenance(choice: Choice) -> TextTable:
+    sizes, spent, search = choice.sizes, choice.spent, choice.search
+    facts = {
+        "Trained_length": f"{choice.trained_length:,} tokens",
+        "Chosen_on": few_of(choice.texts),
+        "Judged_on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
+        "Rounds": f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
         f"read: {sizes.first}; that {sizes.finalists} read: {sizes.texts}; hidden keys: {sizes.keys}",
-        **_search_facts(choice),
-        "Seed": str(found["seed"]),
-        "Spent": f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}",
-        "dtype": found["dtype"],
-        "Device": f"{found['device']}; {found['machine']}",
-        "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        "Not entered": "; ".join(f"{one.label}: {one.reason}" for one in choice.refusals) or "none",
-        "Command": code(found["command"], in_table=True),
-        "Date": found["date"],
     }
+    if search is not None:
+        took = f"{search.sizes.steps} steps from each of {len(search.starts)} starts"
+        rows = f"{search.sizes.rows} of {len(search.searched_on)} texts each"
+        keys = "hidden keys in them" if search.needles else "no hidden keys (not asked for, or not read in the window)"
+        facts["Search"] = f"{took}, {rows}, {keys}; on {few_of(search.searched_on)}"
+        facts["Search_accepted_on"] = few_of(search.texts)
+    facts["Spent"] = f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}"
+    facts["Not_entered"] = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals)
+    return provenance_table(choice.provenance, **facts)
 
 
-def _search_facts(choice: Choice) -> dict[str, str]:
-    found = choice.search
-    if found is None:
-        return {}
-    sizes, starts = found.sizes, len(found.starts)
-    told = f"{sizes.steps} steps from each of {starts} starts, {sizes.rows} of {len(found.searched_on)} texts each"
-    keys = "hidden keys in them" if found.needles else "no hidden keys (none asked for, or none read inside the window)"
-    return {
-        "Search": f"{told}, {keys}; on {few_of(found.searched_on)}",
-        "Search accepted on": few_of(found.texts),
-    }
-
-
-def save_race_figure(choice: Choice, path: Path) -> None:
-    """Draw the race from left to right: inside the window, beyond it, and the verdict on other texts.
-
-    Raises:
-        InvalidParameterError: matplotlib is not installed.
-    """
-    looks = _finalists(choice)
-    title = f"{choice.provenance['checkpoint']}, {tokens_label(choice.trained_length)} to "
-    title += f"{tokens_label(choice.target_length)} tokens: {choice.candidate(choice.name).label}"
-    with saved_figure(path, (13.0, 5.6), title) as figure:
-        inside, beyond, verdict = figure.subplots(1, 3, width_ratios=(1, 1.35, 1.15))
-        _draw_inside(inside, choice, looks)
-        _draw_beyond(beyond, choice, looks)
-        _draw_verdict(verdict, choice)
-        handles, labels = beyond.get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor="linecolor"
-        )
-
-
-def _finalists(choice: Choice) -> dict[str, str]:
-    """A colour for each finalist and for whoever the verdict is about; the others are grey."""
+def _draw(canvas: Any, choice: Choice) -> None:
+    """Draw the rounds from left to right: inside the window, beyond it, and the verdict on other texts."""
     names = dict.fromkeys([choice.name, *choice.finish.finalists, choice.finish.runner_up])
     others = itertools.cycle(OTHERS)
-    colours = {choice.usual: COLOURS["truncated"]}
+    colours = {choice.usual: USUAL}  # candidates that it lacks are grey
     for name in names:
         if name and name != choice.usual:
             colours[name] = CHOSEN if name == choice.name else next(others)
-    return colours
+    inside, beyond, verdict = canvas.subplots(1, 3, width_ratios=(1, 1.35, 1.15))
+    _draw_inside(inside, choice, colours)
+    _draw_beyond(beyond, choice, colours)
+    _draw_verdict(verdict, choice)
+    legend = {"frameon": False, "fontsize": 9, "labelcolor": "linecolor"}
+    canvas.legend(*beyond.get_legend_handles_labels(), loc="outside lower center", ncols=3, **legend)
 
 
-def _draw_inside(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
-    """Each candidate by how far it stretches and what it costs inside the window."""
-    axes.axhline(0, color=COLOURS["truncated"], lw=1.2, ls=DASHED, zorder=2)
+def _draw_inside(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
+    """Draw each candidate by how far it stretches and what it costs inside the window."""
+    axes.axhline(0, color=USUAL, lw=1.2, ls=DASHED, zorder=2)
     left: list[tuple[float, float]] = []
     went: list[tuple[float, float]] = []
-    for one in choice.candidates:
-        if one.stretch is None:
+    for candidate in choice.candidates:
+        course = candidate.course
+        if candidate.stretch is None:
             continue
-        place = (one.stretch, one.course.inside.mean if one.course.inside else 0.0)
-        if one.reading.name in looks:
-            axes.plot(*place, "o", ms=8, color=looks[one.reading.name], zorder=4)
+        place = (candidate.stretch, course.inside.mean if course.inside else 0.0)
+        if candidate.reading.name in colours:
+            axes.plot(*place, "o", ms=8, color=colours[candidate.reading.name], zorder=4)
         else:
-            (left if one.course.rung == INSIDE else went).append(place)
+            (left if course.round == INSIDE else went).append(place)
     for places, marker, colour, label in ((left, "x", LEFT, "left behind"), (went, "o", NOTE, "read whole texts")):
         if places:
             axes.plot(*zip(*places, strict=True), marker, ms=5, color=colour, label=label, zorder=3)
@@ -250,21 +186,20 @@ def _draw_inside(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
     draw_grid(axes, f"1  Inside the window: {len(choice.candidates)} candidates")
 
 
-def _draw_beyond(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
-    """Running means beyond the window: a line ends where its candidate was stopped."""
-    lines = {one.reading.name: one.course for one in choice.candidates if one.course.trace}
+def _draw_beyond(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
+    """Draw running means beyond the window: a line ends where its candidate was stopped."""
+    lines = {one.reading.name: one for one in choice.candidates if one.course.trace}
     usual = f"{choice.candidate(choice.usual).label}, as published"
-    axes.axhline(0, color=COLOURS["truncated"], lw=1.6, ls=DASHED, label=usual)
-    for name, course in sorted(lines.items(), key=lambda item: item[0] in looks):
-        x, y = zip(*course.trace, strict=True)
-        colour, is_chosen = looks.get(name, LEFT), name == choice.name
-        label = choice.candidate(name).label + (", chosen" if is_chosen else "") if name in looks else None
-        axes.plot(x, y, color=colour, lw=2.6 if is_chosen else 1.6, label=label, zorder=4 if name in looks else 2)
-        end = "x" if course.dropped.startswith("stopped") else "o"
+    axes.axhline(0, color=USUAL, lw=1.6, ls=DASHED, label=usual)
+    for name, candidate in sorted(lines.items(), key=lambda item: item[0] in colours):
+        x, y = zip(*candidate.course.trace, strict=True)
+        colour, is_chosen = colours.get(name, LEFT), name == choice.name
+        label = candidate.label + (", chosen" if is_chosen else "") if name in colours else None
+        axes.plot(x, y, color=colour, lw=2.6 if is_chosen else 1.6, label=label, zorder=4 if name in colours else 2)
+        end = "x" if candidate.course.dropped.startswith("stopped") else "o"
         axes.plot(x[-1], y[-1], end, color=colour, ms=6, zorder=5)
-    ends = [(choice.candidate(name).label, course.trace[-1][1]) for name, course in lines.items()]
-    lowest = min((mean for course in lines.values() for _, mean in course.trace), default=0.0)
-    _clip(axes, lowest, ends)
+    lowest = min((mean for candidate in lines.values() for _, mean in candidate.course.trace), default=0.0)
+    _clip(axes, lowest, [(candidate.label, candidate.course.trace[-1][1]) for candidate in lines.values()])
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: tokens_label(round(tokens)))
     axes.margins(x=0.05)
@@ -283,20 +218,12 @@ def _clip(axes: Any, lowest: float, values: Sequence[tuple[str, float]]) -> None
         named = [f"{name} {value:+.2f}" for name, value in hidden if name]
         more = f"\nand {len(named) - 4} more" if len(named) > 4 else ""
         note = "\n".join(named[:4]) + more if named else f"{len(hidden)}, up to {hidden[-1][1]:+.2f}"
-        axes.text(
-            0.985,
-            0.985,
-            f"off the scale: {note}",
-            transform=axes.transAxes,
-            ha="right",
-            va="top",
-            fontsize=8,
-            color=NOTE,
-        )
+        corner = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+        axes.text(0.985, 0.985, f"off the scale: {note}", fontsize=8, color=NOTE, **corner)
 
 
 def _draw_verdict(axes: Any, choice: Choice) -> None:
-    """What the choice gains and costs on texts that it was not chosen on, with 95 percent intervals."""
+    """Draw what the choice gains and costs on texts that it was not chosen on, with 95 percent intervals."""
     held = choice.held_out
     kept = f"last {tokens_label(held.window)} tokens"
     rows: list[tuple[str, PairedDifference | None, str]] = [
@@ -304,10 +231,10 @@ def _draw_verdict(axes: Any, choice: Choice) -> None:
         ("beyond: minus the\nrunner-up", held.versus_runner_up, CHOSEN),
         (f"at the end: minus the\nbest truncation\n({kept})", held.versus_truncation, CHOSEN),
         ("inside: minus the\nunextended model", held.damage, CHOSEN),
-        ("the same, YaRN\nas published", held.usual_damage, COLOURS["truncated"]),
+        ("the same, YaRN\nas published", held.usual_damage, USUAL),
     ]
     shown = [(name, gap, colour) for name, gap, colour in rows if gap is not None]
-    axes.axvline(0, color=COLOURS["truncated"], lw=1.2, ls=DASHED)
+    axes.axvline(0, color=USUAL, lw=1.2, ls=DASHED)
     for place, (_, gap, colour) in enumerate(shown):
         axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=6, lw=1.8, color=colour)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}

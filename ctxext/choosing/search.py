@@ -1,11 +1,12 @@
 """``--search``: the frequencies themselves, by gradients on the frozen model at the full target length.
 
-A race chooses among formulas. From several starts this walks on: downhill in what each frequency is divided by and in
-the scale of cos and sin, on the texts to choose on. A fast frequency can be wrong in many ways that are all worse than
-their neighbours, since its angle at the end of a long text comes round again and again: the start decides which of them
-is found. So the frequencies as they were trained are always one start, from where every fast frequency is right.
+The rounds choose among formulas. A search goes on from several starts: downhill in what each frequency is divided by
+and in the scale of cos and sin, on the texts to choose on. A fast frequency has many local minima, since its angle at
+the end of a long text comes round again and again: the start decides which of them is found. So the frequencies as they
+were trained are always one start, where every fast frequency is right.
 
-Every step is a cell of its own, kept with all that the next one needs: a kill loses one step.
+Every step is a job of its own, kept with all that the next one needs: a kill loses one step. The result becomes the
+choice only if it is better on texts that neither the rounds nor the search have read.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ import torch
 from torch import nn
 
 from ctxext.choosing.budget import STEP_COST, SearchSizes
+from ctxext.choosing.halving import READ, SEARCH, Course, Finish, is_worse, keys_lost
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale
-from ctxext.choosing.losses import DEPTHS, MeasuredLosses, RaceCell, StayingReader
-from ctxext.choosing.race import READ
-from ctxext.choosing.texts import TextStretch
+from ctxext.choosing.losses import DEPTHS, MeasuredLosses
+from ctxext.choosing.texts import SplitTexts, TextStretch
+from ctxext.choosing.verdict import by_document
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.passkey import ANSWER_ROOM, build
 from ctxext.evaluation.provenance import from_json
 from ctxext.evaluation.readings import Reading
-from ctxext.evaluation.survey import Answer
-from ctxext.methods.longrope import LongRoPE
+from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference
+from ctxext.evaluation.survey import Answer, Job
 from ctxext.surgery.learned import turns
 from ctxext.surgery.rotary import RotarySite
 from ctxext.texts.haystack import Haystack
@@ -48,17 +50,21 @@ BETAS, WARM, AVERAGED = (0.9, 0.95), 5, 0.75
 TRAVEL, LONGEST = 4.0, 0.2
 # The scale changes the loss as much as frequencies do that change ten times as much.
 SCALE_STEP = 0.1
+# Standard errors by which a result must be better than the choice of the rounds, or more where texts are few.
+NEEDED = 2.0
+# Name of the reading that steps are taken with.
+PLAIN = "plain frequencies"
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Where a descent is after a step, and what Adam remembers.
+    """A place on the way down, and what Adam remembers.
 
     Args:
-        at: how far it has come from its start, in units of each unknown's step.
-        mean: of gradients, running.
-        square: of their squares, running.
-        loss: that the step found before it moved: nats per token, needles and penalty included.
+        at: distance from the start, in units of each unknown.
+        mean: running mean of gradients.
+        square: running mean of their squares.
+        loss: before the step moved, nats per token, hidden keys and penalty included.
     """
 
     at: tuple[float, ...]
@@ -68,7 +74,7 @@ class State:
 
     @classmethod
     def begin(cls, unknowns: int) -> State:
-        """Before the first step."""
+        """Return the state before the first step."""
         zeros = (0.0,) * unknowns
         return cls(at=zeros, mean=zeros, square=zeros)
 
@@ -78,7 +84,7 @@ class Descent:
     """Adam on a vector, each unknown in units of its own: angles must not turn faster at the end of a text.
 
     Args:
-        start: where it begins.
+        start: logarithms of divisors and of the scale.
         units: of each unknown.
         steps: in all.
     """
@@ -89,36 +95,21 @@ class Descent:
 
     @classmethod
     def of(cls, start: Vector, site: RotarySite, *, length: int, steps: int, scale: bool) -> Descent:
-        """The descent of a model's frequencies.
-
-        Args:
-            start: logarithms of divisors and of the scale.
-            site: the frequencies.
-            length: of the texts, tokens.
-            steps: in all.
-            scale: whether the scale is searched too.
-        """
+        """Return the descent of a model's frequencies over texts of ``length`` tokens, with or without their scale."""
         last = torch.tensor([SCALE_STEP if scale else 0.0], dtype=torch.float64)
         return cls(start=start, units=torch.cat([1 / (1 + turns(site, length)), last]), steps=steps)
 
     def vector(self, at: Sequence[float]) -> Vector:
-        """The vector of a place."""
+        """Return the vector of a place."""
         return self.start + self.units * torch.tensor(at, dtype=torch.float64)
 
     def rate(self, step: int) -> float:
-        """Length of a step: it grows, and falls to zero at the end."""
+        """Return the length of a step: it grows, and falls to zero at the end."""
         longest = min(LONGEST, 2 * TRAVEL / self.steps)
         return longest * min(1.0, (step + 1) / WARM) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     def after(self, state: State, step: int, loss: float, gradient: Vector) -> State:
-        """The state after a step.
-
-        Args:
-            state: before it.
-            step: its number, from 0.
-            loss: there.
-            gradient: there.
-        """
+        """Return the state after a step, whose number begins at 0, from the loss and the gradient before it."""
         with torch.inference_mode(False), torch.no_grad():
             at, mean, square = (
                 torch.tensor(part, dtype=torch.float64) for part in (state.at, state.mean, state.square)
@@ -129,14 +120,14 @@ class Descent:
             adam.step()
         return State(at=tuple(at.tolist()), mean=tuple(mean.tolist()), square=tuple(square.tolist()), loss=loss)
 
-    def found(self, states: Sequence[State]) -> Vector:
-        """The mean of the last quarter: single steps follow single texts."""
+    def result(self, states: Sequence[State]) -> Vector:
+        """Return the mean of the last quarter: single steps follow single texts."""
         last = states[math.floor(AVERAGED * len(states)) :]
         return self.vector(torch.tensor([state.at for state in last], dtype=torch.float64).mean(0).tolist())
 
 
 def hidden_key(tokenizer: Any, text: TextStretch, *, length: int, depth: float, seed: int) -> Example:
-    """A text with a key hidden in it and asked for at its end; the digits count as much as ``NEEDLE`` says.
+    """Return a text with a key hidden in it and asked for at its end; its digits count as ``NEEDLE`` says.
 
     Args:
         tokenizer: of the model.
@@ -157,13 +148,13 @@ def hidden_key(tokenizer: Any, text: TextStretch, *, length: int, depth: float, 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedStart:
-    """What came of one start.
+    """The result of one start.
 
     Args:
         name: of the start.
         losses: of every step, nats per token, on the texts of that step.
-        method: ``Method.to_dict()`` of what was found.
-        beyond: its mean loss beyond the window, on whole texts that were chosen on.
+        method: ``Method.to_dict()`` of the result.
+        beyond: mean loss of the result beyond the window, on whole texts that were chosen on.
     """
 
     name: str
@@ -172,25 +163,116 @@ class SearchedStart:
     beyond: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The result of a search, and whether it was taken.
+
+    Args:
+        starts: results of all starts, the best first.
+        rival: name of the rounds' choice, which the best of them had to beat.
+        why_not: why the best of them was not taken; empty where it was.
+        gain: beyond the window, its loss minus the rival's, on texts that neither was chosen on.
+        damage: inside the window, its loss minus that of the published YaRN, on the same texts.
+        texts: names of those texts.
+        searched_on: names of the texts that were searched on.
+        needles: whether hidden keys were a part of them.
+        sizes: how much was read.
+    """
+
+    starts: tuple[SearchedStart, ...]
+    rival: str
+    why_not: str
+    gain: PairedDifference
+    damage: PairedDifference
+    texts: tuple[str, ...]
+    searched_on: tuple[str, ...]
+    needles: bool
+    sizes: SearchSizes
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the result became the choice."""
+        return not self.why_not
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The search as a saved config keeps it."""
+        return {
+            "accepted": self.accepted,
+            "why_not": self.why_not,
+            "starts": [start.name for start in self.starts],
+            "steps": self.sizes.steps,
+            "texts_per_step": self.sizes.rows,
+            "keys_hidden": self.needles,
+            "gain": -self.gain.mean,
+            "gain_se": self.gain.standard_error,
+        }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepJob(Job):
+    """One step of a descent.
+
+    Args:
+        search: whose texts are read.
+        descent: of which it is a step.
+        before: the state before it.
+        step: its number, from 0.
+    """
+
+    search: Search
+    descent: Descent
+    before: State
+    step: int
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """Return the state after the step."""
+        examples = self._examples()
+        watched = ticking(model, self.name, self.cost / len(examples), progress)
+        with watched, Landscape(model, self.search.sites, self.search.factor) as landscape:
+            loss, gradient = landscape.gradient(self.descent.vector(self.before.at), examples)
+        return Answer({"state": vars(self.descent.after(self.before, self.step, loss, gradient))})
+
+    def _examples(self) -> list[Example]:
+        """Return the texts of the step: they take turns, and are few enough to be read together."""
+        losses, texts, rows = self.search.losses, self.search.split.choosing, self.search.sizes.rows
+        taken = [(turn, texts[turn % len(texts)]) for turn in range(self.step * rows, (self.step + 1) * rows)]
+        if not self.search.needles:
+            return [Example.mean(torch.cat([text.text.input_ids for _, text in taken]))]
+        return [
+            hidden_key(
+                losses.survey.checkpoint.tokenizer,
+                text,
+                length=losses.costs.length,
+                depth=DEPTHS[turn % len(DEPTHS)],
+                seed=10_000 + 1_000 * losses.seed + turn,  # not the seed of the keys that candidates are judged by
+            )
+            for turn, text in taken
+        ]
+
+
 @dataclass(eq=False, kw_only=True)
 class Search:
     """A search of frequencies; ``run`` it once.
 
     Args:
-        losses: where cells are kept; it measures what was found, too.
-        sites: frequencies of the model, before it is patched.
-        plain: the model patched for the target with its frequencies as they were trained.
-        texts: to search on.
-        sizes: how much.
-        keys: whether hidden keys are a part of the texts, where the model can read one at all.
+        losses: where steps are kept; it measures results, too.
+        sites: places of the model's frequencies, found before it is patched.
+        plain: reading of the model patched for the target with its frequencies as they were trained.
+        split: the texts.
+        sizes: how much is read.
+        keys: whether keys are hidden in the texts, where the model can read one at all.
     """
 
     losses: MeasuredLosses
     sites: tuple[RotarySite, ...]
     plain: Reading
-    texts: tuple[TextStretch, ...]
+    split: SplitTexts
     sizes: SearchSizes
     keys: bool
+
+    def __post_init__(self) -> None:
+        self.losses.add(replace(self.plain, name=PLAIN))
 
     @cached_property
     def needles(self) -> bool:
@@ -201,89 +283,123 @@ class Search:
     @property
     def factor(self) -> float:
         """Target length over trained length."""
-        return self.losses.length / self.losses.trained
+        return self.losses.costs.length / self.losses.costs.trained
 
-    def run(self, starts: Mapping[str, Vector]) -> list[SearchedStart]:
-        """What comes of each start, the best first.
+    def run(self, starts: Mapping[str, Vector], finish: Finish, *, label: str) -> tuple[SearchResult, Finish, Reading]:
+        """Search from each start, and compare the best result with the choice of the rounds.
 
         Args:
             starts: vectors by name.
+            finish: of the rounds.
+            label: of their choice, to show.
+
+        Returns:
+            The result; the finish with it, as its choice where it was taken; and its reading.
 
         Raises:
             CtxextError: as the passes do; every finished step is kept.
         """
-        found = []
-        for name, start in starts.items():
-            states, descent = self._descend(name, start)
-            method = as_method(descent.found(states), self.factor)
-            reading = self._reading(name, method)
-            beyond = self.losses.beyond(reading.name)
-            one = SearchedStart(
-                name=name, losses=tuple(state.loss for state in states), method=method.to_dict(), beyond=beyond
-            )
-            found.append(one)
-        return sorted(found, key=lambda one: one.beyond)
+        found = sorted((self._descend(*start) for start in starts.items()), key=lambda start: start[0].beyond)
+        results, readings = zip(*found, strict=True)
+        result, finish = self._judged(results, finish, name=readings[0].name, label=label)
+        return result, finish, readings[0]
 
-    def reading_of(self, start: SearchedStart) -> Reading:
-        """Of what was found."""
-        return self.losses.readings[f"searched from {start.name}"]
-
-    def _reading(self, start: str, method: LongRoPE) -> Reading:
-        self.losses.stage.show(None)
-        found, refused = self.losses.stage.readings.find([method])
-        if refused:
-            raise InvalidParameterError(f"What the search found cannot be stored: {refused[0].reason}")
-        label = f"searched from {start}"
-        return self.losses.add(replace(found[-1], name=label, label=label))
-
-    def _descend(self, name: str, start: Vector) -> tuple[list[State], Descent]:
-        scale = learns_scale(self.losses.stage.readings.model)
-        descent = Descent.of(start, self.sites[0], length=self.losses.length, steps=self.sizes.steps, scale=scale)
-        told = [
-            *(start.tolist(), descent.units.tolist(), self.sizes.steps, self.sizes.rows, self.needles),
-            [one.text.sha256 for one in self.texts],
-            *(self.losses.seed, self.factor, TRAVEL, LONGEST, NEEDLE),
+    def _descend(self, name: str, start: Vector) -> tuple[SearchedStart, Reading]:
+        """Return the result of one start, and its reading."""
+        losses, steps = self.losses, self.sizes.steps
+        scale = learns_scale(losses.readings.model)
+        descent = Descent.of(start, self.sites[0], length=losses.costs.length, steps=steps, scale=scale)
+        plan = [
+            *(start.tolist(), descent.units.tolist(), steps, self.sizes.rows, self.needles),
+            [text.text.sha256 for text in self.split.choosing],
+            *(losses.seed, self.factor, TRAVEL, LONGEST, NEEDLE),
         ]
-        plan = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
         states = [State.begin(len(start))]
-        for step in range(self.sizes.steps):
-            values = self.losses.values(self._cell(name, descent, plan, states[-1], step))
-            states.append(from_json(State, values["state"]))
-        return states[1:], descent
+        for step in range(steps):
+            job = StepJob(
+                key=losses.readings.key([PLAIN, digest], step=step),
+                cost=self.sizes.rows * STEP_COST * pass_cost(losses.costs.length, losses.costs.turning_point),
+                reader=losses.readers[PLAIN],
+                name=f"searching from {name}, step {step + 1} of {steps}",
+                search=self,
+                descent=descent,
+                before=states[-1],
+                step=step,
+            )
+            states.append(from_json(State, losses.answers([job])[0]["state"]))
+        method = as_method(descent.result(states[1:]), self.factor)
+        readings, refusals = losses.readings.find([method])
+        if refusals:
+            raise InvalidParameterError(f"The result of the search cannot be stored: {refusals[0].reason}")
+        label = f"searched from {name}"
+        reading = replace(readings[-1], name=label, label=label)
+        losses.add(reading)
+        values = tuple(state.loss for state in states[1:])
+        beyond = losses.beyond(label)
+        return SearchedStart(name=name, losses=values, method=method.to_dict(), beyond=beyond), reading
 
-    def _cell(self, start: str, descent: Descent, plan: str, before: State, step: int) -> RaceCell:
-        losses, length, rows = self.losses, self.losses.length, self.sizes.rows
-        shown = f"searching from {start}, step {step + 1} of {descent.steps}"
-        cost = STEP_COST * pass_cost(length, losses.costs.turning_point)
-
-        def ask(model: nn.Module, progress: Progress) -> Answer:
-            examples = self._examples(step)
-            watched = ticking(model, shown, rows * cost / len(examples), progress)
-            with watched, Landscape(model, self.sites, self.factor) as landscape:
-                found = landscape.gradient(descent.vector(before.at), examples)
-            after = descent.after(before, step, *found)
-            about = {"kind": "step", "length": length, "item": start, "passes": STEP_COST * rows}
-            return Answer(about | {"state": vars(after)})
-
-        return RaceCell(
-            key=losses.stage.readings.key(["search", plan], task=["step", step]),
-            cost=rows * cost,
-            reader=StayingReader(self.plain, losses.stage.readings, (length,), losses.stage),
-            name=shown,
-            read=ask,
-            heard=losses.heard,
+    def _judged(
+        self, starts: tuple[SearchedStart, ...], finish: Finish, *, name: str, label: str
+    ) -> tuple[SearchResult, Finish]:
+        """Compare the best result, called ``name``, with the choice of the rounds on texts kept back for that."""
+        losses, rival, texts = self.losses, finish.choice, self.split.accepting[: self.sizes.accepting]
+        usual, trained = losses.entered[0].name, losses.costs.trained
+        read = losses.texts(list(dict.fromkeys([name, rival, usual])), texts)
+        sides = [[text[trained:] for text in read[side]] for side in (name, rival)]
+        gain = document_difference(*(by_document(side, [text.document for text in texts]) for side in sides))
+        keys = losses.keys(list(dict.fromkeys([name, rival])))
+        course = Course(name=name, round=SEARCH, keys=keys[name])
+        course = course.beside(read[usual], read[name], trained=trained, length=losses.costs.length)
+        damage, end = course.inside, course.end
+        assert damage is not None
+        assert end is not None
+        reason = why_not(gain, damage, end, keys, name=name, label=label)
+        if reason:
+            course = replace(course, dropped=reason, by=rival)
+        result = SearchResult(
+            starts=starts,
+            rival=rival,
+            why_not=reason,
+            gain=gain,
+            damage=damage,
+            texts=tuple(text.text.name for text in texts),
+            searched_on=tuple(text.text.name for text in self.split.choosing),
+            needles=self.needles,
+            sizes=self.sizes,
         )
+        finish = replace(finish, courses=(*finish.courses, course))
+        if result.accepted:
+            finish = replace(finish, choice=name, runner_up=rival, finalists=(name, *finish.finalists))
+        return result, finish
 
-    def _examples(self, step: int) -> list[Example]:
-        """The texts of a step: they take turns, and are few enough to be read together."""
-        turns_taken = range(step * self.sizes.rows, (step + 1) * self.sizes.rows)
-        texts = [(turn, self.texts[turn % len(self.texts)]) for turn in turns_taken]
-        if self.needles:
-            return [self._with_key(text, turn) for turn, text in texts]
-        return [Example.mean(torch.cat([text.text.input_ids for _, text in texts]))]
 
-    def _with_key(self, text: TextStretch, turn: int) -> Example:
-        tokenizer = self.losses.survey.checkpoint.tokenizer
-        # Not the seed of the keys that candidates are judged by.
-        seed = 10_000 + 1_000 * self.losses.seed + turn
-        return hidden_key(tokenizer, text, length=self.losses.length, depth=DEPTHS[turn % len(DEPTHS)], seed=seed)
+def why_not(
+    gain: PairedDifference,
+    damage: PairedDifference,
+    end: PairedDifference,
+    keys: Mapping[str, Sequence[float]],
+    *,
+    name: str,
+    label: str,
+) -> str:
+    """Return why the result of a search is not taken; empty where it is.
+
+    Args:
+        gain: beyond the window, its loss minus that of the rounds' choice.
+        damage: inside, its loss minus that of the published YaRN.
+        end: likewise at the end of the texts.
+        keys: loss of each hidden key, of both.
+        name: of the result.
+        label: of the rounds' choice.
+    """
+    if not gain.mean < -max(NEEDED, gain.errors_needed()) * gain.standard_error:
+        return f"not better than {label} by two standard errors: {gain}"
+    if is_worse(damage, CHANCE, 1):
+        return f"more damage inside the window than YaRN as published: {damage}"
+    if is_worse(end, CHANCE, 1):
+        return f"worse at the end of the texts than YaRN as published: {end}"
+    lost = keys_lost(keys)[name]
+    if lost:
+        return f"{lost} of {len(keys[name])} hidden keys lost that {label} reads"
+    return ""

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.texts.corpus import TokenisedDocument
+from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise
+from ctxext.texts.documents import Document, read_documents
 
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
 SHARE = 3 / 8
@@ -27,6 +29,27 @@ SHARE = 3 / 8
 RUN, SAME = 32, 0.5
 # Runs that are looked at in all texts together: more texts are sampled, by the runs themselves.
 MOST_RUNS = 1 << 19
+
+
+def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpus:
+    """Return texts, paths of files and documents as a corpus of whole documents.
+
+    Raises:
+        InvalidParameterError: no text, or one string in the place of a list.
+    """
+    if isinstance(texts, str) or not texts:
+        raise InvalidParameterError(
+            "texts must be a list of texts, of paths (pathlib.Path) or of documents, with at least one in it."
+        )
+    documents: list[Document] = []
+    for number, text in enumerate(texts, start=1):
+        if isinstance(text, Path):
+            documents += read_documents([text])
+        else:
+            documents.append(Document(f"text {number}", text) if isinstance(text, str) else text)
+    prefix = special_prefix(tokenizer)
+    tokenised = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
+    return Corpus(tokenised, prefix_label(tokenizer, prefix), len(tokenised))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +67,13 @@ class TextStretch:
 
 @dataclass(frozen=True, eq=False)
 class SplitTexts:
-    """Stretches of texts, none of which are in both parts.
+    """Stretches of texts, each with one purpose.
 
     Args:
-        choosing: those that a race reads, in its order.
-        held_out: those that its choice is judged on.
+        choosing: stretches that the rounds read, in their order.
+        held_out: stretches that the choice is judged on.
         same_documents: whether both are of the one document that there is.
-        accepting: of those to choose on, what is kept back for accepting what a search found on the others.
+        accepting: stretches kept back for accepting what a search found.
         left_out: names of stretches that are in others.
     """
 
@@ -60,17 +83,13 @@ class SplitTexts:
     accepting: tuple[TextStretch, ...] = ()
     left_out: tuple[str, ...] = ()
 
-    def first(self, choosing: int, held_out: int) -> SplitTexts:
-        """The first so many of each."""
-        return replace(self, choosing=self.choosing[:choosing], held_out=self.held_out[:held_out])
-
     def keep_back(self) -> SplitTexts:
-        """The same, where a third of the documents to choose on, or of the stretches of the only one, is kept back.
+        """Keep back for accepting a third of the documents to choose on, or of the stretches of the only one.
 
         Raises:
             InvalidParameterError: there is a single stretch to choose on.
         """
-        documents = list(dict.fromkeys(one.document for one in self.choosing))
+        documents = list(dict.fromkeys(stretch.document for stretch in self.choosing))
         if len(self.choosing) < 2:
             raise InvalidParameterError(
                 "A search needs a third part of the texts: on one it searches, on another it must be better to be "
@@ -78,10 +97,11 @@ class SplitTexts:
             )
         if len(documents) > 1:
             kept = set(documents[-max(1, len(documents) // 3) :])
-            accepting = tuple(one for one in self.choosing if one.document in kept)
+            accepting = tuple(stretch for stretch in self.choosing if stretch.document in kept)
         else:
             accepting = self.choosing[-max(1, len(self.choosing) // 3) :]
-        return replace(self, choosing=tuple(one for one in self.choosing if one not in accepting), accepting=accepting)
+        choosing = tuple(stretch for stretch in self.choosing if stretch not in accepting)
+        return replace(self, choosing=choosing, accepting=accepting)
 
 
 def split_texts(
@@ -95,13 +115,13 @@ def split_texts(
         documents: whole.
         tokens: in a stretch, the prefix included.
         seed: decides which documents are for what.
-        search: keep a part of those to choose on back, see ``keep_back``.
+        search: keep back some of those to choose on, see ``keep_back``.
         tokenizer: of the documents, which tells copies that differ in spaces and case alone; None compares tokens.
 
     Raises:
         InvalidParameterError: no document is long enough, or there is one stretch in all; two for a search.
     """
-    longest = max((one.tokens for one in documents), default=0)
+    longest = max((document.tokens for document in documents), default=0)
     if longest < tokens:
         raise InvalidParameterError(
             f"No text is as long as the target: {len(documents)} texts, the longest of {longest:,} tokens, and "
@@ -112,38 +132,31 @@ def split_texts(
     if sum(map(len, cut)) < 2:
         copies = f" ({len(left_out)} more are copies of it)" if left_out else ""
         raise InvalidParameterError(
-            f"One stretch of {tokens:,} tokens{copies} is too little for a verdict: one is chosen on, and another, "
-            f"never read before, is judged on; better are three and five. The text has {longest:,} tokens. Give more "
-            f"or longer texts."
+            f"One stretch of {tokens:,} tokens{copies} is too little for a verdict. One is chosen on and another, "
+            f"never read before, is judged on; better are three and five. The longest text has {longest:,} tokens. "
+            f"Give more or longer texts."
         )
     draw = random.Random(f"choose {seed}")
     draw.shuffle(cut)
-    if len(cut) == 1:
-        (only,) = cut
-        draw.shuffle(only)
-        count = _share(len(only), search)
-        found = SplitTexts(tuple(only[:count]), tuple(only[count:]), same_documents=True, left_out=left_out)
-    else:
-        count = _share(len(cut), search)
-        found = SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=False, left_out=left_out)
-    return found.keep_back() if search else found
-
-
-def _share(of: int, search: bool) -> int:
-    return min(of - 1, max(2 if search else 1, int(of * SHARE)))
+    single = len(cut) == 1
+    if single:  # its stretches take the places of documents
+        draw.shuffle(cut[0])
+        cut = [[stretch] for stretch in cut[0]]
+    count = min(len(cut) - 1, max(2 if search else 1, int(len(cut) * SHARE)))
+    split = SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=single, left_out=left_out)
+    return split.keep_back() if search else split
 
 
 def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
     """Return a name for each document that no other has, numbered where two are the same."""
-    names = [one.name for one in documents]
+    names = [document.name for document in documents]
     taken = {name for name in names if names.count(name) == 1}
-    found = []
+    unique = []
     for name in names:
-        numbers = (f"{name} ({number})" for number in itertools.count(1))
-        unique = name if names.count(name) == 1 else next(one for one in numbers if one not in taken)
-        taken.add(unique)
-        found.append(unique)
-    return found
+        numbered = (f"{name} ({number})" for number in itertools.count(1))
+        unique.append(name if names.count(name) == 1 else next(other for other in numbered if other not in taken))
+        taken.add(unique[-1])
+    return unique
 
 
 def _distinct(
@@ -153,18 +166,17 @@ def _distinct(
 
     The longest document comes first, so that of a text and its excerpt the text is kept.
     """
-    characters = {id(one): _characters(one, tokenizer) for stretches in documents for one in stretches}
+    characters = {stretch: _characters(stretch, tokenizer) for stretches in documents for stretch in stretches}
     every = max(1, sum(map(len, characters.values())) // MOST_RUNS)
     seen: set[int] = set()
     copies = set()
-    for stretches in sorted(documents, key=len, reverse=True):
-        for one in stretches:
-            runs = _runs(characters[id(one)], every)
-            if len(runs & seen) >= SAME * len(runs) and runs:
-                copies.add(id(one))
-            seen |= runs
-    kept = [[one for one in stretches if id(one) not in copies] for stretches in documents]
-    left_out = tuple(one.text.name for stretches in documents for one in stretches if id(one) in copies)
+    for stretch in (stretch for stretches in sorted(documents, key=len, reverse=True) for stretch in stretches):
+        runs = _runs(characters[stretch], every)
+        if len(runs & seen) >= SAME * len(runs) and runs:
+            copies.add(stretch)
+        seen |= runs
+    kept = [[stretch for stretch in stretches if stretch not in copies] for stretches in documents]
+    left_out = tuple(stretch.text.name for stretches in documents for stretch in stretches if stretch in copies)
     return [stretches for stretches in kept if stretches], left_out
 
 
@@ -189,16 +201,18 @@ def _runs(characters: Int[Tensor, " characters"], every: int) -> set[int]:
 
 
 def _stretches(document: TokenisedDocument, name: str, tokens: int) -> list[TextStretch]:
-    own, step = document.tokens - document.prefix, tokens - document.prefix
-    parts = range(own // step)
-    named = [f"{name}, part {part + 1}" if len(parts) > 1 else name for part in parts]
+    step = tokens - document.prefix
+    parts = (document.tokens - document.prefix) // step
     return [
-        TextStretch(replace(document.take(tokens, skip=part * step), name=title), name)
-        for part, title in zip(parts, named, strict=True)
+        TextStretch(
+            replace(document.take(tokens, skip=part * step), name=f"{name}, part {part + 1}" if parts > 1 else name),
+            name,
+        )
+        for part in range(parts)
     ]
 
 
 def _in_turns(documents: Sequence[Sequence[TextStretch]]) -> tuple[TextStretch, ...]:
-    """The first stretch of each document, then the second of each: as many documents as there are come first."""
-    rounds = itertools.zip_longest(*documents)
-    return tuple(stretch for one in rounds for stretch in one if stretch is not None)
+    """Return the first stretch of each document, then the second of each: as many documents as there are come first."""
+    turns = itertools.zip_longest(*documents)
+    return tuple(stretch for turn in turns for stretch in turn if stretch is not None)

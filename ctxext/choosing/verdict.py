@@ -1,4 +1,4 @@
-"""What texts that were not chosen on say of a choice: differences to others, and whether they mean something."""
+"""The verdict on a choice, by texts that it was not chosen on: differences to others, and whether they mean much."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ctxext.choosing.race import end_of
+from ctxext.choosing.halving import end_of
 from ctxext.evaluation.statistics import PairedDifference, document_difference, mean_loss
 from ctxext.evaluation.truncation import best_window
 
-# The choice is held against two: the published YaRN and the runner-up.
+# The choice is compared with two: the published YaRN and the runner-up.
 COMPARED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The choice on texts that the race never read; differences are its loss minus that of another.
+    """The choice on texts that were never read before; differences are its loss minus that of another.
 
     Args:
         versus_usual: beyond the window, the published YaRN's; None where that is the choice.
-        end_versus_usual: the same at the end of the texts, where one that stretches too little falls apart.
+        end_versus_usual: likewise at the end of the texts, where one that stretches too little falls apart.
         versus_runner_up: beyond the window, the runner-up's.
         versus_truncation: at the end of the texts, the best truncation's.
         window: of that truncation, in tokens.
         damage: inside the window, the unpatched model's.
-        usual_damage: of the published YaRN inside the window, likewise.
+        usual_damage: likewise of the published YaRN.
         loss: of the choice beyond the window.
         texts: how many were read.
         names: of the documents.
@@ -47,10 +47,13 @@ class HeldOut:
     same_documents: bool
 
     def verdict(self, difference: PairedDifference | None) -> str:
-        """``better``, ``worse`` or ``no difference``; the chance of 5 percent is shared by both comparisons."""
+        """Return ``better``, ``worse`` or ``no difference``; both comparisons share the chance of 5 percent."""
         if difference is None:
             return "no difference"
-        return difference.verdict_of_best(COMPARED) if difference.mean <= 0 else _mirrored(difference)
+        if difference.mean <= 0:
+            return difference.verdict_of_best(COMPARED)
+        needed = difference.errors_needed(COMPARED) * difference.standard_error
+        return "worse" if difference.mean > needed else "no difference"
 
     @property
     def declares_winner(self) -> bool:
@@ -58,18 +61,12 @@ class HeldOut:
         return "better" in (self.verdict(self.versus_usual), self.verdict(self.versus_runner_up))
 
 
-def _mirrored(difference: PairedDifference) -> str:
-    """The verdict on a loss that is higher, held to what a lower one is held to."""
-    needed = difference.errors_needed(COMPARED) * difference.standard_error
-    return "worse" if difference.mean > needed else "no difference"
-
-
 def by_document(texts: Sequence[Tensor], documents: Sequence[str]) -> list[Tensor]:
-    """Losses of texts, those of one document together.
+    """Join the losses of texts that are of one document.
 
     Args:
-        texts: nats per token.
-        documents: which each text is of.
+        texts: nats per token, [tokens] each.
+        documents: name of each text's document.
     """
     return [
         torch.cat([text for text, own in zip(texts, documents, strict=True) if own == name])
@@ -89,46 +86,40 @@ def judge_held_out(
     trained: int,
     same_documents: bool,
 ) -> HeldOut:
-    """Hold the choice against the others on texts that it was not chosen on.
+    """Compare the choice with others on texts that it was not chosen on.
 
     Args:
         losses: of whole texts, nats per token, one tensor per text, of the three readings.
         choice: name of the choice.
-        usual: of the published YaRN.
-        runner_up: of the runner-up; empty where there is none.
-        unpatched: of the unextended model inside the window, one tensor per text.
-        truncations: at the end of the texts, one tensor per text, by window.
-        documents: which each text is of; the texts of one document count as one.
+        usual: name of the published YaRN.
+        runner_up: name of the runner-up; empty where there is none.
+        unpatched: losses of the unextended model inside the window, one tensor per text.
+        truncations: losses at the end of the texts, one tensor per text, by window.
+        documents: name of each text's document; the texts of one document count as one.
         trained: tokens of the window.
         same_documents: see ``HeldOut``.
     """
-
-    def together(texts: Sequence[Tensor]) -> list[Tensor]:
-        return by_document(texts, documents)
-
-    def beyond(name: str) -> list[Tensor]:
-        return together([text[trained:] for text in losses[name]])
-
-    def inside(name: str) -> list[Tensor]:
-        return together([text[:trained] for text in losses[name]])
-
     window = best_window(truncations)
-    ends = together(truncations[window])
-    tails = together(
-        [text[-len(end) :] for text, end in zip(losses[choice], truncations[window], strict=True)],
-    )
-    start = end_of(trained, len(losses[choice][0]))
-    last = {name: together([text[start:] for text in losses[name]]) for name in (choice, usual)}
-    own, plain = beyond(choice), together(unpatched)
+    end = len(truncations[window][0])
+
+    def difference(name: str, other: Sequence[Tensor], part: slice, *, baselines: int = 1) -> PairedDifference:
+        own = by_document([text[part] for text in losses[name]], documents)
+        return document_difference(own, by_document(other, documents), baselines=baselines)
+
+    def versus(name: str, start: int) -> PairedDifference | None:
+        if name in ("", choice):
+            return None
+        return difference(choice, [text[start:] for text in losses[name]], slice(start, None))
+
     return HeldOut(
-        versus_usual=None if choice == usual else document_difference(own, beyond(usual)),
-        end_versus_usual=None if choice == usual else document_difference(last[choice], last[usual]),
-        versus_runner_up=document_difference(own, beyond(runner_up)) if runner_up else None,
-        versus_truncation=document_difference(tails, ends, baselines=len(truncations)),
+        versus_usual=versus(usual, trained),
+        end_versus_usual=versus(usual, end_of(trained, len(losses[choice][0]))),
+        versus_runner_up=versus(runner_up, trained),
+        versus_truncation=difference(choice, truncations[window], slice(-end, None), baselines=len(truncations)),
         window=window,
-        damage=document_difference(inside(choice), plain),
-        usual_damage=document_difference(inside(usual), plain),
-        loss=mean_loss(own),
+        damage=difference(choice, unpatched, slice(trained)),
+        usual_damage=difference(usual, unpatched, slice(trained)),
+        loss=mean_loss(by_document([text[trained:] for text in losses[choice]], documents)),
         texts=len(documents),
         names=tuple(dict.fromkeys(documents)),
         same_documents=same_documents,

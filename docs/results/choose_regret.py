@@ -1,9 +1,9 @@
-"""How far the choice of a race is from the best of its own candidates, on other texts, and at what part of their cost.
+"""How far a choice is from the best of its own candidates, on other texts, and at what part of their cost.
 
     python docs/results/choose_regret.py CHECKPOINT -t choosing.parquet --judge other.parquet --target 512 -o regret
 
-A race (`ctxext choose`) drops most candidates after a look. Here all of them read the texts of --judge as well, whole:
-what the race never read. The regret is the loss of its choice beyond the window minus that of the best candidate, and
+`ctxext choose` drops most candidates after a look. Here all of them read the texts of --judge as well, whole: what the
+choice never read. The regret is the loss of its choice beyond the window minus that of the best candidate, and
 of the best one that damages the window no more than YaRN as published does, which a choice may not either. The best of
 many is lucky on the texts that it is the best on, so the regret is a little smaller than it looks.
 
@@ -24,7 +24,7 @@ from typer import Option
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.choosing.choice import Choice
-from ctxext.choosing.run import Contest, prepare
+from ctxext.choosing.choose import ChoiceSettings, PlannedChoice, prepare
 from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
@@ -74,25 +74,25 @@ def stretches(document: TokenisedDocument, length: int) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """A race and what all its candidates lose on the texts of the judge.
+    """A choice and what all its candidates lose on the texts of the judge.
 
     Args:
-        contest: the race.
+        planned: how it was made.
         choice: what came of it.
         losses: of each candidate, by its name: a tensor [stretches, positions] for every document.
     """
 
-    contest: Contest
+    planned: PlannedChoice
     choice: Choice
     losses: dict[str, list[Tensor]]
 
     def beyond(self, name: str) -> float:
         """Mean loss beyond the window."""
-        return mean_loss([one[:, self.contest.trained :].flatten() for one in self.losses[name]])
+        return mean_loss([one[:, self.planned.trained :].flatten() for one in self.losses[name]])
 
     def inside(self, name: str) -> float:
         """Mean loss inside the window."""
-        return mean_loss([one[:, : self.contest.trained].flatten() for one in self.losses[name]])
+        return mean_loss([one[:, : self.planned.trained].flatten() for one in self.losses[name]])
 
     def best(self, *, harmless: bool) -> str:
         """The candidate with the lowest loss beyond the window."""
@@ -103,14 +103,14 @@ class Judged:
     def regret(self, name: str) -> PairedDifference:
         """The loss of the choice beyond the window minus that of another."""
         beyond = [
-            [one[:, self.contest.trained :].flatten() for one in self.losses[it]] for it in (self.choice.name, name)
+            [one[:, self.planned.trained :].flatten() for one in self.losses[it]] for it in (self.choice.name, name)
         ]
         return grouped_difference(*beyond, over="documents")
 
     def row(self) -> list[str]:
         """What a reader wants to know."""
         full = len(self.losses) * len(self.choice.texts)
-        cells = [tokens_label(self.contest.length), self.choice.candidate(self.choice.name).label]
+        cells = [tokens_label(self.planned.length), self.choice.candidate(self.choice.name).label]
         for harmless in (False, True):
             best = self.best(harmless=harmless)
             gap = self.regret(best)
@@ -130,7 +130,7 @@ HEADER = (
     "best that damages the window no more than YaRN",
     "regret",
     "choice minus YaRN as published",
-    "passes of the race",
+    "passes of the choice",
     "of all candidates on its texts",
     "share",
 )
@@ -148,18 +148,20 @@ def main(
     seed: Seed = 0,
     source: SourceOptions,
 ) -> None:
-    """Run a race for every target, let all its candidates read other texts, and print the regret."""
+    """Choose for every target, let all candidates read other texts, and print the regret."""
     session = Session(source)
     checkpoint = session.checkpoint
     corpus = texts.read(checkpoint, tokens=2, whole=True)
     others = corpus_of(read_documents(judge), checkpoint.tokenizer, tokens=max(*target, judged_tokens) + 1)
     found = []
     for length in sorted(target):
-        folder = output / f"race-{length}"
-        contest = prepare(checkpoint, corpus, target_length=length, seed=seed, stock=stock, folder=folder)
-        choice = contest.run()
+        folder = output / f"chosen-{length}"
+        planned = prepare(
+            checkpoint, corpus, ChoiceSettings(target_length=length, seed=seed, stock=stock), folder=folder
+        )
+        choice = planned.run()
         session.console.print(f"{tokens_label(length)}: {choice.sentence}", markup=False)
-        found.append(judged(session, contest, choice, others, output / f"judged-{length}"))
+        found.append(judged(session, planned, choice, others, output / f"judged-{length}"))
     where = next(checkpoint.model.parameters()).device.type
     among = "stock candidates, " if stock else ""
     title = f"{checkpoint.name}, {among}{len(others.documents)} texts of the judge; {machine(where)}"
@@ -168,9 +170,9 @@ def main(
     session.console.print(text, markup=False, soft_wrap=True)
 
 
-def judged(session: Session, contest: Contest, choice: Choice, others: Corpus, folder: Path) -> Judged:
+def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Corpus, folder: Path) -> Judged:
     """Let every candidate read the texts of the judge."""
-    jobs = {one.reading.name: jobs_of(contest, one.reading, others) for one in choice.candidates}
+    jobs = {one.reading.name: jobs_of(planned, one.reading, others) for one in choice.candidates}
     all_jobs = [job for some in jobs.values() for job in some]
     journal = Journal(folder / "cells.jsonl", identity=folder / "study.json")
     survey = Survey("choose_regret.py", session.checkpoint, all_jobs, corpus=others, journal=journal)
@@ -180,21 +182,21 @@ def judged(session: Session, contest: Contest, choice: Choice, others: Corpus, f
         survey.measure(mine, progress=bar)
     lines = journal.finished()
     losses = {
-        name: [journal.losses(lines[job.key]).view(-1, contest.length) for job in some] for name, some in jobs.items()
+        name: [journal.losses(lines[job.key]).view(-1, planned.length) for job in some] for name, some in jobs.items()
     }
-    return Judged(contest, choice, losses)
+    return Judged(planned, choice, losses)
 
 
-def jobs_of(contest: Contest, reading: Reading, others: Corpus) -> list[Reads]:
+def jobs_of(planned: PlannedChoice, reading: Reading, others: Corpus) -> list[Reads]:
     """A candidate that reads all documents."""
-    readings, length = contest.readings, contest.length
+    readings, length = planned.readings, planned.length
     reader = Reader(reading, readings, (length,))
     return [
         Reads(
             key=readings.key(
                 [reading.name, reading.method, reading.fingerprint], task=["judge", length, document.sha256]
             ),
-            cost=len(stretches(document, length)) * pass_cost(length, contest.costs.turning_point),
+            cost=len(stretches(document, length)) * pass_cost(length, planned.costs.turning_point),
             reader=reader,
             name=f"{reading.label}, {document.name}",
             document=document,

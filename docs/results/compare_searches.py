@@ -113,7 +113,7 @@ class Problem:
             self.spent += self.step_cost
             at = descent.vector(states[-1].at)
             states.append(descent.after(states[-1], step, *self.landscape.gradient(at, [self.batch(step)])))
-        return descent.found(states[1:])
+        return descent.result(states[1:])
 
 
 def choose(problem: Problem) -> Vector:

@@ -1,4 +1,4 @@
-"""What is entered into a race: formulas, remapping and the grid, each once, and how far each reaches."""
+"""What is tried: formulas, remapping and the grid, each once, and how far each reaches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ctxext.architectures.rope import fingerprint
-from ctxext.choosing.candidates import candidates, critical, distinct, entrant, grid, short_label
+from ctxext.choosing.candidates import Reach, candidates, critical, distinct, grid, short_label
 from ctxext.evaluation.readings import TIMES, Reading, name_for
 from ctxext.methods import METHODS, NTK, PI, Method, RopeMethod, SelfExtend, YaRN
 from ctxext.methods.remap import RemapMethod
@@ -24,7 +24,7 @@ def reading(method: Method) -> Reading:
     return Reading(name=name, label=name, method=method.to_dict(), fingerprint=fingerprint(method, ROPE))
 
 
-def test_every_formula_and_the_grid_are_entered_the_published_yarn_first() -> None:
+def test_every_formula_and_the_grid_are_tried_the_published_yarn_first() -> None:
     found = candidates(2.0, ROPE)
     assert found[0] == YaRN(factor=2)
     assert len(set(found)) == len(found)
@@ -71,7 +71,7 @@ def test_the_critical_dimension_lies_where_training_saw_ten_turns_to_one() -> No
 
 
 @pytest.mark.slow
-def test_what_rounding_makes_the_same_is_entered_once() -> None:
+def test_what_rounding_makes_the_same_is_tried_once() -> None:
     few = RopeSpec(rotary_dim=8, base=1e4, trained_length=128)
     found = [replace(reading(one), fingerprint=fingerprint(one, few)) for one in grid(4.0)]
     kept, twins = distinct(found)
@@ -84,30 +84,25 @@ def test_what_rounding_makes_the_same_is_entered_once() -> None:
 
 def test_reach_is_of_frequencies_and_not_of_names() -> None:
     yarn, ntk, pi, further = (
-        entrant(name, method, ROPE, 16384)
-        for name, method in (
-            ("yarn", YaRN(factor=2)),
-            ("ntk", NTK(factor=2)),
-            ("pi", PI(factor=2)),
-            ("further", YaRN(factor=2, divisor=3)),
-        )
+        Reach.of(method, ROPE, 16384)
+        for method in (YaRN(factor=2), NTK(factor=2), PI(factor=2), YaRN(factor=2, divisor=3))
     )
-    assert yarn.reaches(ntk)
-    assert not ntk.reaches(yarn), "NTK divides only the very slowest by the whole factor"
-    assert yarn.reaches(pi)
-    assert further.reaches(yarn)
-    assert not yarn.reaches(further)
+    assert yarn.covers(ntk)
+    assert not ntk.covers(yarn), "NTK divides only the very slowest by the whole factor"
+    assert yarn.covers(pi)
+    assert further.covers(yarn)
+    assert not yarn.covers(further)
     assert (pi.stretch, pi.far) == (pytest.approx(2), pytest.approx(0))
-    remapped = entrant("remapped", SelfExtend(factor=2), ROPE, 16384)
+    remapped = Reach.of(SelfExtend(factor=2), ROPE, 16384)
     assert not remapped.is_judged_inside
-    assert not remapped.reaches(yarn)
-    assert not yarn.reaches(remapped)
-    assert entrant("dynamic", METHODS["dynamic_ntk"](factor=2), ROPE, 16384).dynamic
+    assert not remapped.covers(yarn)
+    assert not yarn.covers(remapped)
+    assert Reach.of(METHODS["dynamic_ntk"](factor=2), ROPE, 16384).dynamic
 
 
 def test_where_every_frequency_turned_in_training_the_slowest_stands_for_what_is_new() -> None:
     fast = RopeSpec(rotary_dim=8, base=10.0, trained_length=4096)
-    found = entrant("pi", PI(factor=2), fast, 8192)
+    found = Reach.of(PI(factor=2), fast, 8192)
     assert found.slow is not None
     assert len(found.slow) == 1
     assert torch.allclose(found.slow * 2, torch.tensor([10.0 ** (-6 / 8)], dtype=torch.float64))

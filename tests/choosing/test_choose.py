@@ -1,4 +1,4 @@
-"""``ctxext.choose`` and its command: a race on a tiny model, killed and resumed, its choice saved, what it refuses."""
+"""``ctxext.choose`` and its command on a tiny model: killed and resumed, its choice saved, what it refuses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import budget, losses, run
+from ctxext.choosing import budget, choose, losses
 from ctxext.choosing.choice import Choice
-from ctxext.choosing.texts import split_texts
+from ctxext.choosing.texts import corpus_from, split_texts
+from ctxext.cli.choose import ChoiceOutputOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
+from ctxext.evaluation import loss
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.statistics import PairedDifference
@@ -23,7 +25,7 @@ from ctxext.methods import PI, SelfExtend, YaRN
 from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
-from tests._programs import command
+from tests._programs import command, launched, ran
 
 TARGET = 1024
 FEW = [YaRN(factor=2), PI(factor=2), SelfExtend(factor=2), YaRN(factor=2, divisor=1.5, beta_fast=4, attention_factor=1)]
@@ -35,8 +37,8 @@ TEXTS = [
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four candidates: a race among a hundred on more text is the same, and longer."""
-    monkeypatch.setattr(run, "candidates", lambda *_: tuple(FEW))
+    """Four candidates: a hundred on more text are the same, and longer."""
+    monkeypatch.setattr(choose, "candidates", lambda *_: tuple(FEW))
     monkeypatch.setattr(budget, "ENOUGH", 1)  # and a single text for each look
 
 
@@ -62,7 +64,7 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     assert (held.texts, len(choice.texts)) == (5, 2)
     assert not {name.partition(",")[0] for name in choice.texts} & set(held.names)
     # The verdict by hand, on the texts that the seed keeps for it.
-    split = split_texts(run.corpus_from(TEXTS, bos_tokenizer).documents, tokens=TARGET + 1, seed=0)
+    split = split_texts(corpus_from(TEXTS, bos_tokenizer).documents, tokens=TARGET + 1, seed=0)
     read: dict[str, list[torch.Tensor]] = {}
     for name in (choice.finish.choice, choice.finish.runner_up):
         ctxext.patch(model, choice.candidate(name).method)
@@ -75,11 +77,11 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     assert len(finalist.keys) == 3
     assert choice.sentence.startswith("Chosen for 1K tokens: ")
     assert choice.spent.passes > 5
-    rows = choice.rows()
+    rows = choice.table
     assert len(rows) == len(FEW)
     assert len({tuple(row) for row in rows}) == 1
     json.dumps(choice.to_dict())
-    # Had the race chosen another, texts that show it to be worse, all of it or at the end, would say so.
+    # Had the rounds chosen another, texts that show it to be worse, all of it or at the end, would say so.
     good, bad = (PairedDifference(mean, 0.001, 160, 5, "documents") for mean in (-0.1, 0.1))
     other = replace(choice.finish, choice=choice.finish.runner_up)
     for beyond, end, where in ((bad, good, "on"), (good, bad, "at the end of"), (good, good, "")):
@@ -98,7 +100,7 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda *_: (FEW[0], FEW[3]))
+    monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], FEW[3]))
     given: dict[str, Any] = {"keys": False, "budget": "40 passes"}
     whole = chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given)
     cells = (tmp_path / "whole" / "cells.jsonl").read_text().splitlines()
@@ -126,11 +128,36 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
         chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given | {"texts": TEXTS[:3]})
 
 
+@pytest.mark.nightly  # a whole command with a hundred candidates, twice
+def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    asked = on_disk(byte_model(), bos_tokenizer, TEXTS[:4], tmp_path)
+    asked = [*asked, "--target", TARGET, "--dtype", "fp32", "--stock", "--budget", "60 passes"]
+    words = [str(word) for word in asked]
+    said = launched([*words, "-o", str(tmp_path / "two.json")], tmp_path)
+    assert said.count("Chosen for 1K tokens") == 1, "one process talks"
+    done = ran(["-m", "ctxext", *words, "-o", str(tmp_path / "one.json")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) for name in ("one", "two"))
+    for found in (one, two):
+        del found["sentences"], found["spent"]["seconds"], found["provenance"]
+    assert one == two
+    shares = [path.read_text(encoding="utf-8").count("\n") for path in (tmp_path / "two.rounds").glob("cells*.jsonl")]
+    assert len(shares) == 2
+    assert min(shares) >= sum(shares) // 4
+
+
+def test_parts_of_an_earlier_release_are_used(tmp_path: Path) -> None:
+    asked = ChoiceOutputOptions(output=[tmp_path / "choice.json"])
+    assert asked.folder == tmp_path / "choice.rounds"
+    (tmp_path / "choice.race").mkdir()
+    assert asked.folder == tmp_path / "choice.race"
+
+
 @pytest.mark.slow
 def test_a_budget_in_time_is_turned_into_passes(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda *_: (FEW[0], FEW[3]))
+    monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], FEW[3]))
     found = chosen(model, bos_tokenizer, keys=False, budget="2h")
     assert found.spent.allowed is not None
     assert found.spent.allowed > 100
@@ -171,7 +198,7 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was read")
 
-    monkeypatch.setattr(losses, "loss_by_position", read)
+    monkeypatch.setattr(loss, "loss_by_position", read)
     monkeypatch.setattr(losses, "loss_while", read)
     with pytest.raises(error, match=says):
         chosen(model, bos_tokenizer, **given)
@@ -192,7 +219,7 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
 def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), FEW[3]))
+    monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), FEW[3]))
     about = on_disk(model, bos_tokenizer, TEXTS[:4], tmp_path)
     outputs = [tmp_path / f"choice.{ending}" for ending in ("json", "md", "png")]
     asked = [*about, "--target", TARGET, "--dtype", "fp32", "--no-passkey", "--budget", "30 passes"]
@@ -210,15 +237,15 @@ def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     assert again.config.ctxext["chosen"] == found["record"]
     page = outputs[1].read_text(encoding="utf-8")
     assert found["sentences"][0] in page
-    assert "![The race](choice.png)" in page
+    assert "![The rounds](choice.png)" in page
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
     # The same command again reads what is there, and never writes over a checkpoint.
     refused = command(*asked, "--save", tmp_path / "extended")
     assert refused.exit_code == 1
     assert "already exists" in refused.output
-    before = (tmp_path / "choice.race" / "cells.jsonl").read_bytes()
+    before = (tmp_path / "choice.rounds" / "cells.jsonl").read_bytes()
     assert command(*asked).exit_code == 0
-    assert (tmp_path / "choice.race" / "cells.jsonl").read_bytes() == before
+    assert (tmp_path / "choice.rounds" / "cells.jsonl").read_bytes() == before
     wrong = command(*about, "--target", TARGET, "-o", tmp_path / "choice.docx")
     assert wrong.exit_code == 1
     assert "docx" in wrong.output

@@ -1,9 +1,10 @@
-"""``choose(..., search=True)``: gradients walk on from the race, resumably, and are believed on other texts only."""
+"""``choose(..., search=True)``: gradients go on from the rounds, resumably, and are believed on other texts only."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import accepting, budget, run, search
+from ctxext.choosing import budget, choose, search
 from ctxext.choosing.budget import Costs, search_sizes_for
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.losses import MeasuredLosses
@@ -39,7 +40,7 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two candidates, one text for each look and a few steps: the rest is the same, and longer."""
-    monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), PI(factor=2)))
+    monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), PI(factor=2)))
     monkeypatch.setattr(budget, "ENOUGH", 1)
     monkeypatch.setattr(budget, "STEPS", 4)
     monkeypatch.setattr(budget, "FEWEST", 2)
@@ -86,7 +87,7 @@ def test_what_is_found_is_stock_and_judged_on_texts_that_nothing_was_chosen_on(
     assert isinstance(method, LongRoPE)
     assert method.short_factor == method.long_factor
     assert method.attention_factor is not None
-    form = method.rope_parameters(run.find_sites(Subject.of(model), 512)[0].spec)
+    form = method.rope_parameters(choose.find_sites(Subject.of(model), 512)[0].spec)
     assert form["rope_type"] == "longrope"
     assert found.accepted, found.why_not
     assert (choice.finish.choice, choice.finish.runner_up) == (name, found.rival)
@@ -105,7 +106,7 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
 ) -> None:
     whole = searched(model, bos_tokenizer, folder=tmp_path / "whole")
     lines = [json.loads(line) for line in (tmp_path / "whole" / "cells.jsonl").read_text().splitlines()]
-    steps = [place for place, line in enumerate(lines) if line["kind"] == "step"]
+    steps = [place for place, line in enumerate(lines) if "state" in line]
     assert len(steps) == 8
     real, kept = Journal.append, 0
 
@@ -181,7 +182,7 @@ def test_the_rule_of_acceptance(
 ) -> None:
     pairs = [PairedDifference(mean, error, 6400, 100) for mean, error in (gain, damage, end)]
     heard = {"new": (0.1, keys[0]), "old": (0.1, keys[1])}
-    found = accepting.why_not(*pairs, heard, name="new", label="it")
+    found = search.why_not(*pairs, heard, name="new", label="it")
     assert found.startswith(says) if says else found == ""
 
 
@@ -204,7 +205,7 @@ def test_adam_of_the_descent_is_that_of_one_optimiser() -> None:
         adam.step()
     assert torch.allclose(torch.tensor(state.at, dtype=torch.float64), moved, atol=1e-14)
     last = torch.tensor([one.at for one in states[9:]]).double().mean(0)
-    assert torch.allclose(descent.found(states), start + units * last, atol=1e-12)
+    assert torch.allclose(descent.result(states), start + units * last, atol=1e-12)
     assert [one.loss for one in states] == list(map(float, range(12)))
     assert descent.rate(0) < descent.rate(4) > descent.rate(11)
 
@@ -229,17 +230,18 @@ def test_keys_are_a_part_of_it_only_where_the_model_reads_any(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    measured = MeasuredLosses._key
-    monkeypatch.setattr(
-        MeasuredLosses, "_key", lambda own, name, prompt: asked.append((name, prompt)) or measured(own, name, prompt)
-    )
+    measured = MeasuredLosses._keys
+
+    def keys(own: MeasuredLosses, names: Sequence[str], length: int, depths: Sequence[float]) -> Any:
+        asked.append((list(names), length, list(depths)))
+        return measured(own, names, length, depths)
+
+    monkeypatch.setattr(MeasuredLosses, "_keys", keys)
     choice = searched(model, bos_tokenizer, keys=True)
     assert choice.search is not None
     assert not choice.search.needles, "a random model reads none"
-    (prompt,) = [prompt for name, prompt in asked if name == UNPATCHED]
-    assert (prompt.length, prompt.passkey.depth) == (512, 0.25), (
-        "at the start of a window models that read keys miss theirs"
-    )
+    (inside,) = [one for one in asked if UNPATCHED in one[0]]
+    assert inside == ([UNPATCHED], 512, [0.25]), "at the start of a window models that read keys miss theirs"
 
     monkeypatch.setattr(search, "READ", math.inf)
     found = searched(model, bos_tokenizer, keys=True).search
@@ -268,12 +270,12 @@ def test_a_part_of_the_texts_is_kept_back() -> None:
 def test_the_budget_is_kept_and_shared() -> None:
     costs = Costs(trained=512, length=1024, judged=90, others=10, windows=(256, 512), turning_point=4096)
     given: dict[str, Any] = {"choosing": 5, "accepting": 2, "held_out": 5, "keys": True}
-    race, search = search_sizes_for(None, costs, **given)
+    sizes, search = search_sizes_for(None, costs, **given)
     assert search.steps == budget.STEPS
-    most = costs.race(race) + costs.search(search, race)
+    most = costs.halving(sizes) + costs.search(search, sizes)
     for allowed in (most, most - 10, 60.0):
-        race, search = search_sizes_for(allowed, costs, **given)
-        assert costs.race(race) + costs.search(search, race) <= allowed + 1e-9
+        sizes, search = search_sizes_for(allowed, costs, **given)
+        assert costs.halving(sizes) + costs.search(search, sizes) <= allowed + 1e-9
         assert budget.FEWEST <= search.steps <= budget.STEPS
     for allowed in (1.0, 20.0):
         with pytest.raises(InvalidParameterError, match="budget is too small"):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ctxext.choosing.budget import RACES, Costs, parse_budget, prefix_of, sizes_for, stretches_in
+from ctxext.choosing.budget import LADDER, Costs, parse_budget, prefix_of, sizes_for, stretches_in
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.corpus import TokenisedDocument, tokenise
@@ -144,20 +144,20 @@ def test_smaller_budgets_make_smaller_races_that_they_last_for() -> None:
     given = {"choosing": 9, "held_out": 15, "keys": True}
     whole = sizes_for(None, COSTS, **given)
     assert (whole.whole, whole.finalists, whole.first, whole.texts, whole.held_out, whole.keys) == (10, 3, 1, 3, 5, 3)
-    costs = [COSTS.race(sizes_for(allowed, COSTS, **given)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
+    costs = [COSTS.halving(sizes_for(allowed, COSTS, **given)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
     assert all(cost <= allowed for cost, allowed in zip(costs, (60.0, 50.0, 40.0, 30.0, 20.0), strict=True))
     assert all(later <= earlier for earlier, later in pairwise(costs))
     with pytest.raises(InvalidParameterError, match=r"budget is too small: it comes to 3\.0 passes over 16,384 tokens"):
         sizes_for(3.0, COSTS, **given)
     assert sizes_for(None, COSTS, choosing=1, held_out=1, keys=False).texts == 1
-    assert len(RACES) >= 5
+    assert len(LADDER) >= 5
 
 
 def test_an_hour_on_two_cores_ends_in_a_verdict_on_five_texts() -> None:
     """A hundred candidates, and the forty passes that two cores read in an hour: the choice was once judged on one."""
     costs = replace(COSTS, judged=98, others=5)
     sizes = sizes_for(40.0, costs, choosing=3, held_out=5, keys=True)
-    assert (sizes.held_out, costs.race(sizes) <= 40) == (5, True)
+    assert (sizes.held_out, costs.halving(sizes) <= 40) == (5, True)
     assert sizes.whole >= 3, "and still chooses among more than the published YaRN"
     assert sizes_for(32.0, costs, choosing=3, held_out=5, keys=True).held_out == 3
 

@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctxext.choosing import budget, run
+from ctxext.choosing import budget, choose
 from ctxext.evaluation.report.figures import Figure
 from ctxext.evaluation.report.markdown import code, escaped, fenced, table
 from ctxext.evaluation.report.page import Code, Heading, Headline, Page, TextTable
@@ -103,15 +103,15 @@ def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
+    monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
     monkeypatch.setattr(budget, "ENOUGH", 1)
     asked = ["choose", place / CHECKPOINT, "-t", place / "texts.jsonl", "--target", 1024, "--dtype", "fp32"]
-    done = command(*asked, "--no-passkey", "--budget", "30 passes", *outputs(tmp_path, "my (own) race"))
+    done = command(*asked, "--no-passkey", "--budget", "30 passes", *outputs(tmp_path, "my (own) choice"))
     assert done.exit_code == 0, done.output
-    page = (tmp_path / "my (own) race.md").read_text(encoding="utf-8")
+    page = (tmp_path / "my (own) choice.md").read_text(encoding="utf-8")
     tokens = MarkdownIt("commonmark").parse(page)
     pictures = [child for token in tokens for child in token.children or () if child.type == "image"]
-    assert [one.attrs["src"] for one in pictures] == ["my%20%28own%29%20race.png"]
+    assert [one.attrs["src"] for one in pictures] == ["my%20%28own%29%20choice.png"]
     assert CHECKPOINT in text_of(page)
 
 

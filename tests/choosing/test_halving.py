@@ -1,9 +1,9 @@
-"""The race over stored losses: no winner among equals, a winner where there is one, and every rule by itself."""
+"""Successive halving over stored losses: no winner among equals, one where there is one, and every rule by itself."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import ctxext
-from ctxext.choosing.candidates import Entrant
-from ctxext.choosing.race import LOOKS, PIECES, Finish, Race, Sizes, chosen, is_worse, keys_lost
+from ctxext.choosing.candidates import Reach
+from ctxext.choosing.halving import LOOKS, PIECES, Finish, Halving, Sizes, chosen, is_worse, keys_lost
 from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.statistics import CHANCE, PairedDifference
@@ -33,24 +33,24 @@ class Stored:
     texts: int = SIZES.first
     read: list[tuple[str, int]] = field(default_factory=list)
 
-    def inside(self, name: str) -> Tensor:
-        return self.of[name][: self.texts, : self.prefix].flatten()
+    def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.of[name][: self.texts, : self.prefix].flatten() for name in names}
 
-    def whole(self, name: str, text: int, go_on: Callable[[Tensor], bool]) -> Tensor:
+    def whole(self, name: str, text: int, stop: Callable[[Tensor], object]) -> Tensor:
         own, piece = self.of[name][text], LENGTH // PIECES
-        for stop in range(piece, LENGTH, piece):
+        for place in range(piece, LENGTH, piece):
             self.read.append((name, piece))
-            if not go_on(own[:stop]):
-                return own[:stop]
+            if stop(own[:place]):
+                return own[:place]
         return own
 
-    def keys(self, name: str) -> tuple[float, ...]:
-        return self.keys_of.get(name, (0.0, 0.0, 0.0))
+    def keys(self, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        return {name: self.keys_of.get(name, (0.0, 0.0, 0.0)) for name in names}
 
 
-def raced(stored: Stored, entrants: Sequence[Entrant], **given: Any) -> Finish:
-    race = Race(entrants=entrants, losses=stored, sizes=SIZES, trained=TRAINED, length=LENGTH, **given)
-    return race.run()
+def halved(stored: Stored, reaches: Mapping[str, Reach], **given: Any) -> Finish:
+    halving = Halving(reaches=reaches, losses=stored, sizes=SIZES, trained=TRAINED, length=LENGTH, **given)
+    return halving.run()
 
 
 def held_out(stored: Stored, finish: Finish, usual: str) -> HeldOut:
@@ -69,9 +69,9 @@ def held_out(stored: Stored, finish: Finish, usual: str) -> HeldOut:
     )
 
 
-def entrants_of(names: Sequence[str]) -> list[Entrant]:
+def equal(names: Sequence[str]) -> dict[str, Reach]:
     """All of one reach."""
-    return [Entrant(name=name, slow=torch.ones(3, dtype=torch.float64)) for name in names]
+    return dict.fromkeys(names, Reach(slow=torch.ones(3, dtype=torch.float64)))
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +105,14 @@ def quiet_of(measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.nightly
-def test_among_equals_nothing_is_declared_better_or_worse_in_95_of_100_races(measured: tuple[Tensor, Tensor]) -> None:
-    """All looks of all rungs and both verdicts at the end together."""
+def test_among_equals_nothing_is_declared_better_or_worse_in_95_of_100_choices(measured: tuple[Tensor, Tensor]) -> None:
+    """All looks of all rounds and both verdicts at the end together."""
     names = [f"candidate {number}" for number in range(12)]
     quiet, winners, dropped = 0, 0, 0
     for seed in range(100):
         stored = Stored(equals(*measured, names, seed))
         assert all(losses.dtype == torch.float64 for losses in stored.of.values())
-        finish = raced(stored, entrants_of(names))
+        finish = halved(stored, equal(names))
         verdict = held_out(stored, finish, names[0])
         shown = [course for course in finish.courses if course.worse_by is not None]
         winners += verdict.declares_winner
@@ -124,7 +124,7 @@ def test_among_equals_nothing_is_declared_better_or_worse_in_95_of_100_races(mea
 def test_copies_are_never_told_apart(measured: tuple[Tensor, Tensor]) -> None:
     names = ["usual", "copy", "another"]
     stored = Stored(dict.fromkeys(names, measured[0]))
-    finish = raced(stored, entrants_of(names), runtimes={"usual": 3, "copy": 1, "another": 2}.__getitem__)
+    finish = halved(stored, equal(names), runtimes={"usual": 3, "copy": 1, "another": 2}.__getitem__)
     assert (finish.choice, finish.runner_up) == ("usual", "another")
     assert not any(course.worse_by for course in finish.courses)
     assert not held_out(stored, finish, "usual").declares_winner
@@ -135,7 +135,7 @@ def test_a_candidate_that_is_better_wins_and_is_declared_to(measured: tuple[Tens
     names = [f"candidate {number}" for number in range(6)]
     stored = Stored(equals(*quiet_of(measured), names, 4))
     stored.of["candidate 4"][:, TRAINED:] -= 0.5
-    finish = raced(stored, entrants_of(names))
+    finish = halved(stored, equal(names))
     verdict = held_out(stored, finish, names[0])
     assert finish.choice == "candidate 4"
     assert verdict.versus_usual is not None
@@ -151,9 +151,9 @@ def test_beyond_rescue_a_text_is_not_read_to_its_end(measured: tuple[Tensor, Ten
     stored.of["hopeless"][:, TRAINED:] += 1.0
     # Worse at first and better later by more: what is left of the text could not be that much better, as far as known.
     stored.of["late"][:, TRAINED : TRAINED + 128] += 0.05
-    finish = raced(stored, entrants_of(names))
+    finish = halved(stored, equal(names))
     course = finish.course("hopeless")
-    assert (course.rung, course.by, course.tokens) == ("whole", "usual", TRAINED + 128)
+    assert (course.round, course.by, course.tokens) == ("whole", "usual", TRAINED + 128)
     assert course.dropped == f"stopped after {TRAINED + 128} of 1,024 tokens, beyond rescue"
     assert course.worse_by is not None
     assert course.worse_by.mean > 4 * course.worse_by.standard_error
@@ -168,15 +168,15 @@ def test_inside_the_window_only_one_that_reaches_as_far_outruns_another(measured
     for name, better in (("near", 0.8), ("usual", 0.6), ("farther", 0.3)):
         stored.of[name] -= better
     slow = {"near": 1.0, "usual": 1.0, "far": 0.5, "farther": 0.4}
-    entrants = [Entrant(name=name, slow=torch.full((2,), slow[name]) if name in slow else None) for name in names]
-    finish = raced(stored, entrants)
+    reaches = {name: Reach(slow=torch.full((2,), slow[name]) if name in slow else None) for name in names}
+    finish = halved(stored, reaches)
     far, usual = finish.course("far"), finish.course("usual")
-    assert (far.rung, far.by) == ("inside", "farther")
+    assert (far.round, far.by) == ("inside", "farther")
     assert "reaches as far" in far.dropped
     # The published one is beaten by its equal in reach, and reads on all the same: others are held against it.
     assert (usual.by, usual.inside) == ("near", None)
     assert "usual" in {name for name, _ in stored.read}
-    assert finish.course("remapped").rung in ("whole", "more")
+    assert finish.course("remapped").round in ("whole", "more")
     assert finish.course("farther").by == "usual"
     assert "more damage" in finish.course("farther").dropped
 
@@ -188,7 +188,7 @@ def test_one_that_falls_apart_at_the_end_is_not_chosen(measured: tuple[Tensor, T
     for name, better, end in (("steady", 0.02, 0.0), ("short", 0.2, 0.6), ("shorter", 0.25, 0.6)):
         stored.of[name][:, TRAINED:] -= better
         stored.of[name][:, -LENGTH // 32 :] += end
-    finish = raced(stored, entrants_of(names))
+    finish = halved(stored, equal(names))
     assert finish.choice == "steady"
     short = finish.course("short")
     assert short.beyond is not None
@@ -196,9 +196,9 @@ def test_one_that_falls_apart_at_the_end_is_not_chosen(measured: tuple[Tensor, T
     assert short.beyond.mean < -0.03
     gap = (stored.of["short"] - stored.of["usual"])[: SIZES.texts, -LENGTH // 32 :]
     assert short.end.mean == pytest.approx(gap.mean().item(), rel=1e-9)
-    # With nobody left who holds out, it is the published one; texts that the race never read say the same.
+    # With nobody left who holds out, it is the published one; texts that were never read say the same.
     names = ["usual", "short", "shorter"]
-    assert raced(stored, entrants_of(names)).choice == "usual"
+    assert halved(stored, equal(names)).choice == "usual"
     verdict = held_out(stored, Finish(choice="short", runner_up="usual", finalists=("short",), courses=()), "usual")
     assert verdict.verdict(verdict.versus_usual) == "better"
     assert verdict.verdict(verdict.end_versus_usual) == "worse"

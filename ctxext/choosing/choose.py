@@ -1,0 +1,449 @@
+"""The verb ``choose``: successive halving over measured losses, and a verdict on texts that were never read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctxext.architectures import architecture_of
+from ctxext.architectures.rope import Rope
+from ctxext.checkpoints.export import export_config
+from ctxext.choosing.budget import Budget, Costs, SearchSizes, parse_budget, prefix_of, search_sizes_for, sizes_for
+from ctxext.choosing.candidates import candidates, distinct
+from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
+from ctxext.choosing.halving import Finish, Halving, Sizes
+from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
+from ctxext.choosing.losses import DEPTHS, MeasuredLosses
+from ctxext.choosing.search import Search, SearchResult
+from ctxext.choosing.texts import SplitTexts, corpus_from, split_texts
+from ctxext.choosing.verdict import judge_held_out
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.forward import Progress, turning_point
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.passkey import make_prompts
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import Reading, Readings, Refusal
+from ctxext.evaluation.survey import Job, ProcessGroup, Survey
+from ctxext.methods import RopeMethod
+from ctxext.methods.parameters import checked_tokens
+from ctxext.patching import patched_state
+from ctxext.runtimes import RUNTIMES
+from ctxext.saved import already_extended
+from ctxext.surgery.rotary import RotarySite, find_sites
+from ctxext.surgery.subject import Subject, base_model, text_of
+from ctxext.texts.corpus import Corpus
+from ctxext.texts.documents import Document
+
+# Positions beyond the window that a target must add, so that there is something to measure.
+LEAST_BEYOND = 16
+# Candidates whose first reading says how long a pass takes.
+TIMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceSettings:
+    """What is asked for; see ``choose``."""
+
+    target_length: int
+    budget: str | float | None = None
+    seed: int = 0
+    keys: bool = True
+    stock: bool = False
+    search: bool = False
+    trained_length: int | None = None
+    sliding_window: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class PlannedChoice:
+    """A choice before anything is read; ``run`` it once.
+
+    Args:
+        checkpoint: whose model is read with.
+        corpus: all texts, whole.
+        settings: what is asked for.
+        readings: of the checkpoint.
+        candidates: before anything is known of them, the published YaRN first.
+        refusals: methods that do not apply.
+        sites: places of the model's frequencies, not extended.
+        split: which stretches are chosen on and judged on.
+        journal: where finished jobs are kept.
+        group: the processes that share the work.
+        plain: reading of the model patched for the target with its frequencies as they were trained, for a search;
+            None for no search.
+        progress: called with what is being done and the cost done since the last call.
+    """
+
+    checkpoint: Checkpoint
+    corpus: Corpus
+    settings: ChoiceSettings
+    readings: Readings
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+    sites: tuple[RotarySite, ...]
+    split: SplitTexts
+    journal: Journal
+    group: ProcessGroup
+    plain: Reading | None
+    progress: Progress
+    _runtimes: dict[str, tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]] = field(
+        init=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        if self.budget.seconds is None:
+            self.sizes(self.budget.passes)  # what is too small is said before anything is read
+
+    @property
+    def trained(self) -> int:
+        """Tokens of the window."""
+        return self.readings.trained_length
+
+    @property
+    def length(self) -> int:
+        """Tokens of the target."""
+        return self.settings.target_length
+
+    @property
+    def done(self) -> str:
+        """How much is finished, in words: what is left depends on what was read."""
+        return f"{len(self.journal.finished())} jobs"
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The budget, parsed."""
+        return parse_budget(self.settings.budget)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the parts, in passes over the target."""
+        judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates)
+        return Costs(
+            trained=self.trained,
+            length=self.length,
+            judged=judged,
+            others=len(self.candidates) - judged,
+            windows=self.readings.windows,
+            turning_point=turning_point(self.readings.model),
+        )
+
+    def sizes(self, allowed: float | None, costs: Costs | None = None) -> tuple[Sizes, SearchSizes | None]:
+        """Return the sizes that so many passes last for, and those of the search where one is asked for."""
+        texts = {"choosing": len(self.split.choosing), "held_out": len(self.split.held_out)}
+        costs, keys = costs or self.costs, self.settings.keys
+        if self.plain is None:
+            return sizes_for(allowed, costs, **texts, keys=keys), None
+        return search_sizes_for(allowed, costs, **texts, accepting=len(self.split.accepting), keys=keys)
+
+    @property
+    def passes(self) -> float:
+        """Passes over the target that all of it takes, at most; by a budget in time, before anything is timed."""
+        sizes, search = self.sizes(None if self.budget.seconds else self.budget.passes)
+        return self.costs.halving(sizes) + (0.0 if search is None else self.costs.search(search, sizes))
+
+    def run(self) -> Choice:
+        """Run the rounds, a search where one is asked for, and the verdict; the model is afterwards as it was.
+
+        Raises:
+            InvalidParameterError: a budget in time that does not last for the smallest sizes.
+            ResultsError: the journal is of another measurement, or cannot be written.
+            CtxextError: as the measurement does; everything finished is kept.
+        """
+        survey: Survey[Job] = Survey(
+            "ctxext choose", self.checkpoint, (), corpus=self.corpus, journal=self.journal, group=self.group
+        )
+        survey.begin()
+        split, usual = self.split, self.candidates[0].reading.name
+        losses = MeasuredLosses(
+            survey=survey,
+            readings=self.readings,
+            entered=tuple(candidate.reading for candidate in self.candidates),
+            costs=self.costs,
+            split=split,
+            seed=self.settings.seed,
+            progress=self.progress,
+        )
+        allowed, costs = self._allowed(losses)
+        sizes, search_sizes = self.sizes(allowed, costs)
+        losses.sizes, losses.split = sizes, replace(split, choosing=split.choosing[: sizes.texts])
+        halving = Halving(
+            reaches={candidate.reading.name: candidate.reach for candidate in self.candidates},
+            losses=losses,
+            sizes=sizes,
+            trained=self.trained,
+            length=self.length,
+            runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self._candidate(name))[0]),
+        )
+        finish, tried = halving.run(), self.candidates
+        search: SearchResult | None = None
+        if search_sizes is not None:
+            search, finish, result = self._searched(losses, finish, search_sizes)
+            tried = (*tried, Candidate.of(result, self.sites[0].spec, self.length, title=result.label))
+        tried = tuple(replace(one, course=finish.course(one.reading.name)) for one in tried)
+        held_out = split.held_out[: sizes.held_out]
+        names = dict.fromkeys([finish.choice, finish.runner_up, usual])
+        choice = Choice(
+            candidates=tried,
+            finish=finish,
+            held_out=judge_held_out(
+                losses.texts([name for name in names if name], held_out),
+                choice=finish.choice,
+                usual=usual,
+                runner_up=finish.runner_up,
+                unpatched=losses.plain(held_out),
+                truncations=losses.truncated(held_out),
+                documents=[stretch.document for stretch in held_out],
+                trained=self.trained,
+                same_documents=split.same_documents,
+            ),
+            usual=usual,
+            trained_length=self.trained,
+            target_length=self.length,
+            sizes=sizes,
+            rope_parameters=None,
+            runtimes=(),
+            refusals=self.refusals,
+            texts=tuple(stretch.text.name for stretch in losses.split.choosing),
+            left_out=split.left_out,
+            spent=Spent(
+                passes=sum(losses.passes.values()),
+                seconds=losses.seconds,
+                budget=self.budget.text,
+                allowed=allowed,
+            ),
+            provenance=self._provenance(),
+            search=search,
+        )
+        runtimes, rope = self._loaded_by(choice.candidate(choice.name))
+        return replace(choice, runtimes=runtimes, rope_parameters=rope)
+
+    def _allowed(self, losses: MeasuredLosses) -> tuple[float | None, Costs]:
+        """Return the budget in passes, and the costs; by the clock where the budget is time."""
+        if self.budget.seconds is None:
+            return self.budget.passes, self.costs
+        judged = [candidate.reading.name for candidate in self.candidates if candidate.reach.is_judged_inside]
+        inside = losses.seconds_of_inside(judged[:TIMED])
+        # What is far too small is said before a whole text is read.
+        self.sizes(self.budget.seconds / inside * self.costs.of(prefix_of(self.trained, self.length)))
+        whole = losses.seconds_of_whole()
+        return self.budget.seconds / whole, self.costs.timed(inside, whole)
+
+    def _searched(
+        self, losses: MeasuredLosses, finish: Finish, sizes: SearchSizes
+    ) -> tuple[SearchResult, Finish, Reading]:
+        """Search from the trained frequencies, and from the best finalist that is one set of frequencies."""
+        assert self.plain is not None
+        rope = self.sites[0].spec
+        starts: dict[str, Vector] = {
+            "the trained frequencies": torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
+        }
+        for name in (*finish.finalists, self.candidates[0].reading.name):
+            candidate = self._candidate(name)
+            if isinstance(candidate.method, RopeMethod) and candidate.method.is_table:
+                starts[candidate.label] = vector_of(candidate.method, rope, self.length)
+                break
+        search = Search(
+            losses=losses,
+            sites=self.sites,
+            plain=self.plain,
+            split=self.split,
+            sizes=sizes,
+            keys=self.settings.keys,
+        )
+        return search.run(starts, finish, label=self._candidate(finish.choice).label)
+
+    def _candidate(self, name: str) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.reading.name == name)
+
+    def _provenance(self) -> dict[str, Any]:
+        """Return what it was measured on and with, as JSON values."""
+        values = provenance_of(self.checkpoint, self.corpus, seed=self.settings.seed).to_dict()
+        del values["extensions"]
+        return values | {"trained_length": self.trained}
+
+    def _loaded_by(self, candidate: Candidate) -> tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]:
+        """Return which runtimes can load a candidate, and what plain transformers calls it."""
+        name = candidate.reading.name
+        if name not in self._runtimes:
+            with self.readings.applied(candidate.reading):
+                config = base_model(self.readings.model).config
+                is_plain = bool(config.ctxext["stock"])
+                rope = dict(text_of(config).rope_parameters) if is_plain else None
+                says = config.ctxext["stored_as"] if is_plain else "only with ctxext"
+                runtimes = [RuntimeVerdict(name="transformers", exact=is_plain, says=says)]
+                for runtime in RUNTIMES:
+                    try:
+                        export = export_config(config, to=runtime)
+                        runtimes.append(RuntimeVerdict(name=runtime, exact=export.exact, says=export.told))
+                    except CtxextError as error:
+                        runtimes.append(RuntimeVerdict(name=runtime, exact=False, says=str(error)))
+            self._runtimes[name] = tuple(runtimes), rope
+        return self._runtimes[name]
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    settings: ChoiceSettings,
+    *,
+    folder: Path | None = None,
+    group: ProcessGroup | None = None,
+    progress: Progress = lambda *_: None,
+    trying: Callable[[int, int], None] = lambda *_: None,
+) -> PlannedChoice:
+    """Plan a choice, before anything is read.
+
+    Args:
+        checkpoint: not extended.
+        corpus: texts, whole, of any length.
+        settings: what is asked for.
+        folder: that keeps finished jobs; None keeps them in memory.
+        group: the processes that share the work; None for this one alone.
+        progress: called with what is being done and the cost done since the last call.
+        trying: called with methods tried and methods in all.
+
+    Raises:
+        CtxextError: whatever cannot be right, before anything is computed.
+    """
+    parse_budget(settings.budget)
+    seed, group = settings.seed, group or ProcessGroup()
+    subject = Subject.of(checkpoint.model)
+    base = subject.model
+    if patched_state(base) is not None or already_extended(base.config):
+        raise PatchStateError(
+            f"{checkpoint.name} is extended already; what is chosen is how to extend the original. Call "
+            f"ctxext.unpatch(model) first, or give the original checkpoint."
+        )
+    if not isinstance(architecture_of(subject), Rope):
+        raise IncompatibleError(
+            f"What is chosen among are rotary positions, and this {base.config.model_type} has others. Compare its "
+            f"methods with `ctxext eval compare`."
+        )
+    readings = Readings(checkpoint, trained_length=settings.trained_length, sliding_window=settings.sliding_window)
+    trained, length = readings.trained_length, checked_tokens("target_length", settings.target_length)
+    if length < trained + LEAST_BEYOND:
+        raise InvalidParameterError(
+            f"A target of {length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
+            f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
+        )
+    if settings.search:
+        require_searchable(checkpoint.model)
+    split = split_texts(
+        corpus.documents, tokens=length + 1, seed=seed, search=settings.search, tokenizer=checkpoint.tokenizer
+    )
+    if settings.keys:
+        make_prompts(checkpoint.tokenizer, [length], DEPTHS[:1], seed=seed)  # it says what is too short for one
+    sites = tuple(find_sites(subject, trained, scaled=settings.trained_length is not None))
+    rope, factor = sites[0].spec, length / trained
+    methods = [one for one in candidates(factor, rope) if not settings.stock or one.rope_parameters(rope) is not None]
+    found, refusals = readings.find(methods, progress=trying)
+    entered, twins = distinct(reading for reading in found if not reading.is_reference)
+    if not entered or entered[0].method != methods[0].to_dict():
+        reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
+        raise IncompatibleError(f"Others are compared with YaRN as published, which does not apply here. {reasons}")
+    assert readings.setting, "asked for before any method brings an attention of its own"
+    cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
+    return PlannedChoice(
+        checkpoint=checkpoint,
+        corpus=corpus,
+        settings=replace(settings, target_length=length),
+        readings=readings,
+        candidates=tuple(Candidate.of(one, rope, length, twins=tuple(twins.get(one.name, ()))) for one in entered),
+        refusals=refusals,
+        sites=sites,
+        split=split,
+        journal=Journal(cells, group.process, identity=identity),
+        group=group,
+        plain=_plain_for(readings, rope.rotary_dim // 2, factor) if settings.search else None,
+        progress=progress,
+    )
+
+
+def _plain_for(readings: Readings, pairs: int, factor: float) -> Reading:
+    """Return the model ready for the target with its own frequencies, in the form of what a search finds.
+
+    Raises:
+        IncompatibleError: the model's config cannot hold a number for each frequency.
+    """
+    found, refused = readings.find([as_method(torch.zeros(pairs + 1, dtype=torch.float64), factor)])
+    if refused:
+        raise IncompatibleError(
+            f"What a search finds is a number for each frequency, which this model does not take. Choose without "
+            f"--search. {refused[0].reason}"
+        )
+    return found[-1]
+
+
+def choose(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    texts: Sequence[str | Path | Document],
+    target_length: int,
+    budget: str | float | None = None,
+    seed: int = 0,
+    keys: bool = True,
+    stock: bool = False,
+    search: bool = False,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    folder: str | Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> Choice:
+    """Find the extension that suits a model and your texts by measuring, and judge it on texts it was not chosen on.
+
+    Pick it before you extend a model for good. A formula does not look at the model; this reads your texts with every
+    method, at several factors, and with YaRN at many thresholds, divisors and temperatures, and drops what falls
+    behind. Its price is time: some forty passes over texts of the target length (``budget`` says how many). The
+    model is at the end what it was: ``ctxext.patch(model, choice.method)`` extends it.
+
+    Args:
+        model: a causal language model with rotary positions, not extended, in eval mode.
+        tokenizer: its tokenizer.
+        texts: the texts themselves, or paths of files. Of at least two texts of the target length, some are chosen on
+            and the others judged on; one text serves if it is at least twice as long.
+        target_length: tokens to extend to, above the trained length.
+        budget: ``"30min"`` of computing, or ``"25 passes"`` over the target length, which is the same on every machine;
+            None for as much as all rounds take.
+        seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
+        keys: whether to hide keys in a text and ask for them.
+        stock: choose only among what plain transformers loads, and other runtimes therefore may.
+        search: after the rounds, search the frequencies themselves by gradients from their choice and from the trained
+            frequencies, on the frozen model; the result is taken only if it is better on texts kept back for that.
+            It needs a third part of the texts and, without a budget, some ten times the passes.
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        sliding_window: see ``ctxext.patch``.
+        folder: that keeps what is finished: the same call goes on where a killed one ended.
+        progress: called with what is being done and the cost done since the last call.
+
+    Returns:
+        The choice, with ``method``, ``table`` and ``sentence``.
+
+    Raises:
+        InvalidParameterError: texts that are too short or too few, a target inside the trained window, or a budget that
+            does not last for the smallest sizes.
+        PatchStateError: the model is extended already.
+        IncompatibleError: the model has no rotary positions.
+        ResultsError: ``folder`` holds another measurement, or cannot be written.
+    """
+    name = Path(getattr(base_model(model), "name_or_path", "") or type(base_model(model)).__name__).name
+    settings = ChoiceSettings(
+        target_length=target_length,
+        budget=budget,
+        seed=seed,
+        keys=keys,
+        stock=stock,
+        search=search,
+        trained_length=trained_length,
+        sliding_window=sliding_window,
+    )
+    place = None if folder is None else Path(folder)
+    corpus = corpus_from(texts, tokenizer)
+    return prepare(Checkpoint(name, model, tokenizer), corpus, settings, folder=place, progress=progress).run()

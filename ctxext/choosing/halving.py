@@ -1,0 +1,477 @@
+"""Successive halving: which candidates read further, and which of the last ones is chosen. Pure decisions over losses.
+
+Where the losses come from, a model or a file, is not known here: see ``CandidateLosses``. There are three rounds.
+
+1. **Inside.** Every candidate reads the beginning of each text, which is cheap. It is dropped only if another one that
+   reaches at least as far reads better there; of those that are left, the most promising go on.
+2. **Whole.** They read whole texts. A candidate is stopped at a chunk of a text as soon as it is beyond rescue: it
+   would be worse even if it read the rest as well as the best one did.
+3. **More.** The best few read more texts, and are asked for keys hidden in them.
+
+A candidate that stretches too little reads well until the farthest distances come, and then falls apart: a mean hides
+that. So the last part of the texts (``end_of``) is a bound of its own, as the trained window is.
+
+**What may be said.** Every difference is paired by token. Losses are looked at more than once, and for many candidates,
+so that some differences will look real by chance. The chance of 5 percent is therefore shared out in advance, a part to
+each round (``LOOKS``) and the rest to the verdict on texts that were never read. Inside a round it is divided again
+among all pairs of candidates and all chunks at which one may be stopped. A candidate that is dropped as *worse* is
+worse by more than that allows; for one that is not among the best few, the budget only does not last.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.choosing.candidates import Reach
+from ctxext.evaluation.statistics import CHANCE, PairedDifference, block_difference, students_quantile
+
+INSIDE, WHOLE, MORE = "inside", "whole", "more"
+# The round of a candidate that a search found after the three rounds.
+SEARCH = "search"
+# How much of the chance of 5 percent each round may spend. What is left, 0.025, is that of a verdict that calls the
+# choice better than another where it is not: half of the 5 percent, two-sided, that such a verdict has.
+LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}
+# Chunks of a text, at whose ends a candidate may be stopped; and by how many standard errors at least it must be worse.
+PIECES, RESCUE = 8, 4.0
+# Blocks of tokens that count as independent: more than for a verdict, since chance is divided among many comparisons,
+# and Student's quantile for a small chance grows fast where there are few.
+BLOCKS = 64
+# The end of a text, where a candidate that stretches too little falls apart: a part of it, and tokens at the least.
+ENDS, LEAST_END = 32, 16
+# Nats per token within which two finalists are as good: then the one that more runtimes load is chosen.
+AS_GOOD = 0.01
+# A key whose tokens cost less than ln 2 each is read at better than even odds; one that costs a nat more is lost.
+READ, LOST = math.log(2), 1.0
+
+
+@runtime_checkable
+class CandidateLosses(Protocol):
+    """Losses of candidates by their names, in nats per token."""
+
+    def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the losses, [tokens], at the beginnings of the texts of the second round."""
+
+    def whole(self, name: str, text: int, stop: Callable[[Tensor], object]) -> Float[Tensor, " read"]:
+        """Return the losses on a whole text, or until ``stop``, given all losses so far, returns something."""
+
+    def keys(self, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        """Return the loss of each hidden key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is read in the rounds and for the verdict.
+
+    Args:
+        whole: candidates that read whole texts, beside the published YaRN.
+        finalists: candidates of those that read more texts.
+        texts: texts that are chosen on; the second round reads the first ``first`` of them.
+        first: see ``texts``.
+        held_out: texts for the verdict.
+        keys: hidden keys that every finalist is asked for.
+    """
+
+    whole: int
+    finalists: int
+    texts: int
+    first: int
+    held_out: int
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How far one candidate came.
+
+    Args:
+        name: of its reading.
+        round: the last one that it took part in; ``rung`` in JSON.
+        dropped: why it came no further, in words; empty for a finalist.
+        by: the candidate that it was compared with there.
+        inside: its loss inside the window minus that of the published YaRN; None where it was not read there.
+        beyond: likewise beyond the window, on as much as it has read.
+        end: likewise at the end of the texts, see ``end_of``; None where it has not read them whole.
+        worse_by: what it was dropped for: its loss minus that of ``by``; None where it is not shown to be worse.
+        keys: loss of each hidden key, nats; empty where it was not asked.
+        trace: tokens read beyond the window, and its mean difference to the published YaRN until there.
+        tokens: read of whole texts.
+    """
+
+    name: str
+    round: str = INSIDE
+    dropped: str = ""
+    by: str = ""
+    inside: PairedDifference | None = None
+    beyond: PairedDifference | None = None
+    end: PairedDifference | None = None
+    worse_by: PairedDifference | None = None
+    keys: tuple[float, ...] = ()
+    trace: tuple[tuple[int, float], ...] = ()
+    tokens: int = 0
+
+    def beside(self, usual: Sequence[Tensor], own: Sequence[Tensor], *, trained: int, length: int) -> Course:
+        """Return the course with its differences to the published YaRN.
+
+        Args:
+            usual: losses of the published YaRN, one tensor [tokens] per text.
+            own: losses of the candidate on the same texts, as far as it has read.
+            trained: tokens of the window.
+            length: tokens of a whole text.
+        """
+        usual = [theirs[: len(mine)] for mine, theirs in zip(own, usual, strict=False)]
+        mine, theirs = (torch.cat([losses[trained:] for losses in side]) for side in (own, usual))
+        running = (mine.double() - theirs.double()).cumsum(0)
+        step = math.ceil(length / PIECES)
+        places = [*range(step, len(running), step), len(running)]
+        end = end_of(trained, length)
+        whole = all(len(losses) == length for losses in own)
+        return replace(
+            self,
+            inside=in_blocks([losses[:trained] for losses in own], [losses[:trained] for losses in usual]),
+            beyond=in_blocks([mine], [theirs]),
+            end=in_blocks([losses[end:] for losses in own], [losses[end:] for losses in usual]) if whole else None,
+            trace=tuple((place, (running[place - 1] / place).item()) for place in places),
+            tokens=sum(map(len, own)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"rung" if name == "round" else name: value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """The end of the rounds.
+
+    Args:
+        choice: name of the best candidate.
+        runner_up: name of the one that would have been chosen without it.
+        finalists: names, best first.
+        courses: of all candidates, in the order in which they were given.
+    """
+
+    choice: str
+    runner_up: str
+    finalists: tuple[str, ...]
+    courses: tuple[Course, ...]
+
+    def course(self, name: str) -> Course:
+        """Return the course of one candidate."""
+        return next(course for course in self.courses if course.name == name)
+
+
+def end_of(trained: int, length: int) -> int:
+    """Return where the end of a text begins, in tokens: the distances that come last.
+
+    Args:
+        trained: tokens of the window.
+        length: tokens of a whole text.
+    """
+    return max(trained, length - max(LEAST_END, length // ENDS))
+
+
+def is_worse(difference: PairedDifference, chance: float, comparisons: int, *, least: float = 0.0) -> bool:
+    """Return whether a mean is above zero by more than chance allows.
+
+    Args:
+        difference: above zero where the first of the two is worse.
+        chance: two-sided, of one wrong finding among all comparisons.
+        comparisons: among which the chance is divided (Bonferroni).
+        least: standard errors that the mean must exceed in any case.
+    """
+    needed = students_quantile(chance / max(1, comparisons), difference.units - 1)
+    return difference.mean > max(least, needed) * difference.standard_error
+
+
+def in_blocks(own: Sequence[Tensor], other: Sequence[Tensor]) -> PairedDifference:
+    """Return the mean of ``own - other`` over the same tokens, where blocks of tokens count as independent."""
+    return block_difference(own, other, most=BLOCKS)
+
+
+@dataclass(eq=False, kw_only=True)
+class Halving:
+    """The rounds of one choice; ``run`` them once.
+
+    Args:
+        reaches: of the candidates, by name; the first is the published YaRN, which reads whatever any other reads.
+        losses: of the candidates.
+        sizes: how much is read.
+        trained: tokens of the window.
+        length: tokens of a whole text.
+        runtimes: returns how many runtimes load a candidate, given its name.
+    """
+
+    reaches: Mapping[str, Reach]
+    losses: CandidateLosses
+    sizes: Sizes
+    trained: int
+    length: int
+    runtimes: Callable[[str], int] = lambda name: 0
+    courses: dict[str, Course] = field(init=False)
+    read: dict[str, list[Tensor]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.courses = {name: Course(name=name) for name in self.reaches}
+
+    @property
+    def usual(self) -> str:
+        """The name of the published YaRN."""
+        return next(iter(self.reaches))
+
+    def run(self) -> Finish:
+        """Run all three rounds and decide."""
+        order = self._round_more(self._round_whole(self._round_inside()))
+        runner_up = order[1] if len(order) > 1 else self._best_dropped(order[0])
+        courses = tuple(self.courses.values())
+        return Finish(choice=order[0], runner_up=runner_up, finalists=tuple(order), courses=courses)
+
+    def _best_dropped(self, choice: str) -> str:
+        """Return the best candidate among those that read whole texts and were dropped; empty for none."""
+        means = {
+            name: course.beyond.mean
+            for name, course in self.courses.items()
+            if name != choice and course.beyond is not None and name in self.read
+        }
+        return min(means, key=means.__getitem__, default="")
+
+    # Round 1.
+
+    def _round_inside(self) -> list[str]:
+        """Return the candidates that go on to whole texts, the published YaRN first."""
+        judged = {name: reach for name, reach in self.reaches.items() if reach.is_judged_inside}
+        losses = self.losses.inside(list(judged))
+        means = {name: own.double().mean().item() for name, own in losses.items()}
+        pairs = _pairs(len(judged))
+        left: list[str] = []
+        for name, reach in judged.items():
+            damage = None
+            if name != self.usual:
+                damage = in_blocks([losses[name]], [losses[self.usual]])
+                self._note(name, inside=damage)
+            rivals = [other for other in judged if other != name and judged[other].covers(reach)]
+            best = min(rivals, key=means.__getitem__, default="")
+            gap = in_blocks([losses[name]], [losses[best]]) if best else None
+            if gap is not None and is_worse(gap, LOOKS[INSIDE], pairs):
+                self._drop(name, "worse inside the window than one that reaches as far", best, gap)
+            elif damage is not None and is_worse(damage, LOOKS[INSIDE], pairs):
+                self._drop(name, "more damage inside the window than the published YaRN", self.usual, damage)
+            else:
+                left.append(name)
+        going = self._promising(left, means)
+        for name in left:
+            if name not in going and name != self.usual:
+                self._drop(name, "not among the most promising inside the window that the budget lasts for")
+        return going
+
+    def _promising(self, left: Sequence[str], means: Mapping[str, float]) -> list[str]:
+        """Return as many candidates as may go on, the published YaRN first.
+
+        Those that were read inside come in the order of how few others read better there with at least their reach; of
+        equals, those nearest to the factor asked for. They take turns with those that cannot be judged inside.
+        """
+
+        def place(name: str) -> tuple[int, float]:
+            reach = self.reaches[name]
+            beaten = [other for other in left if self.reaches[other].covers(reach) and means[other] < means[name]]
+            return len(beaten), reach.far
+
+        judged = [name for name in sorted(left, key=place) if name != self.usual]
+        others = [name for name, reach in self.reaches.items() if not reach.is_judged_inside]
+        turns = [name for pair in zip(judged, others, strict=False) for name in pair]
+        queue = [*turns, *judged[len(others) :], *others[len(judged) :]]
+        for name in queue[self.sizes.whole :]:
+            if name in others:
+                self._drop(name, "not read: the budget does not last for it")
+        return [self.usual, *queue[: self.sizes.whole]]
+
+    # Round 2.
+
+    def _round_whole(self, going: Sequence[str]) -> list[str]:
+        """Return the candidates that go on to more texts; the published YaRN reads them anyway."""
+        pairs = _pairs(len(going))
+        for name in going:
+            self._read_texts(name, range(self.sizes.first), WHOLE, pairs)
+        done = [name for name in going if not self.courses[name].dropped]
+        left = self._without_worse(done, WHOLE, pairs * PIECES * self.sizes.first)
+        others = [name for name in left if name != self.usual]
+        ranked = sorted(others, key=lambda name: (self._harms(name, len(others)), _mean(self._beyond(name))))
+        for name in ranked[self.sizes.finalists :]:
+            self._drop(name, "not among the best few beyond the window that the budget lasts for")
+        best = ranked[: self.sizes.finalists]
+        return [*best, self.usual] if self.usual in left else best
+
+    def _read_texts(self, name: str, texts: Sequence[int], at: str, pairs: int) -> None:
+        """Let a candidate read whole texts, until it is beyond rescue."""
+        self._note(name, round=at)
+        own = self.read.setdefault(name, [])
+        looks = pairs * PIECES * len(texts)
+        for text in texts:
+            beyond_rescue = functools.partial(self._beyond_rescue, name, text, LOOKS[at], looks)
+            losses = self.losses.whole(name, text, beyond_rescue)
+            leader = beyond_rescue(losses) if len(losses) < self.length else None
+            own.append(losses)
+            if name == self.usual:
+                self._note(name, tokens=sum(map(len, own)))
+            else:
+                usual, lengths = self.read[self.usual], {"trained": self.trained, "length": self.length}
+                self.courses[name] = self.courses[name].beside(usual, own, **lengths)
+            if leader is not None:
+                place = f"stopped after {len(losses):,} of {self.length:,} tokens, beyond rescue"
+                self._drop(name, place, *leader)
+                return
+
+    def _beyond_rescue(
+        self, name: str, text: int, chance: float, looks: int, seen: Tensor
+    ) -> tuple[str, PairedDifference] | None:
+        """Return the leader that a candidate cannot reach any more, and by how much; None while it can.
+
+        A candidate is beyond rescue if it would be worse even if it read what is left of the text as well as the best
+        of those that have read it.
+        """
+        if len(seen) <= self.trained or name == self.usual:
+            return None
+        others = [
+            other
+            for other, own in self.read.items()
+            if other != name and len(own) > text and all(len(losses) == self.length for losses in own[: text + 1])
+        ]
+        # A candidate that does harm will not be chosen, so that no other has to be as good.
+        done = [other for other in others if not self._harms(other, len(others))]
+        if not done:
+            return None
+        leader = min(done, key=lambda other: _mean(self._beyond(other)[: text + 1]))
+        read = [*self._beyond(name), seen[self.trained :]]
+        same = [theirs[: len(own)] for own, theirs in zip(read, self._beyond(leader), strict=False)]
+        gap = in_blocks(read, same)
+        rest = [self.read[other][text][len(seen) :].double().sum().item() for other in done]
+        spared = self.read[leader][text][len(seen) :].double().sum().item() - min(rest)
+        final = replace(gap, mean=gap.mean - spared / gap.tokens)
+        return (leader, gap) if is_worse(final, chance, looks, least=RESCUE) else None
+
+    # Round 3.
+
+    def _round_more(self, going: Sequence[str]) -> list[str]:
+        """Return the finalists in the order in which they would be chosen."""
+        texts = range(self.sizes.first, self.sizes.texts)
+        names = list(dict.fromkeys([self.usual, *going]))
+        pairs = _pairs(len(names))
+        for name in names:
+            self._read_texts(name, texts, MORE if name in going else WHOLE, pairs)
+        done = [name for name in going if not self.courses[name].dropped]
+        left = self._without_worse(done, MORE, pairs * PIECES * max(1, len(texts)))
+        harmful = {name for name in left if self._harms(name, len(left))}
+        if harmful == set(left):  # the published YaRN is what harm is measured by
+            left = list(dict.fromkeys([*left, self.usual]))
+        keys = self.losses.keys(left)
+        for name in left:
+            self._note(name, keys=keys[name])
+        beyond = {name: self._beyond(name) for name in left}
+        return chosen(beyond, keys, harmful, self.runtimes, chance=LOOKS[MORE])
+
+    # What the rounds share.
+
+    def _harms(self, name: str, finalists: int) -> bool:
+        """Return whether the window or the end of the texts suffers more than under the published YaRN.
+
+        This is a bound to keep and not a claim to make: a candidate that is wrongly left out has equals. So the chance
+        is not divided at the end, where few tokens count.
+        """
+        course = self.courses[name]
+        damaged = course.inside is not None and is_worse(course.inside, CHANCE, finalists)
+        fallen = course.end is not None and is_worse(course.end, CHANCE, 1)
+        return fallen or (damaged and not self.reaches[name].dynamic)
+
+    def _without_worse(self, names: Sequence[str], at: str, comparisons: int) -> list[str]:
+        """Drop those that are shown to damage the window more than the published YaRN, or to be worse than the best."""
+        left = []
+        for name in names:
+            damage = self.courses[name].inside
+            if damage is None or self.reaches[name].dynamic or not is_worse(damage, LOOKS[at], comparisons):
+                left.append(name)
+            else:
+                self._drop(name, "more damage inside the window than the published YaRN", self.usual, damage)
+        harmless = [name for name in left if not self._harms(name, len(left))]
+        leader = min(harmless or left, key=lambda name: _mean(self._beyond(name)), default="")
+        for name in (name for name in left if name != leader):
+            gap = in_blocks(self._beyond(name), self._beyond(leader))
+            if is_worse(gap, LOOKS[at], comparisons):
+                self._drop(name, "worse beyond the window", leader, gap)
+        return [name for name in left if not self.courses[name].dropped]
+
+    def _beyond(self, name: str) -> list[Tensor]:
+        return [losses[self.trained :] for losses in self.read[name]]
+
+    def _note(self, name: str, **noted: Any) -> None:
+        self.courses[name] = replace(self.courses[name], **noted)
+
+    def _drop(self, name: str, why: str, by: str = "", worse_by: PairedDifference | None = None) -> None:
+        self._note(name, dropped=why, by=by, worse_by=worse_by)
+
+
+def _pairs(candidates: int) -> int:
+    return candidates * (candidates - 1) // 2
+
+
+def _mean(losses: Sequence[Tensor]) -> float:
+    return torch.cat(list(losses)).double().mean().item()
+
+
+def keys_lost(keys: Mapping[str, Sequence[float]]) -> dict[str, int]:
+    """Count the hidden keys that each candidate has lost and that another one reads.
+
+    Args:
+        keys: loss of each key, nats, by candidate; the same keys for all.
+    """
+    best = [min(column) for column in zip(*keys.values(), strict=True)]
+    return {
+        name: sum(least < READ < own and own - least > LOST for own, least in zip(losses, best, strict=True))
+        for name, losses in keys.items()
+    }
+
+
+def chosen(
+    beyond: Mapping[str, Sequence[Tensor]],
+    keys: Mapping[str, Sequence[float]],
+    harmful: Collection[str],
+    runtimes: Callable[[str], int],
+    *,
+    chance: float,
+) -> list[str]:
+    """Return the finalists in the order in which they would be chosen.
+
+    First come those that keep the window, and hold to the end of the texts, as well as the published YaRN does. Among
+    them come those first that lose the fewest keys, and then the lowest loss beyond the window. Among those as good as
+    that, by less than ``AS_GOOD`` and not shown to be worse, it is the one that most runtimes load.
+
+    Args:
+        beyond: losses beyond the window, one tensor per text, by name.
+        keys: loss of each hidden key, by name.
+        harmful: names of those that keep the window or hold to the end less well.
+        runtimes: returns how many runtimes load a candidate, given its name.
+        chance: of calling one worse that is not.
+    """
+    lost = keys_lost(keys)
+    left = dict(beyond)
+    order: list[str] = []
+    means = {name: _mean(own) for name, own in beyond.items()}
+    while left:
+        fewest = min((name in harmful, lost[name]) for name in left)
+        pool = [name for name in left if (name in harmful, lost[name]) == fewest]
+        best = min(pool, key=means.__getitem__)
+        as_good = [
+            name
+            for name in pool
+            if means[name] - means[best] <= AS_GOOD
+            and not is_worse(in_blocks(left[name], left[best]), chance, len(pool))
+        ]
+        order.append(max(as_good, key=lambda name: (runtimes(name), -means[name])))
+        del left[order[-1]]
+    return order
