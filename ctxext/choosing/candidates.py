@@ -149,7 +149,7 @@ def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, list
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Reach:
+class CandidateReach:
     """How far a method stretches the positions that are new beyond the trained window.
 
     Args:
@@ -166,7 +166,7 @@ class Reach:
     dynamic: bool = False
 
     @classmethod
-    def of(cls, method: Method, rope: RopeSpec, length: int) -> Reach:
+    def of(cls, method: Method, rope: RopeSpec, length: int) -> CandidateReach:
         """Return the reach of a method.
 
         Args:
@@ -190,7 +190,7 @@ class Reach:
         """Whether losses inside the window say anything about the method."""
         return self.slow is not None
 
-    def covers(self, other: Reach) -> bool:
+    def covers(self, other: CandidateReach) -> bool:
         """Return whether every new frequency is at least as slow as under another method.
 
         The factor does not say that: of NTK and YaRN with the same factor, YaRN reaches further.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ctxext.choosing.budget import parse_budget
-from ctxext.choosing.candidates import Reach, short_label
+from ctxext.choosing.candidates import CandidateReach, short_label
 from ctxext.choosing.halving import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
 from ctxext.choosing.search import SearchResult
 from ctxext.choosing.verdict import HeldOut
@@ -35,7 +35,7 @@ class Candidate:
     """
 
     reading: Reading
-    reach: Reach
+    reach: CandidateReach
     course: Course
     twins: tuple[str, ...] = ()
     title: str = ""
@@ -50,8 +50,8 @@ class Candidate:
             length: the target, tokens.
             **about: ``twins`` and ``title``.
         """
-        candidate = cls(reading=reading, reach=Reach(), course=Course(name=reading.name), **about)
-        return replace(candidate, reach=Reach.of(candidate.method, rope, length))
+        candidate = cls(reading=reading, reach=CandidateReach(), course=Course(name=reading.name), **about)
+        return replace(candidate, reach=CandidateReach.of(candidate.method, rope, length))
 
     @property
     def method(self) -> Method:

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.choosing.candidates import Reach
+from ctxext.choosing.candidates import CandidateReach
 from ctxext.evaluation.statistics import CHANCE, PairedDifference, block_difference, students_quantile
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
@@ -209,7 +209,7 @@ class Halving:
         runtimes: returns how many runtimes load a candidate, given its name.
     """
 
-    reaches: Mapping[str, Reach]
+    reaches: Mapping[str, CandidateReach]
     losses: CandidateLosses
     sizes: Sizes
     trained: int

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ctxext.architectures.rope import fingerprint
-from ctxext.choosing.candidates import Reach, candidates, critical, distinct, grid, short_label
+from ctxext.choosing.candidates import CandidateReach, candidates, critical, distinct, grid, short_label
 from ctxext.evaluation.readings import TIMES, Reading, name_for
 from ctxext.methods import METHODS, NTK, PI, Method, RopeMethod, SelfExtend, YaRN
 from ctxext.methods.remap import RemapMethod
@@ -84,7 +84,7 @@ def test_what_rounding_makes_the_same_is_tried_once() -> None:
 
 def test_reach_is_of_frequencies_and_not_of_names() -> None:
     yarn, ntk, pi, further = (
-        Reach.of(method, ROPE, 16384)
+        CandidateReach.of(method, ROPE, 16384)
         for method in (YaRN(factor=2), NTK(factor=2), PI(factor=2), YaRN(factor=2, divisor=3))
     )
     assert yarn.covers(ntk)
@@ -93,16 +93,16 @@ def test_reach_is_of_frequencies_and_not_of_names() -> None:
     assert further.covers(yarn)
     assert not yarn.covers(further)
     assert (pi.stretch, pi.far) == (pytest.approx(2), pytest.approx(0))
-    remapped = Reach.of(SelfExtend(factor=2), ROPE, 16384)
+    remapped = CandidateReach.of(SelfExtend(factor=2), ROPE, 16384)
     assert not remapped.is_judged_inside
     assert not remapped.covers(yarn)
     assert not yarn.covers(remapped)
-    assert Reach.of(METHODS["dynamic_ntk"](factor=2), ROPE, 16384).dynamic
+    assert CandidateReach.of(METHODS["dynamic_ntk"](factor=2), ROPE, 16384).dynamic
 
 
 def test_where_every_frequency_turned_in_training_the_slowest_stands_for_what_is_new() -> None:
     fast = RopeSpec(rotary_dim=8, base=10.0, trained_length=4096)
-    found = Reach.of(PI(factor=2), fast, 8192)
+    found = CandidateReach.of(PI(factor=2), fast, 8192)
     assert found.slow is not None
     assert len(found.slow) == 1
     assert torch.allclose(found.slow * 2, torch.tensor([10.0 ** (-6 / 8)], dtype=torch.float64))

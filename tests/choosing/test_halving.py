@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ctxext
-from ctxext.choosing.candidates import Reach
+from ctxext.choosing.candidates import CandidateReach
 from ctxext.choosing.halving import LOOKS, PIECES, Finish, Halving, Sizes, chosen, is_worse, keys_lost
 from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.evaluation.loss import loss_by_position
@@ -48,7 +48,7 @@ class Stored:
         return {name: self.keys_of.get(name, (0.0, 0.0, 0.0)) for name in names}
 
 
-def halved(stored: Stored, reaches: Mapping[str, Reach], **given: Any) -> Finish:
+def halved(stored: Stored, reaches: Mapping[str, CandidateReach], **given: Any) -> Finish:
     halving = Halving(reaches=reaches, losses=stored, sizes=SIZES, trained=TRAINED, length=LENGTH, **given)
     return halving.run()
 
@@ -69,9 +69,9 @@ def held_out(stored: Stored, finish: Finish, usual: str) -> HeldOut:
     )
 
 
-def equal(names: Sequence[str]) -> dict[str, Reach]:
+def equal(names: Sequence[str]) -> dict[str, CandidateReach]:
     """All of one reach."""
-    return dict.fromkeys(names, Reach(slow=torch.ones(3, dtype=torch.float64)))
+    return dict.fromkeys(names, CandidateReach(slow=torch.ones(3, dtype=torch.float64)))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_inside_the_window_only_one_that_reaches_as_far_outruns_another(measured
     for name, better in (("near", 0.8), ("usual", 0.6), ("farther", 0.3)):
         stored.of[name] -= better
     slow = {"near": 1.0, "usual": 1.0, "far": 0.5, "farther": 0.4}
-    reaches = {name: Reach(slow=torch.full((2,), slow[name]) if name in slow else None) for name in names}
+    reaches = {name: CandidateReach(slow=torch.full((2,), slow[name]) if name in slow else None) for name in names}
     finish = halved(stored, reaches)
     far, usual = finish.course("far"), finish.course("usual")
     assert (far.round, far.by) == ("inside", "farther")
