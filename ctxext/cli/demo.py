@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ctxext.cli.eval.common import cost_of, told_on_interrupt
@@ -25,15 +23,14 @@ from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkp
 from ctxext.evaluation.comparison import Comparison, Series, prepare
 from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.forward import pass_cost, turning_point
-from ctxext.evaluation.labels import label_of, tokens_label
+from ctxext.evaluation.labels import all_of, capitalised, label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
 from ctxext.evaluation.provenance import from_json
 from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
-from ctxext.evaluation.report.comparison_figures import save_loss_figure
-from ctxext.evaluation.report.markdown import escaped, table
-from ctxext.evaluation.report.sentences import all_of, capitalised, unpatched_sentence
-from ctxext.evaluation.report.style import plain_table, require_matplotlib
+from ctxext.evaluation.report.comparison import loss_figure, unpatched_sentence
+from ctxext.evaluation.report.figures import require_matplotlib
+from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.evaluation.statistics import bucketed, edges_for
 from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
@@ -47,6 +44,7 @@ QUICK, EVERYTHING = ("yarn",), ("pi", "ntk", "dynamic_ntk", "yarn")
 FIGURE, DATA, TABLE, UNFINISHED = "loss.png", "result.json", "table.md", "unfinished"
 # Below this ratio to the unpatched model inside its window a perplexity counts as flat.
 FLAT = 1.35
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def show(options: DemoOptions) -> None:
@@ -253,7 +251,7 @@ def _plays(documents: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class PasskeyRow:
-    """What one way of reading did with the passkeys."""
+    """Passkey trials of one way of reading."""
 
     name: str
     trials: tuple[PasskeyTrial, ...]
@@ -284,11 +282,11 @@ class DemoResult:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the texts."""
         return tuple(self.provenance["documents"])
 
     def of(self, name: str) -> Series:
-        """The series of one name."""
+        """Return the series of one name."""
         return next(series for series in self.series if series.name == name)
 
     @property
@@ -298,7 +296,7 @@ class DemoResult:
 
 
 def demo_result(found: ComparisonResult, passkeys: tuple[PasskeyRow, ...], seconds: dict[str, float]) -> DemoResult:
-    """What a comparison at one factor and one length found, as the demo shows it."""
+    """Summarise a comparison at one factor and one length as the demo shows it."""
     panel = found.panels[-1]
     names = {row.reading.name: str((row.reading.method or {})["method"]) for row in found.candidates}
     return DemoResult(
@@ -313,23 +311,13 @@ def demo_result(found: ComparisonResult, passkeys: tuple[PasskeyRow, ...], secon
 
 
 def _tell(console: Console, result: DemoResult, seconds: float, output: Path) -> None:
-    console.print(
-        "\nPerplexity by position; inside: perplexity in the trained window over unpatched;\n"
-        "vs best truncation: loss minus that of feeding only the last tokens, as many of them as\n"
-        "predict those tokens best (in brackets); nats ± s.e.\n"
-    )
-    console.print(_table(result, *_loss_cells(result)))
-    if result.passkeys:
-        console.print("\nA five-digit key hidden beyond the trained window\n")
-        console.print(_table(result, *_passkey_cells(result)))
-    console.print("\nWhat you see", style="bold")
-    for sentence in sentences(result):
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
-    paths = [output / name for name in (FIGURE, DATA, TABLE)]
+    page = demo_page(result)
+    page.show(console)
     _draw(result, output)
-    paths[1].write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    paths[2].write_text(markdown(result), encoding="utf-8")
-    console.print(f"\n{seconds:.0f} s. Written: {', '.join(map(str, paths))}")
+    (output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    (output / TABLE).write_text(page.markdown(), encoding="utf-8")
+    paths = [str(output / name) for name in (FIGURE, DATA, TABLE)]
+    console.print(f"\n{seconds:.0f} s. Written: {', '.join(paths)}")
 
 
 def _prepare(output: Path) -> None:
@@ -351,25 +339,22 @@ def _prepare(output: Path) -> None:
 
 
 def _draw(result: DemoResult, output: Path) -> None:
+    loss_figure(result.series, trained_length=result.trained_length, title=_title(result)).save(output / FIGURE)
+
+
+def _title(result: DemoResult) -> str:
     trained, length = tokens_label(result.trained_length), tokens_label(result.length)
-    title = f"{result.provenance['checkpoint']}: trained to {trained}, read to {length}"
-    save_loss_figure(result.series, output / FIGURE, trained_length=result.trained_length, title=title)
+    return f"{result.provenance['checkpoint']}: trained to {trained}, read to {length}"
 
 
-def markdown(result: DemoResult) -> str:
-    """Both tables and the sentences, as Markdown."""
-    lines = [
-        f"**{escaped(result.provenance['checkpoint'])}**, text: {escaped(', '.join(result.texts))}; perplexity by "
-        f"position; in brackets, which truncation is the best there",
-        "",
-    ]
-    for header, rows in (_loss_cells(result), *([_passkey_cells(result)] if result.passkeys else [])):
-        lines += [table(header, rows, numbers=True), ""]
-    return "\n".join([*lines, *(f"- {escaped(sentence)}" for sentence in sentences(result)), ""])
+def demo_page(result: DemoResult) -> Page:
+    """Return both tables and the sentences."""
+    tables = [_loss_table(result), *([_passkey_table(result)] if result.passkeys else [])]
+    return Page(_title(result), [*tables, Heading("What you see"), *sentences(result)])
 
 
 def sentences(result: DemoResult) -> list[str]:
-    """What a newcomer should take away; each depends on what was measured."""
+    """Return what a newcomer should take away; each sentence depends on what was measured."""
     lines = [
         unpatched_sentence(result.of(UNPATCHED), result.trained_length),
         _methods_sentence(result),
@@ -436,42 +421,47 @@ def _passkey_sentence(result: DemoResult) -> str:
     )
 
 
-def _loss_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
+def _loss_table(result: DemoResult) -> TextTable:
     buckets = result.series[0].buckets
     spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in buckets]
-    header = ["", *spans, "inside", f"{spans[-1]} vs best truncation"]
-    return header, [_loss_row(series) for series in result.series]
+    return TextTable(
+        title=f"Perplexity by position in {', '.join(result.texts)}",
+        header=["", *spans, "inside", f"{spans[-1]}\nvs best\ntruncation"],
+        rows=[_loss_row(series) for series in result.series],
+        styles=_styles(result),
+        caption="inside: perplexity in the trained window over unpatched; vs best truncation: loss minus that of "
+        "feeding only the last tokens, as many of them as predict those tokens best (in brackets); nats ± s.e.",
+    )
 
 
 def _loss_row(series: Series) -> list[str]:
     cells = [_number(bucket.perplexity) for bucket in series.buckets]
     for place, window in enumerate(series.windows, start=1):
         cells[place] += f" ({tokens_label(window)})"
-    versus = "-" if series.name == TRUNCATED else f"{series.versus_truncation[-1]}"
+    # The last cell must not break in a narrow terminal.
+    versus = "-" if series.name == TRUNCATED else f"{series.versus_truncation[-1]}".replace(" ", NO_BREAK)
     return [label_of(series.name), *cells, f"x{series.in_window_ratio:.2f}", versus]
 
 
-def _passkey_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
-    header = ["key's distance", *(f"{trial.distance:,}" for trial in result.passkeys[0].trials)]
+def _passkey_table(result: DemoResult) -> TextTable:
     rows = []
     for row in result.passkeys:
         cells = [f"{'found' if trial.correct else 'lost'} (loss {trial.loss:.2f})" for trial in row.trials]
         rows.append([row.name, *cells])
-    return header, rows
+    return TextTable(
+        title="A five-digit key hidden beyond the trained window",
+        header=["key's distance", *(f"{trial.distance:,}" for trial in result.passkeys[0].trials)],
+        rows=rows,
+        styles=_styles(result),
+    )
+
+
+def _styles(result: DemoResult) -> dict[str, str]:
+    return {label_of(series.name): "reference" for series in result.series if is_reference(series.name)}
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _table(result: DemoResult, header: list[str], rows: list[list[str]]) -> Table:
-    """For a terminal: the unpatched model in red, the other references dim."""
-    styles = {label_of(series.name): "dim" for series in result.series if is_reference(series.name)}
-    header = [name.replace(" vs best truncation", "\nvs best\ntruncation") for name in header]
-    table = plain_table(header, rows, styles | {label_of(UNPATCHED): "red"})
-    table.columns[0].min_width = 10
-    table.columns[-1].no_wrap = True  # numbers with their errors, which a narrow terminal must not break
-    return table
 
 
 def _is_ours(path: Path) -> bool:

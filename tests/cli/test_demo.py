@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from ctxext.cli.app import app
-from ctxext.cli.demo import DemoResult, demo_result, markdown, sentences
+from ctxext.cli.demo import DemoResult, demo_page, demo_result, sentences
 from ctxext.cli.eval.common import cost_of
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, prepare, summarise
@@ -232,7 +232,7 @@ def test_what_it_says_follows_what_it_measured(
     assert "PI stays flat" in told(flat, flat)
     assert "no method stays flat" in told(flat, broken)
     assert "perplexity is PI 7.39 times the unpatched one" in told(flat, flat + 2)
-    assert markdown(found).count("| PI |") == 1
+    assert demo_page(found).markdown().count("| PI |") == 1
 
 
 @pytest.mark.parametrize(
