@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods.parameters import checked_tokens
@@ -37,6 +36,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import require_head
 from ctxext.surgery.subject import base_model
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
+from ctxext.training.memory import layers_of
 
 FIRST = 512
 """Tokens of the shortest run from which longer runs are extrapolated: more than a chunk of any layer."""
@@ -360,18 +360,6 @@ def _beyond_windows(cache: Any) -> int:
         if isinstance(tensor, Tensor)
     ]
     return sum(tensor.untyped_storage().nbytes() - tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def layers_of(causal: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, in order.
-
-    Raises:
-        IncompatibleError: if the model has no layers that transformers can compute again in a backward pass.
-    """
-    layers = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise IncompatibleError(f"{type(causal).__name__} has no decoder layers that transformers can checkpoint.")
-    return layers
 
 
 def _kind(causal: PreTrainedModel, layer: nn.Module, index: int) -> tuple[Any, ...]:

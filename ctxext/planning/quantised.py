@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.planning.dry_run import layers_of
+from ctxext.training.memory import layers_of
 
 NF4 = 4 + 1 / 8 + 32 / (64 * 256)
 """Bits per weight: 4, per 64 weights one scale of 8, per 256 scales a float32 (QLoRA, double quantisation)."""

@@ -79,8 +79,8 @@ def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
     sentences = split_sentences(text)
     if len(sentences) < 2:
         raise InvalidParameterError(
-            f"The text {name!r} has no two sentences to hide something between (found none that ends with a full stop, "
-            f"a question mark, an exclamation mark or a blank line). Use prose, or noise."
+            f"The text {name!r} has no two sentences to hide something between. A sentence ends with a full stop, a "
+            f"question mark, an exclamation mark or a blank line. Use prose, or noise."
         )
     tokens = (tuple(tokens_behind(tokenizer, sentence)) for sentence in sentences)
     return Haystack(name, tuple(sentence for sentence in tokens if sentence), repeated=False)

@@ -42,7 +42,7 @@ def require_device(settings: Settings) -> str:
         why = "the device is set to cpu" if has_cuda else f"torch {torch.__version__} sees no CUDA device here"
         raise BackendUnavailableError(
             f"This run is meant for a GPU ({', '.join(needs)}), but {why}. Run it on a machine with one, or take a "
-            f"config for the CPU, such as smollm2-135m-16k-yarn-pose.yaml (--device cpu makes one of a small model's)."
+            f"config for the CPU, such as smollm2-135m-16k-yarn-pose.yaml. --device cpu makes one of others."
         )
     if settings.quantisation is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise BackendUnavailableError(

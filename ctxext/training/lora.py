@@ -82,20 +82,22 @@ def attach_lora(
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     causal = base_model(model)
+    head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     trained = set(norm_layers(causal)) if norms else set()
     if embeddings:
-        trained |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
+        trained |= {name for name, module in causal.named_modules() if module is embedding}
     trained |= set(encodings(causal))
     layers = linear_layers(causal, targets)
     experts = expert_weights(causal) if "mlp" in targets and not whole else []
     if whole:
-        trained |= {name for name, module in causal.named_modules() if _is_linear(module) and _ends_in(name, layers)}
+        endings = tuple(f".{ending}" for ending in layers)
+        trained |= {n for n, module in causal.named_modules() if _is_linear(module) and f".{n}".endswith(endings)}
     if experts and dropout:
         raise IncompatibleError(
             f"dropout={dropout}: PEFT adapts experts that are one tensor ({experts[0]}) without dropout only. Set it "
             f"to 0, or leave 'mlp' out of targets."
         )
-    tied = embeddings and _tied(causal)
+    tied = embeddings and head is not None and head.weight is embedding.weight
     config = LoraConfig(
         task_type="CAUSAL_LM" if causal.can_generate() else None,
         r=rank,
@@ -234,11 +236,6 @@ def _puts_out_more(module: nn.Module, holder: nn.Module) -> bool:
     return not isinstance(output, Tensor) or output.shape != (2, weight.shape[0])
 
 
-def _tied(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
 def _endings(model: nn.Module, chosen: set[str]) -> list[str]:
     """Return the shortest endings of names by which PEFT finds these modules and no others."""
     others = [name for name, _ in model.named_modules() if name not in chosen]
@@ -247,10 +244,6 @@ def _endings(model: nn.Module, chosen: set[str]) -> list[str]:
         if not any(name.endswith(tuple(short)) for name in others):
             return sorted(short)
     return sorted(chosen)
-
-
-def _ends_in(name: str, endings: Sequence[str]) -> bool:
-    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
 def trained_weights(adapted: Any) -> str:

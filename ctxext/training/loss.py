@@ -66,8 +66,8 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     called = inspect.unwrap(type(causal).forward).__code__.co_names
     if "loss_function" not in called or causal.loss_function is not ForCausalLMLoss:
         raise IncompatibleError(
-            f"{type(causal).__name__} has a loss of its own; only the cross-entropy of the next token, as transformers "
-            f"computes it for most models, can be computed in chunks."
+            f"{type(causal).__name__} has a loss of its own. Only the cross-entropy of the next token, as transformers "
+            f"computes it for most models, is computed in chunks."
         )
     return ChunkedLoss(causal, chunk)
 

@@ -21,12 +21,12 @@ from ctxext.architectures.table import LearnedTable
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.surgery.subject import Subject
 from ctxext.texts.corpus import special_prefix, special_suffix
-from ctxext.training.sequences import IGNORED, Sequences
+from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
 
 READ = 16  # tokens that show at which positions a model reads
 
 
-class MaskedSequences(Sequences):
+class MaskedSequences(DerivedSequences):
     """The sequences of ``whole``, with the tokenizer's suffix at their ends, and tokens masked.
 
     Args:
@@ -46,13 +46,11 @@ class MaskedSequences(Sequences):
                 f"{type(tokenizer).__name__} has no mask token, so that nothing can be masked: leave data.masked out "
                 f"to train on predicting the next token."
             )
-        self.whole, self.share, self.seed, self.shift = whole, share, seed, shift
+        super().__init__(whole)
+        self.share, self.seed, self.shift = share, seed, shift
         self.mask = int(tokenizer.mask_token_id)
         self.front, self.back = len(special_prefix(tokenizer)), torch.tensor(special_suffix(tokenizer))
         self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
-
-    def __len__(self) -> int:
-        return len(self.whole)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``input_ids``, ``labels``, ``attention_mask``, ``index``, and with a shift ``position_ids``."""
@@ -73,12 +71,6 @@ class MaskedSequences(Sequences):
         if self.shift is not None:
             masked["position_ids"] = item["position_ids"] + self.shift
         return masked
-
-    def length_of(self, index: int) -> int:
-        return self.whole.length_of(index)
-
-    def origin_of(self, index: int) -> str:
-        return self.whole.origin_of(index)
 
     def __str__(self) -> str:
         """Describe the sequences and the share of masked tokens, for a report."""

@@ -114,7 +114,8 @@ class Memory:
                 undo.callback(_tile_mlps(base, self.mlp_tile).undo)
             if self.checkpointing:
                 self._enable_checkpointing(base)
-                undo.callback(_disable_checkpointing, base)
+                disable = getattr(base, "activation_checkpointing_disable", None)
+                undo.callback(disable or base.gradient_checkpointing_disable)
             return undo.pop_all()
 
     def _enable_checkpointing(self, base: PreTrainedModel) -> None:
@@ -134,10 +135,6 @@ class Memory:
                 f"Update it, or set offload=False."
             )
         enable(settings, **({"offload": True} if self.offload else {}))
-
-
-def _disable_checkpointing(base: PreTrainedModel) -> None:
-    (getattr(base, "activation_checkpointing_disable", None) or base.gradient_checkpointing_disable)()
 
 
 def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -173,11 +170,11 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
     """Tile the MLP of every layer.
 
     Raises:
-        IncompatibleError: if a layer has none, as in mixtures of experts, where each token takes a way of its own.
+        IncompatibleError: a layer has none, as in mixtures of experts, where each token takes a way of its own; or as
+            ``layers_of``.
     """
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     with Edits() as edits:
-        for layer in layers:
+        for layer in layers_of(base):
             mlps = [child for child in layer.children() if type(child).__name__.endswith(("MLP", "FeedForward"))]
             if not mlps:
                 raise IncompatibleError(
@@ -187,6 +184,18 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
             for mlp in mlps:
                 edits.set(mlp, "forward", TiledForward(mlp, vars(mlp).get("forward"), tile=tile))
     return edits
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers, in order.
+
+    Raises:
+        IncompatibleError: the model has no layers that transformers can compute again in a backward pass.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise IncompatibleError(f"{type(model).__name__} has no decoder layers that transformers can checkpoint.")
+    return layers
 
 
 @dataclass
@@ -212,15 +221,9 @@ def recompute_layers(base: PreTrainedModel, edits: Edits) -> None:
         edits: that undoes it.
 
     Raises:
-        IncompatibleError: its layers cannot be told apart from the rest.
+        IncompatibleError: as ``layers_of``.
     """
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise IncompatibleError(
-            f"{type(base).__name__} has no layers that transformers computes again in a backward pass: one over a long "
-            f"text would keep everything that all layers compute."
-        )
-    for layer in layers:
+    for layer in layers_of(base):
         edits.set(layer, "forward", RecomputedForward(layer, vars(layer).get("forward")))
 
 

@@ -123,7 +123,7 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if len(fitted_lengths) > 1:
         raise IncompatibleError(
             f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
-            f"{sorted(set(lengths))} tokens long; a shard can be told one length only. Set the batch to 1."
+            f"{sorted(set(lengths))} tokens long. A shard is given one length only. Set the batch to 1."
         )
     return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if _is_ours(base) else {})
 

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.texts.corpus import special_prefix, tokens_behind
-from ctxext.training.sequences import IGNORED, Sequences
+from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
 
 Retrieval = Literal["keys", "copies", "chains"]
 RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
@@ -41,7 +41,7 @@ Insertion = tuple[int, Int[Tensor, " _"]]
 """Index of the token before which to insert, and the tokens to insert."""
 
 
-class RetrievalSequences(Sequences):
+class RetrievalSequences(DerivedSequences):
     """The sequences of ``whole``, a share of them with something to find again at their ends.
 
     What is put in takes the room of as many tokens of text, at the end of the piece that it stands in, so that lengths
@@ -65,20 +65,15 @@ class RetrievalSequences(Sequences):
     def __init__(
         self, whole: Sequences, tokenizer: Any, *, share: float, kinds: Sequence[Retrieval] = RETRIEVAL, seed: int
     ) -> None:
-        self.whole, self.tokenizer, self.share, self.kinds, self.seed = whole, tokenizer, share, tuple(kinds), seed
+        super().__init__(whole)
+        self.tokenizer, self.share, self.kinds, self.seed = tokenizer, share, tuple(kinds), seed
         self.front = len(special_prefix(tokenizer))
         self._ends: dict[int, bool] = {}  # what was asked of tokens; a functools.cache could not be pickled
-
-    def __len__(self) -> int:
-        return len(self.whole)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return an item of ``whole``, with something to find in its ``input_ids`` and ``labels``."""
         item = self.whole[index]
         return item | (self._found(index, item) or {})
-
-    def length_of(self, index: int) -> int:
-        return self.whole.length_of(index)
 
     def origin_of(self, index: int) -> str:
         kind, _ = self._drawn(index)

@@ -60,10 +60,10 @@ class Sequences(Dataset[dict[str, Tensor]]):
             raise IndexError(f"Sequence {index} of {len(self)}.")
 
 
-class RemainingSequences(Sequences):
+class DerivedSequences(Sequences):
     """The sequences of ``whole`` from number ``start`` on; their ``index`` is still that in the whole."""
 
-    def __init__(self, whole: Sequences, start: int) -> None:
+    def __init__(self, whole: Sequences, start: int = 0) -> None:
         self.whole, self.start = whole, start
 
     def __len__(self) -> int:

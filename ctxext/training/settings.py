@@ -383,6 +383,16 @@ class Settings(Section):
         return self
 
 
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the dotted name of every setting, and whether it takes a list."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", typing.get_origin(field.annotation) is list
+
+
+KEYS = dict(_keys(Settings))
 # Former places of settings, in configs and in stored runs, with the present ones.
 MOVED = {("training", "activation_checkpointing"): ("memory", "checkpointing")}
 
@@ -482,7 +492,7 @@ def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
         for earlier in values:
             ends = {path[-1], earlier[-1]}
             contradicts = path[: len(earlier)] == earlier[: len(path)] or ends == {"factor", "target_length"}
-            if not contradicts or (path == earlier and _takes_list(path)):
+            if not contradicts or (path == earlier and KEYS.get(".".join(path), False)):
                 continue
             if spelled[earlier] == key:
                 raise InvalidParameterError(f"--{key} is given more than once, and takes one value. Give it once.")
@@ -493,17 +503,6 @@ def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
             value = [item for each in (values[path], value) for item in (each if isinstance(each, list) else [each])]
         values[path], spelled[path] = value, key
     return [(list(path), value) for path, value in values.items()]
-
-
-def _takes_list(path: Sequence[str]) -> bool:
-    """Return whether a setting is a list."""
-    section: Any = Settings
-    for name in path:
-        fields = getattr(section, "model_fields", {})
-        if name not in fields:  # a parameter of a method
-            return False
-        section = fields[name].annotation
-    return typing.get_origin(section) is list
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -518,24 +517,14 @@ def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _full_path(key: str) -> list[str]:
-    known = {".".join(path): path for path in _paths(Settings)}
-    free = [prefix for prefix in known if key.startswith(f"{prefix}.") and prefix == "extension.parameters"]
-    if key in known or free:
+    if key in KEYS or key.startswith("extension.parameters."):
         return key.split(".")
-    ending = [path for path in known.values() if path[-1] == key]
+    ending = [known for known in KEYS if known.rpartition(".")[2] == key]
     if len(ending) == 1:
-        return ending[0]
+        return ending[0].split(".")
     if ending:
-        raise InvalidParameterError(f"--{key} could be {' or '.join('--' + '.'.join(path) for path in ending)}.")
-    raise UnknownNameError.of("setting", key, known if "." in key else {path[-1] for path in known.values()})
-
-
-def _paths(section: type[BaseModel]) -> Iterator[list[str]]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from ([name, *rest] for rest in _paths(field.annotation))
-        else:
-            yield [name]
+        raise InvalidParameterError(f"--{key} could be {' or '.join(f'--{known}' for known in ending)}.")
+    raise UnknownNameError.of("setting", key, KEYS if "." in key else {known.rpartition(".")[2] for known in KEYS})
 
 
 def _explained(error: ValidationError, path: str) -> UnknownNameError | InvalidParameterError:

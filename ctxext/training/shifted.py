@@ -76,8 +76,11 @@ class ShiftedAttention:
     def on(self) -> Iterator[None]:
         """Let this model's layers attend in groups, forward and backward; other models stay unchanged."""
         mine = set(map(id, self.layers))
-        interfaces = {id(table): table for table in map(_interface, self.layers)}.values()
-        before = [(table, table._local_mapping.get(self.name)) for table in interfaces]
+        # The tables in which layers' classes look up attention functions; a model may have a table of its own.
+        tables = [names_of(type(layer))["ALL_ATTENTION_FUNCTIONS"] for layer in self.layers]
+        before = [
+            (table, table._local_mapping.get(self.name)) for table in {id(each): each for each in tables}.values()
+        ]
         for table, _ in before:
             table[self.name] = self._instead_of(table[self.name], mine)
         try:
@@ -135,11 +138,6 @@ class ShiftedAttention:
                 f"{tokens} tokens cannot be cut into {self.groups} groups and those into halves. Take sequences of a "
                 f"multiple of {2 * self.groups} tokens."
             )
-
-
-def _interface(layer: nn.Module) -> Any:
-    """Return the table in which a layer's class looks up attention functions; a model may have its own table."""
-    return names_of(type(layer))["ALL_ATTENTION_FUNCTIONS"]
 
 
 def _folded(heads: Tensor, groups: int) -> Tensor:

@@ -20,7 +20,7 @@ from ctxext.errors import CtxextError
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.subject import base_model
 from ctxext.training.parallel import release_attention, require_carried, whole_sequence
-from ctxext.training.sequences import PackedSequences, RemainingSequences, Sequences
+from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
 from ctxext.training.shifted import ShiftedAttention
 
 
@@ -93,7 +93,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             # The Trainer cannot skip what was read already in the data loader that DeepSpeed puts around its own.
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
             data = self.train_dataset
-            self.train_dataset = RemainingSequences(data, state.global_step * len(data) // self.args.max_steps)
+            self.train_dataset = DerivedSequences(data, state.global_step * len(data) // self.args.max_steps)
             self.args.ignore_data_skip = True
         try:
             return super().train(resume_from_checkpoint, **kwargs)
