@@ -1,4 +1,4 @@
-"""``ctxext demo``: the main job on real input, as a comparison that tells what it finds as it finds it."""
+"""``ctxext demo``: a comparison on real input that shows each reading as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def show(options: DemoOptions) -> None:
-    """Measure and tell.
+    """Measure, and show the result.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
@@ -78,7 +78,7 @@ def show(options: DemoOptions) -> None:
 
 
 def faster_dtype() -> str:
-    """``fp32`` where a CPU multiplies those matrices faster than bf16 ones, for which few CPUs have units."""
+    """Return ``fp32`` where a CPU multiplies such matrices faster than bf16 ones, for which few CPUs have units."""
     if checked_device(None).type != "cpu":
         return "auto"
 
@@ -94,7 +94,7 @@ def faster_dtype() -> str:
 
 
 def seconds_per_cost(checkpoint: Checkpoint, corpus: Corpus) -> float:
-    """Measured on a short pass, the second of its kind: seconds for one unit of ``pass_cost``."""
+    """Measure the seconds for one unit of ``pass_cost``, on a short pass, the second of its kind."""
     ids = corpus.documents[0].input_ids[:, : STEP + 1]
     loss_by_position(checkpoint.model, ids)  # a first pass is slower, by the memory that it has to ask for
     began = time.perf_counter()
@@ -104,14 +104,14 @@ def seconds_per_cost(checkpoint: Checkpoint, corpus: Corpus) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """What the demo compares: a checkpoint by the options of ``ctxext demo``."""
+    """The comparison of the demo: a checkpoint and the options of ``ctxext demo``."""
 
     checkpoint: Checkpoint
     options: DemoOptions
 
     @property
     def methods(self) -> Sequence[str]:
-        """By name."""
+        """The names of the methods."""
         return self.options.method or (EVERYTHING if self.options.everything else QUICK)
 
     @property
@@ -120,7 +120,7 @@ class Preset:
         return known_trained_length(self.checkpoint.model)
 
     def checked_length(self) -> int:
-        """The greatest length to read, before anything is computed.
+        """Check the options before anything is computed, and return the greatest length to read.
 
         Raises:
             UnknownNameError: an unknown method.
@@ -141,7 +141,7 @@ class Preset:
         return wanted
 
     def fitting(self, corpus: Corpus, wanted: int, pace: float) -> Comparison:
-        """The comparison of ``wanted`` tokens, or, where there is no time for that, of less."""
+        """Plan the comparison of ``wanted`` tokens, or of fewer where there is no time for that."""
         for windows in (None, (self.trained,)):
             found = self.comparison(corpus, wanted, windows)
             if self.options.everything or cost_of(found.jobs) * pace <= SECONDS:
@@ -149,7 +149,7 @@ class Preset:
         return self.comparison(corpus, (self.trained + wanted) // 2, (self.trained,))
 
     def comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None = None) -> Comparison:
-        """Of so many tokens, against truncations to these windows; by default those of the preset."""
+        """Plan a comparison of so many tokens, against truncations to these windows; by default those of the preset."""
         quick = None if self.options.everything else (self.trained // 2, self.trained)
         return prepare(
             self.checkpoint,
@@ -163,7 +163,7 @@ class Preset:
         )
 
     def keys(self, comparison: Comparison) -> Survey[PromptJob]:
-        """Two passkeys that no truncation sees, asked of the unpatched model and of YaRN, or else the last method."""
+        """Plan two passkeys that no truncation sees, for the unpatched model and for YaRN, or else the last method."""
         length = min(comparison.lengths[-1], self.trained * 3 // 2)
         beyond = 1 - self.trained / length
         depths = tuple(dict.fromkeys(round(part * beyond, 2) for part in (0.0, 0.6)))
@@ -218,13 +218,13 @@ def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] |
 
 
 def _seconds(comparison: Comparison, reading: Reading) -> float:
-    """What a finished reading took, in this process or in one before it."""
+    """Return the seconds that a finished reading took, in this process or an earlier one."""
     finished = comparison.journal.finished()
     return float(sum(finished[job.key]["seconds"] for job in comparison.jobs if job.reader.reading is reading))
 
 
 def _so_far(comparison: Comparison, reader: Reader, edges: tuple[int, ...]) -> list[float | None]:
-    """The perplexity of a finished reading between the edges; None inside the window, which truncations share."""
+    """Return a finished reading's perplexity between the edges; None inside the window, which truncations share."""
     losses = comparison.losses_of(reader.reading)
     if reader.window is None:
         return [bucket.perplexity for bucket in bucketed(losses, edges)]

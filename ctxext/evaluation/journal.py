@@ -97,7 +97,7 @@ class Journal:
                 )
 
     def finished(self) -> dict[str, dict[str, Any]]:
-        """The line of everything that is finished, in all processes, by its key.
+        """Read the line of every finished job, of all processes, by its key.
 
         Raises:
             ResultsError: a file cannot be read, or a line of it is damaged.
@@ -135,7 +135,7 @@ class Journal:
             self.append(line)
 
     def losses(self, line: Mapping[str, Any]) -> Float[Tensor, " positions"]:
-        """The losses of a finished line.
+        """Return the losses of a finished line.
 
         Raises:
             ResultsError: they cannot be read.
@@ -183,7 +183,7 @@ class Journal:
                     yield _parsed(line, f"Line {number} of {str(file)!r}")
 
     def _claimed(self, path: Path) -> dict[str, Any] | None:
-        """The identity that was claimed before; None where there is nothing yet."""
+        """Read the identity that was claimed before; return None where there is nothing yet."""
         if self._identity is None:
             empty = not path.exists() or not path.stat().st_size
             return None if empty else next((line for line in self._lines(path) if "made_by" in line), {})

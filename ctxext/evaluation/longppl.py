@@ -113,7 +113,7 @@ class LongPplResult(Report):
     provenance: Provenance
 
     def find(self, name: str) -> LongPplReading:
-        """The reading of one name."""
+        """Return the reading of one name."""
         return next(reading for reading in self.readings if reading.name == name)
 
     @property

@@ -30,7 +30,7 @@ def loss_by_position(
     chunk: int | None = None,
     cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The loss at every position, from one forward pass.
+    """Compute the loss at every position from one forward pass.
 
     For a causal model whose positions do not depend on the length of the text (every method here but the dynamic
     ones), the losses at the first n positions are those of the text cut to n + 1 tokens: one pass gives the
@@ -75,7 +75,7 @@ def loss_while(
     piece: int,
     go_on: Callable[[Float[Tensor, " read"]], bool],
 ) -> Float[Tensor, " read"]:
-    """The losses of one text from its beginning, for as long as somebody who looks at them wants more.
+    """Compute the losses of one text from its beginning, piece by piece, until ``go_on`` says stop.
 
     Args:
         model: as in ``loss_by_position``.
@@ -114,7 +114,7 @@ def truncated_loss(
     chunk: int | None = None,
     cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The losses when the model sees only the last ``window`` tokens: a sliding window, or truncation.
+    """Compute the losses when the model sees only the last ``window`` tokens: a sliding window, or truncation.
 
     On the unpatched model with its trained length or less, this is what a user without a longer context does; which
     windows are tried, and which of them is the baseline, is in ``ctxext.evaluation.truncation``. Positions below

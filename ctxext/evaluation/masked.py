@@ -61,7 +61,7 @@ WHOLE, POSITION, CURVE, END = "whole", "position", "curve", "end"
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What one row of a forward pass sees of a text, special tokens apart.
+    """The stretch of a text that one row of a forward pass sees, special tokens apart.
 
     Args:
         start: the first position.
@@ -108,7 +108,7 @@ class MaskedText:
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
     def views(self, window: int | None = None) -> list[View]:
-        """All rows that give the loss of every masked token once.
+        """Return the rows that give the loss of every masked token once.
 
         Args:
             window: tokens of a row, special ones included; None, or as much as the text has, for the whole text.
@@ -127,7 +127,7 @@ class MaskedText:
         return found
 
     def row(self, view: View) -> Int[Tensor, " tokens"]:
-        """The token ids of a view, masked, with the special tokens around it."""
+        """Return the token ids of a view, masked, with the special tokens around it."""
         ids = self.input_ids.clone()
         ids[view.masked] = self.mask
         ends = self.input_ids[: self.prefix], self.input_ids[self.length - self.suffix :]
@@ -135,14 +135,14 @@ class MaskedText:
 
 
 def tokens_needed(tokenizer: Any, length: int) -> int:
-    """Tokens that a document must have, what stands before it included, to be read at a length."""
+    """Return how many tokens a document needs to be read at a length, those in front of it included."""
     return length - len(special_suffix(tokenizer))
 
 
 def masked_texts(
     tokenizer: Any, corpus: Corpus, length: int, *, every: int = EVERY, passes: int = 1, seed: int = 0
 ) -> tuple[MaskedText, ...]:
-    """The documents cut to a length, and their masks.
+    """Cut the documents to a length, and draw their masks.
 
     Args:
         tokenizer: a transformers tokenizer with a mask token.
@@ -180,7 +180,7 @@ def masked_texts(
 # Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
 @torch.no_grad()
 def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = None) -> Float[Tensor, " tokens"]:
-    """The loss of every masked token at its position, in nats; NaN where none was masked.
+    """Compute the loss of every masked token at its position, in nats; NaN where none was masked.
 
     The head runs at the masked positions alone, so that positions x vocabulary never exists.
 
@@ -204,7 +204,7 @@ def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = No
 
 
 def _batches(text: MaskedText, window: int | None) -> list[list[View]]:
-    """Views that go through the model together: about as many tokens as the whole text has."""
+    """Group the views that go through the model together: about as many tokens as the whole text has."""
     views = text.views(window)
     rows = max(1, text.length // (window or text.length))
     return [views[at : at + rows] for at in range(0, len(views), rows)]
@@ -242,7 +242,7 @@ class MaskedJob(Job):
     index: int
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """The losses of all masked tokens, NaN at the others."""
+        """Return the losses of all masked tokens."""
         window = self.reader.reading.window
         with ticking(model, self.name, self.cost / len(_batches(self.text, window)), progress):
             losses = masked_losses(model, self.text, window=window)[torch.cat(self.text.passes)]
@@ -250,7 +250,7 @@ class MaskedJob(Job):
         return Answer({"item": self.text.name, "length": self.text.length, "masked": losses.tolist()})
 
     def losses(self, line: Mapping[str, Any]) -> Float[Tensor, " tokens"]:
-        """What ``masked_losses`` gave, out of the finished line."""
+        """Return the result of ``masked_losses``, read from the finished line."""
         losses = torch.full((self.text.length,), torch.nan)
         losses[torch.cat(self.text.passes)] = torch.tensor(line["masked"])
         return losses
@@ -265,7 +265,7 @@ def masked_readers(
     reference: Checkpoint | None = None,
     trained_length: int | None = None,
 ) -> tuple[Reader, ...]:
-    """Who reads: the unextended model, the same in windows around each masked token, and each method up to its reach.
+    """Return the unextended model, the same in windows around each masked token, and each method up to its reach.
 
     Beyond its trained length the unextended model reads as a control, where it can: a learned table has no rows there.
 
@@ -308,7 +308,7 @@ def masked_readers(
 def masked_jobs(
     readers: Sequence[Reader], texts: Callable[[int], Sequence[MaskedText]], checkpoint: Checkpoint
 ) -> list[MaskedJob]:
-    """Every reader and every text of a length that it is meant for.
+    """Lay out every reader and every text of a length that it is meant for.
 
     Args:
         readers: from ``masked_readers``.
@@ -385,7 +385,7 @@ class MaskedReading:
         return tuple(sorted({score.length for score in self.scores}))
 
     def at(self, length: int, kind: str) -> tuple[MaskedScore, ...]:
-        """The scores of one length and kind, by increasing position."""
+        """Return the scores of one length and kind, by increasing position."""
         return tuple(score for score in self.scores if (score.length, score.kind) == (length, kind))
 
 
@@ -415,7 +415,7 @@ class MaskedReport(Report):
         return tuple(sorted({length for reading in self.readings for length in reading.lengths}))
 
     def find(self, name: str) -> MaskedReading | None:
-        """The reading of one name, None where it was not made."""
+        """Return the reading of one name; None where it was not made."""
         return next((one for one in self.readings if one.name == name), None)
 
     @property
@@ -425,7 +425,7 @@ class MaskedReport(Report):
 
 
 def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: int, passes: int) -> MaskedReport:
-    """What a finished survey found.
+    """Summarise a finished survey.
 
     Args:
         survey: all of whose jobs are finished.
@@ -482,14 +482,14 @@ class _Finished:
         return made
 
     def scored(self) -> Iterator[tuple[str, str, tuple[MaskedScore, ...]]]:
-        """Name, label and scores of each reading, the best windows among them."""
+        """Yield name, label and scores of each reading, the best windows among them."""
         if self.windows:
             yield TRUNCATED, "best window around", tuple(self._score(None, *span) for span in self._spans())
         for name, own in self.losses.items():
             yield name, self.labels[name], tuple(self._score(own, *span) for span in self._spans())
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
-        """Kind, start and stop of every score that has masked tokens."""
+        """Yield kind, start and stop of every score that has masked tokens."""
         step = self.trained * max(1, -(-self.length // (SPANS * self.trained)))
         fine = max(1, -(-self.length // (FINE * SPANS)), self.trained // FINE)
         ends = [*(one for one in NEAR if one < self.length), self.length]
@@ -506,12 +506,12 @@ class _Finished:
                     yield kind, start, stop
 
     def _parts(self, losses: Sequence[Tensor], kind: str, start: int, stop: int) -> list[Tensor]:
-        """The losses of the masked tokens of a span, for each text."""
+        """Return the losses of the masked tokens of a span, for each text."""
         span = slice(self.length - stop, self.length - start) if kind == END else slice(start, stop)
         return [one[span][~one[span].isnan()] for one in losses]
 
     def _score(self, losses: Sequence[Tensor] | None, kind: str, start: int, stop: int) -> MaskedScore:
-        """The score of a span; of the best windows where no losses are given."""
+        """Score a span; score the best windows where no losses are given."""
         window = best_window(self._windows_at(kind, start, stop)) if self.windows else None
         baseline = self.losses.get(UNPATCHED) if window is None else self.windows[window]
         mine = baseline if losses is None else losses
@@ -531,7 +531,7 @@ class _Finished:
         )
 
     def _windows_at(self, kind: str, start: int, stop: int) -> dict[int, list[Tensor]]:
-        """The losses of a span, by the window in which they were read."""
+        """Return the losses of a span, by the window in which they were read."""
         return {window: self._parts(own, kind, start, stop) for window, own in self.windows.items()}
 
     def _versus(self, own: Sequence[Tensor], baseline: Sequence[Tensor]) -> PairedDifference | None:

@@ -130,7 +130,7 @@ def load_embedder(
 
 
 @dataclass(frozen=True, eq=False)
-class Shelf:
+class PassageSet:
     """Documents of one length, and a question for each.
 
     Args:
@@ -153,9 +153,9 @@ class Shelf:
         return hashlib.sha256("\0".join((*self.documents, *self.queries)).encode()).hexdigest()[:12]
 
 
-def make_shelf(
+def make_passages(
     tokenizer: Any, *, length: int, documents: int = DOCUMENTS, seed: int = 0, haystack: Haystack | None = None
-) -> Shelf:
+) -> PassageSet:
     """Documents of just so many tokens, their sentences at depths that are spread evenly.
 
     Args:
@@ -181,7 +181,7 @@ def make_shelf(
         for name, depth in zip(names, depths, strict=False)
     ]
     queries = [QUERY.format(name=name) for name in names[:documents]]
-    return Shelf(length, tuple(texts), tuple(queries), tuple(depths), haystack.name)
+    return PassageSet(length, tuple(texts), tuple(queries), tuple(depths), haystack.name)
 
 
 def _document(
@@ -204,39 +204,39 @@ def _document(
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ShelfJob(Job):
-    """One reader and one shelf.
+class PassageJob(Job):
+    """One reader and one set of documents.
 
     Args:
         embedder: whose transformer the reader reads with.
-        shelf: the documents and questions.
+        passages: the documents and questions.
     """
 
     embedder: Embedder
-    shelf: Shelf
+    passages: PassageSet
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
         """Find for each question whether the document that answers it is the nearest."""
-        shelf, kind = self.shelf, self.reader.reading.name
+        passages, kind = self.passages, self.reader.reading.name
         window = self.reader.readings.trained_length
         progress(self.name, 0.0)
-        queries = self.embedder.embed(shelf.queries, window, query=True)
+        queries = self.embedder.embed(passages.queries, window, query=True)
         nearness = []
-        for text in shelf.documents:
+        for text in passages.documents:
             if kind in (AVERAGED, NEAREST):
                 chunks = self.embedder.embed_chunks(text, window)
                 whole = torch.nn.functional.normalize(chunks.mean(dim=0), dim=-1)
                 nearness.append(queries @ whole if kind == AVERAGED else (queries @ chunks.T).amax(dim=1))
             else:
-                nearness.append(queries @ self.embedder.embed([text], min(self.reads, shelf.length))[0])
-            progress(self.name, self.cost / len(shelf.documents))
+                nearness.append(queries @ self.embedder.embed([text], min(self.reads, passages.length))[0])
+            progress(self.name, self.cost / len(passages.documents))
         scores = torch.stack(nearness, dim=1)
         if not scores.isfinite().all():
             raise IncompatibleError(f"The model computes embeddings that are no numbers: {self.name}.")
         right = scores.diagonal()
         # Two documents that cannot be told apart are not found: a tie counts as lost.
         found = (scores >= right[:, None]).sum(dim=1) == 1
-        trial = {"length": shelf.length, "depths": list(shelf.depths), "found": found.tolist()}
+        trial = {"length": passages.length, "depths": list(passages.depths), "found": found.tolist()}
         return Answer({"trial": trial})
 
     @property
@@ -310,22 +310,22 @@ def _label(name: str, trained: int) -> str:
     return f"first {trained:,}" if name == TRUNCATED else name
 
 
-def passage_jobs(embedder: Embedder, readers: Sequence[Reader], shelves: Sequence[Shelf]) -> list[ShelfJob]:
-    """Make a job for every reader and every shelf that it is meant for."""
+def passage_jobs(embedder: Embedder, readers: Sequence[Reader], sets: Sequence[PassageSet]) -> list[PassageJob]:
+    """Make a job for every reader and every set of documents that it is meant for."""
     return [
-        ShelfJob(
+        PassageJob(
             key=reader.readings.key(
-                [reader.reading.name, reader.reading.method, reader.reading.fingerprint], shelf=shelf.sha256
+                [reader.reading.name, reader.reading.method, reader.reading.fingerprint], shelf=passages.sha256
             ),
-            cost=float(shelf.length * len(shelf.documents)),
+            cost=float(passages.length * len(passages.documents)),
             reader=reader,
-            name=f"{reader.reading.label}, {shelf.length:,} tokens",
+            name=f"{reader.reading.label}, {passages.length:,} tokens",
             embedder=embedder,
-            shelf=shelf,
+            passages=passages,
         )
         for reader in readers
-        for shelf in shelves
-        if shelf.length in reader.lengths
+        for passages in sets
+        if passages.length in reader.lengths
     ]
 
 
@@ -418,7 +418,7 @@ class PassageReport(Report):
         return max(simple, key=accuracy)
 
 
-def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenance) -> PassageReport:
+def passage_report(survey: Survey[PassageJob], haystack: str, provenance: Provenance) -> PassageReport:
     """Summarise a finished survey."""
     readings = [
         PassageResult(

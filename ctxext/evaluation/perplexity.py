@@ -47,7 +47,7 @@ PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPlan:
-    """What is measured, at which lengths and how, checked against the model by ``make_plan``.
+    """Plan of a measurement: its mode, lengths and options, checked against the model by ``make_plan``.
 
     Args:
         mode: one of ``MODES``.
@@ -654,7 +654,7 @@ class PerplexityReading:
     seconds: float = 0.0
 
     def at(self, kind: str) -> tuple[PerplexityScore, ...]:
-        """The scores of one kind, by increasing length."""
+        """Return the scores of one kind, by increasing length."""
         return tuple(score for score in self.scores if score.kind == kind)
 
 
@@ -683,7 +683,7 @@ class PerplexityResult(Report):
     provenance: Provenance
 
     def find(self, name: str) -> PerplexityReading | None:
-        """The reading of one name, None where it was not made."""
+        """Return the reading of one name; None where it was not made."""
         return next((reading for reading in self.readings if reading.name == name), None)
 
     @property
@@ -692,7 +692,7 @@ class PerplexityResult(Report):
         return next((one for one in self.readings if not is_reference(one.name)), None)
 
     def sentence(self) -> str:
-        """Whether the extended model uses its window, in one sentence."""
+        """Say in one sentence whether the extended model uses its window."""
         measured = self.extension or self.find(UNPATCHED)
         scores = measured.scores if measured else ()
         compared = [(score, score.versus_truncation) for score in scores if score.versus_truncation is not None]
@@ -709,7 +709,7 @@ class PerplexityResult(Report):
         )
 
     def _best_window(self, score: PerplexityScore) -> int:
-        """The window of the best truncation on the tokens of a score."""
+        """Return the window of the best truncation on the tokens of a score."""
         best = self.find(TRUNCATED)
         same = (score.kind, score.start, score.stop)
         found = [one.window for one in (best.scores if best else ()) if (one.kind, one.start, one.stop) == same]

@@ -89,7 +89,7 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Provenance:
-        """From what ``to_dict`` made.
+        """Build it from the values of ``to_dict``.
 
         Raises:
             InvalidParameterError: a field that is missing or unknown.
@@ -137,7 +137,7 @@ class Report:
 
     @classmethod
     def from_dict(cls: type[Kind], saved: Mapping[str, Any]) -> Kind:
-        """From what ``to_dict`` made.
+        """Build it from the values of ``to_dict``.
 
         Raises:
             InvalidParameterError: something else.

@@ -83,7 +83,7 @@ class Reading:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the checkpoint is read as it is; the references are measured at every length."""
+        """True where the checkpoint is read as it is; such references are measured at every length."""
         return is_reference(self.name)
 
     @property
@@ -93,7 +93,7 @@ class Reading:
 
     @property
     def is_candidate(self) -> bool:
-        """Whether this is an extension, which may win: every method, and a checkpoint that was saved extended."""
+        """True for an extension, which may win: every method, and a checkpoint that was saved extended."""
         return self.reach is not None
 
 
@@ -185,7 +185,7 @@ class Readings:
 
     @cached_property
     def setting(self) -> dict[str, Any]:
-        """What every measured number depends on beside the reading and the tokens, as JSON values.
+        """The dependencies of every measured number beside the reading and the tokens, as JSON values.
 
         Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
         """

@@ -1,4 +1,4 @@
-"""Who reads what, on which process, kept as it goes: the one way in which a long measurement is made and resumed."""
+"""The one engine of all measurements: jobs, each kept when it is done, shared by processes, resumed after a stop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0."""
+        """True in process 0."""
         return self.process == 0
 
     def gather(self, mine: Any = None) -> list[Any]:
@@ -78,7 +78,7 @@ def launched_processes() -> ProcessGroup:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a job found.
+    """The result of a job.
 
     Args:
         values: JSON values.
@@ -91,7 +91,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job(abc.ABC):
-    """The smallest piece of work, done, kept and resumed by itself: one reader and one document or prompt.
+    """One reader and one document or prompt: the smallest piece of work that is done, kept and resumed by itself.
 
     Args:
         key: of everything that the answer depends on, see ``Readings.key``; readers who see the same share one.
@@ -107,7 +107,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """What the reader's model gives, having reported the job's whole cost."""
+        """Measure with the reader's model, and report the job's whole cost."""
 
 
 Work = TypeVar("Work", bound=Job)
@@ -140,17 +140,17 @@ class Survey(Generic[Work]):
 
     @property
     def finished(self) -> int:
-        """How many jobs, told apart by their keys, are finished."""
+        """The number of finished jobs, each key counted once."""
         return len(self.keys & self.journal.finished().keys())
 
     @property
     def done(self) -> str:
-        """How much is finished, in words."""
+        """The finished share in words."""
         return f"{self.finished} of {len(self.keys)} jobs"
 
     @property
     def readers(self) -> list[Reader]:
-        """Everybody who is asked, in order."""
+        """All readers, in order."""
         return list(dict.fromkeys(job.reader for job in self.jobs))
 
     def begin(self) -> tuple[Work, ...]:
@@ -194,7 +194,7 @@ class Survey(Generic[Work]):
             self.journal.in_memory.update(answers)
 
     def trials(self) -> list[tuple[Reader, list[Trial]]]:
-        """What every reader answered to prompts, in their order."""
+        """Return every reader's answers to prompts, in the order of the prompts."""
         found = self.journal.finished()
         return [
             (reader, [found[job.key]["trial"] for job in self.jobs if job.reader is reader]) for reader in self.readers
@@ -206,7 +206,7 @@ class Survey(Generic[Work]):
         return {job.key: self.journal.losses(finished[job.key]) for job in self.jobs if isinstance(job, LossJob)}
 
     def with_extensions(self, provenance: Provenance) -> Provenance:
-        """The same, with how every reader reads."""
+        """Return a provenance that says how every reader reads."""
         found = {
             one.reading.name: ExtensionRecord(
                 method=one.reading.method, fingerprint=one.reading.fingerprint, attention=one.reading.attention
@@ -218,7 +218,7 @@ class Survey(Generic[Work]):
         return replace(provenance, extensions=found, trained_length=trained)
 
     def _identity(self) -> dict[str, Any]:
-        """What the journal holds work of: another checkpoint or corpus needs another journal."""
+        """Say what the journal is of: another checkpoint or corpus needs another journal."""
         dtype = next(self.checkpoint.model.parameters()).dtype
         found: dict[str, Any] = {
             "made_by": self.made_by,
@@ -309,11 +309,11 @@ class Prompt(abc.ABC):
 
     @abc.abstractmethod
     def cost(self, tokens: int) -> float:
-        """Of reading so many tokens of it, in the units of ``pass_cost``."""
+        """Estimate the cost of reading so many tokens of it, in the units of ``pass_cost``."""
 
     @abc.abstractmethod
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
-        """What the model answers.
+        """Let the model answer.
 
         Args:
             model: of the reader.
@@ -350,7 +350,7 @@ class PromptJob(Job):
         )
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """The reader's trial."""
+        """Return the reader's trial."""
         return Answer({"trial": self.prompt.ask(model, self.window, self.name, progress)})
 
 
@@ -361,7 +361,7 @@ def jobs_of(readers: Sequence[Reader], prompts: Sequence[Prompt]) -> list[Prompt
 
 
 def my_share(jobs: Sequence[Work], process: int, processes: int) -> tuple[Work, ...]:
-    """The jobs that one of several processes does: about the same cost for each, the same split in each.
+    """Choose the jobs of one of several processes: about the same cost for each, the same split in each.
 
     Args:
         jobs: those that are not finished, the same in every process.

@@ -21,9 +21,9 @@ from ctxext.evaluation.passages import (
     NEAREST,
     Embedder,
     PassageReport,
-    Shelf,
+    PassageSet,
     load_embedder,
-    make_shelf,
+    make_passages,
     passage_jobs,
     passage_readers,
     passage_report,
@@ -79,19 +79,21 @@ def words() -> Embedder:
     return Embedder(Checkpoint("words", bert(), encoder.tokenizer), encoder)
 
 
-def shelf(embedder: Embedder, length: int, documents: int = 12) -> Shelf:
-    return make_shelf(embedder.checkpoint.tokenizer, length=length, documents=documents)
+def passages(embedder: Embedder, length: int, documents: int = 12) -> PassageSet:
+    return make_passages(embedder.checkpoint.tokenizer, length=length, documents=documents)
 
 
 def measured(embedder: Embedder, lengths: list[int], methods: tuple[str, ...] = ()) -> PassageReport:
     readers = passage_readers(embedder, methods=methods, lengths=lengths)
-    survey = Survey("test", embedder.checkpoint, passage_jobs(embedder, readers, [shelf(embedder, n) for n in lengths]))
+    survey = Survey(
+        "test", embedder.checkpoint, passage_jobs(embedder, readers, [passages(embedder, n) for n in lengths])
+    )
     survey.measure(survey.begin())
     return passage_report(survey, "noise", provenance_of(embedder.checkpoint, seed=0))
 
 
 def test_documents_have_their_length_one_sentence_each_and_depths_from_start_to_end(words: Embedder) -> None:
-    made = shelf(words, 1024)
+    made = passages(words, 1024)
     tokenizer = words.checkpoint.tokenizer
     lengths = [len(tokenizer(text).input_ids) for text in made.documents]
     assert max(lengths) <= 1024
@@ -108,8 +110,8 @@ def test_documents_have_their_length_one_sentence_each_and_depths_from_start_to_
 
 def test_the_same_seed_gives_the_same_documents_and_another_one_others(words: Embedder) -> None:
     tokenizer = words.checkpoint.tokenizer
-    assert shelf(words, 512).sha256 == shelf(words, 512).sha256
-    assert make_shelf(tokenizer, length=512, documents=12, seed=1).sha256 != shelf(words, 512).sha256
+    assert passages(words, 512).sha256 == passages(words, 512).sha256
+    assert make_passages(tokenizer, length=512, documents=12, seed=1).sha256 != passages(words, 512).sha256
 
 
 def test_an_encoder_that_finds_what_it_is_shown_finds_just_what_each_way_shows(words: Embedder) -> None:
@@ -155,8 +157,8 @@ def test_the_model_is_extended_while_a_method_reads_and_as_it_was_afterwards(wor
 
 
 def test_identical_documents_are_not_found(words: Embedder) -> None:
-    made = shelf(words, 1024)
-    same = Shelf(made.length, (made.documents[0],) * 12, made.queries, made.depths, made.haystack)
+    made = passages(words, 1024)
+    same = PassageSet(made.length, (made.documents[0],) * 12, made.queries, made.depths, made.haystack)
     readers = passage_readers(words, lengths=[1024])
     survey = Survey("test", words.checkpoint, passage_jobs(words, readers, [same]))
     survey.measure(survey.begin())
@@ -181,7 +183,7 @@ def test_a_report_is_read_as_it_was_written(words: Embedder) -> None:
 )
 def test_what_cannot_be_made_is_refused(words: Embedder, options: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        make_shelf(words.checkpoint.tokenizer, **options)
+        make_passages(words.checkpoint.tokenizer, **options)
 
 
 def test_a_length_or_method_that_nobody_is_meant_for_is_refused(words: Embedder) -> None:

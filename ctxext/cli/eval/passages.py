@@ -54,7 +54,7 @@ def passages(
     [bold]Example[/]: ctxext eval passages all-MiniLM-L6-v2 -m pi -m tile -f 4 -o passages.json -o passages.png
     """
     from ctxext.evaluation.labels import all_of, tokens_label
-    from ctxext.evaluation.passages import load_embedder, make_shelf, passage_jobs, passage_readers, passage_report
+    from ctxext.evaluation.passages import load_embedder, make_passages, passage_jobs, passage_readers, passage_report
     from ctxext.evaluation.provenance import provenance_of
     from ctxext.evaluation.report.passages import passage_page
     from ctxext.evaluation.survey import Survey
@@ -66,11 +66,11 @@ def passages(
     readers = passage_readers(embedder, **asked.arguments())
     lengths, tokenizer = lengths_of(readers), checkpoint.tokenizer
     text = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
-    shelves = [
-        make_shelf(tokenizer, length=length, haystack=text, documents=documents.documents, seed=documents.seed)
+    sets = [
+        make_passages(tokenizer, length=length, haystack=text, documents=documents.documents, seed=documents.seed)
         for length in lengths
     ]
-    jobs = passage_jobs(embedder, readers, shelves)
+    jobs = passage_jobs(embedder, readers, sets)
     survey = Survey("ctxext eval passages", checkpoint, jobs, journal=session.journal, group=session.group)
     each = all_of([tokens_label(length) for length in lengths])
     about = f"reads {documents.documents} documents each of {each} tokens."

@@ -1,1 +1,1 @@
-"""What was measured, in tables, figures, sentences and pages; nothing is measured here."""
+"""Tables, figures, sentences and pages of measurements; nothing is measured here."""
