@@ -361,7 +361,9 @@ def test_the_words_follow_the_numbers(
     drawn = matplotlib.figure.Figure(layout="constrained")
     page.figures[0].draw(drawn)
     assert drawn.axes[1].get_title("left").startswith("yarn: 75% found")
-    assert drawn.get_supxlabel().endswith("Dashed: the trained window ends, at 512.")
+    assert "yarn: 75% found" in page.figures[0].alternative
+    dashed = [line for line in drawn.axes[1].get_lines() if line.get_linestyle() == "--"]
+    assert [line.get_xdata()[0] for line in dashed] == [0.5], "the trained window ends between 512 and 1024"
 
     def scored(name: str, scores: dict[int, float]) -> RulerResult:
         trials = [RulerTrial("vt", length, 0, 9, "x", ("a",), score) for length, score in scores.items()]

@@ -16,18 +16,18 @@ from ctxext.evaluation.report.figures import (
     NOTE,
     OTHERS,
     Figure,
-    HeatMaps,
     Line,
-    colours_for,
-    draw_differences,
+    Panel,
+    differences_panel,
     draw_grid,
-    draw_lines,
+    lines_panel,
+    paneled,
 )
 from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
+from ctxext.evaluation.report.retrieval import KEYS, passkey_panel
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of, windows_of
 
-WIDTH = 5.4  # inches
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0
 
@@ -340,7 +340,17 @@ def _figures(result: ComparisonResult) -> list[Figure]:
     figures = [_distances(result, verdict) for verdict in reversed(result.verdicts)]
     for panel in result.panels:
         figures += [_by_position(result, panel), _against_truncation(result, panel)]
-    return [*figures, _at_length(result), *([_passkeys(result)] if any(row.passkeys for row in result.rows) else [])]
+    figures.append(_at_length(result))
+    maps = [
+        passkey_panel(
+            row.reading.label,
+            [(key.depth, key.length, key.found, key.trials, key.loss) for key in row.passkeys],
+            result.trained_length,
+        )
+        for row in result.rows
+        if row.passkeys
+    ]
+    return [*figures, *([paneled("passkeys", "Passkeys found", maps, caption=KEYS)] if maps else [])]
 
 
 def loss_figure(series: Sequence[Series], *, trained_length: int, title: str) -> Figure:
@@ -351,33 +361,25 @@ def loss_figure(series: Sequence[Series], *, trained_length: int, title: str) ->
         trained_length: tokens; shaded in the figure.
         title: one line.
     """
+    shown = {item.name: (item.name, label_of(item.name)) for item in series if window_of(item.name) is None}
     methods = [item for item in series if not is_reference(item.name)]
-    shown = [item for item in series if window_of(item.name) is None]
-    colours = colours_for({item.name: item.name for item in shown})
-    looks = {name: (label_of(name), colour) for name, colour in colours.items()}
-    widths = (1.65, 1) if methods else (1,)
-
-    def draw(figure: Any) -> None:
-        left, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-        _draw_perplexity(left, shown, looks, trained_length, title="Perplexity by position")
-        for axes in others:
-            _draw_against(axes, methods, looks, title="Loss minus the best truncation's, nats")
-
-    return Figure(name="loss", title=title, size=(11.0, 4.5), draw=draw)
+    panels = [_perplexity_panel(series, shown, trained_length, title="Perplexity by position")]
+    if methods:
+        panels.append(_against_panel(methods, shown, title="Loss minus the best truncation's, nats"))
+    return paneled("loss", title, panels)
 
 
-Looks = Mapping[str, tuple[str, str]]
-"""Label and colour of each reading, by its name."""
+Names = Mapping[str, tuple[str, str]]
+"""Method, which decides the colour, and label of each reading, by its name."""
 
 
-def _looks(readings: Sequence[Reading]) -> Looks:
-    """Return labels without the factor, which the title of the figure names, and colours."""
-    colours = colours_for({reading.name: _kind(reading) for reading in readings})
-    return {one.name: (re.sub(rf" {TIMES}[\d.]+", "", one.label), colours[one.name]) for one in readings}
+def _names(readings: Sequence[Reading]) -> Names:
+    """Return methods, and labels without the factor, which the title of the figure names."""
+    return {one.name: (_method(one), re.sub(rf" {TIMES}[\d.]+", "", one.label)) for one in readings}
 
 
-def _kind(reading: Reading) -> str:
-    """Return what decides the colour of a reading: its method, whatever the factor."""
+def _method(reading: Reading) -> str:
+    """Return the method of a reading, whatever its factor, or the name of a reference."""
     if reading.window is not None:
         return TRUNCATED
     return reading.name if reading.is_reference or reading.method is None else str(reading.method["method"])
@@ -389,30 +391,27 @@ def _distances(result: ComparisonResult, verdict: Verdict) -> Figure:
     rows = [(row, score, score.versus_truncation) for row, score in scored if score and score.versus_truncation]
     rows.sort(key=lambda item: item[2].mean)
     end, window = tokens_label(verdict.length), tokens_label(verdict.window)
-    numbers = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
+    words = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if len(result.provenance["documents"]) > 1 else ""
-    return Figure(
-        name=f"truncation-{verdict.length}",
-        title=f"Against the best truncation, at {end} tokens",
+    panel = Panel(lambda axes: _draw_distances(axes, rows), words, (5.4, 0.7 + 0.29 * len(rows)))
+    return paneled(
+        f"truncation-{verdict.length}",
+        f"Against the best truncation, at {end} tokens",
+        [panel],
         caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
         f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
         f"{windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
-        alternative=f"Each method's loss minus the best truncation's (to the last {window}) at {end} tokens, in nats "
-        f"per token: {numbers}.",
-        size=(WIDTH, 0.9 + 0.29 * len(rows)),
-        draw=lambda figure: _draw_distances(figure, rows),
     )
 
 
-def _draw_distances(figure: Any, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
-    axes = figure.subplots()
+def _draw_distances(axes: Any, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
     gaps = [gap for _, _, gap in rows]
     nearest = min(abs(gap.mean) + gap.margin for row, _, gap in rows if row.reading.window is None)
     limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + gap.margin for gap in gaps))
     low = min(-0.25 * limit, *(gap.mean - gap.margin for gap in gaps)) * 1.1
     axes.axvline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
     for place, (row, score, gap) in enumerate(rows):
-        colour = COLOURS.get(_kind(row.reading), OTHERS[0])  # that of the method, whatever the factor
+        colour = COLOURS.get(_method(row.reading), OTHERS[0])  # that of the method, whatever the factor
         if gap.mean > limit:
             axes.plot(limit * 0.985, place, marker=">", ms=6, color=colour, clip_on=False)
         else:
@@ -432,138 +431,75 @@ def _draw_distances(figure: Any, rows: Sequence[tuple[Row, Score, PairedDifferen
 
 def _by_position(result: ComparisonResult, panel: FactorSeries) -> Figure:
     readings = [result.row(item.name).reading for item in panel.drawn]
-    looks = _looks(readings)
-    ends = "; ".join(f"{looks[item.name][0]} {item.buckets[-1].perplexity:.4g}" for item in panel.drawn)
-    last = panel.drawn[0].buckets[-1]
-    dynamic = [looks[reading.name][0] for reading in readings if reading.dynamic]
+    names = _names(readings)
+    dynamic = [names[reading.name][1] for reading in readings if reading.dynamic]
     caption = "How well each token is predicted, by its position. Shaded: the trained window."
     if dynamic:
         caption += (
             f" {capitalised(all_of(dynamic))} here with the positions of {tokens_label(panel.length)} throughout."
         )
-    return Figure(
-        name=f"loss{_suffix(panel)}",
-        title=f"Perplexity by position{_of_factor(panel)}",
+    return paneled(
+        f"loss{_suffix(panel)}",
+        f"Perplexity by position{_of_factor(panel)}",
+        [_perplexity_panel(panel.drawn, names, result.trained_length)],
         caption=caption,
-        alternative=f"Perplexity by position. At positions {last.start:,} to {last.stop:,}: {ends}.",
-        size=(WIDTH, 3.7),
-        draw=lambda figure: _draw_perplexity(figure.subplots(), panel.drawn, looks, result.trained_length),
     )
 
 
-def _draw_perplexity(axes: Any, series: Sequence[Series], looks: Looks, trained_length: int, title: str = "") -> None:
-    """Draw perplexity by position; inside the window truncation is the unpatched model itself and left out."""
+def _perplexity_panel(series: Sequence[Series], names: Names, trained_length: int, title: str = "") -> Panel:
+    """Return perplexity by position; inside the window truncation is the unpatched model itself and left out."""
     lines = []
-    for item in series:
-        is_baseline = item.name == TRUNCATED
-        buckets = [bucket for bucket in item.curve if bucket.start >= trained_length or not is_baseline]
-        label, colour = looks[item.name]
-        x, y = [(bucket.start + bucket.stop) / 2 for bucket in buckets], [bucket.perplexity for bucket in buckets]
-        lines.append(Line(label=label, colour=colour, x=x, y=y, dashed=is_baseline))
-    stop = series[0].curve[-1].stop
-    step = max(1, trained_length // 4)
+    for item in (one for one in series if one.name in names):
+        first = trained_length if item.name == TRUNCATED else 0
+        buckets = [bucket for bucket in item.curve if bucket.start >= first]
+        points = [((bucket.start + bucket.stop) / 2, bucket.perplexity) for bucket in buckets]
+        lines.append(Line(*names[item.name], points))
+    stop, step = series[0].curve[-1].stop, max(1, trained_length // 4)
     while stop / step > 9:
         step *= 2
-    ticks = range(0, stop + 1, step)
-    draw_lines(
-        axes, lines, title=title, x_label="position in the text, tokens", ticks=ticks, trained_length=trained_length
-    )
+    ticks, axis = range(0, stop + 1, step), "position in the text, tokens"
+    return lines_panel(lines, title=title, x_label=axis, ticks=ticks, trained_length=trained_length)
 
 
 def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure:
     readings = [result.row(item.name).reading for item in panel.drawn]
-    looks = _looks(readings)
-    names = {reading.name for reading in readings if reading.is_candidate}
-    methods = [item for item in panel.drawn if item.name in names]
+    candidates = {reading.name for reading in readings if reading.is_candidate}
+    methods = [item for item in panel.drawn if item.name in candidates]
     windows = next(item for item in panel.series if item.name == TRUNCATED).windows
     chosen = all_of([tokens_label(window) for window in windows])
-    numbers = "; ".join(
-        f"{looks[item.name][0]} {', '.join(str(gap) for gap in item.versus_truncation)}" for item in methods
-    )
-    return Figure(
-        name=f"difference{_suffix(panel)}",
-        title=f"Against the best truncation{_of_factor(panel)}",
+    return paneled(
+        f"difference{_suffix(panel)}",
+        f"Against the best truncation{_of_factor(panel)}",
+        [_against_panel(methods, _names(readings))],
         caption=f"The same tokens, minus their loss under the best truncation (in these stretches the last {chosen} "
         f"tokens), with 95 percent intervals.",
-        alternative=f"Loss minus the best truncation's (the last {chosen}) in consecutive stretches beyond the window, "
-        f"nats per token: {numbers}.",
-        size=(WIDTH, 3.7),
-        draw=lambda figure: _draw_against(figure.subplots(), methods, looks),
     )
 
 
-def _draw_against(axes: Any, methods: Sequence[Series], looks: Looks, title: str = "") -> None:
+def _against_panel(methods: Sequence[Series], names: Names, title: str = "") -> Panel:
     spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
-    draw_differences(axes, spans, [(*looks[item.name], item.versus_truncation) for item in methods], title=title)
+    groups = [(*names[item.name], item.versus_truncation) for item in methods]
+    return differences_panel(spans, groups, title=title)
 
 
 def _at_length(result: ComparisonResult) -> Figure:
-    last, end = result.lengths[-1], result.row(UNPATCHED).scores[-1].end
-    numbers = "; ".join(
-        f"{row.reading.label} {', '.join(f'{tokens_label(s.length)} {s.end.perplexity:.4g}' for s in row.scores)}"
-        for row in result.rows
-    )
-    return Figure(
-        name="perplexity-at-length",
-        title="Perplexity at length",
+    end, panels = result.row(UNPATCHED).scores[-1].end, []
+    for panel in result.panels:
+        rows = [result.row(item.name) for item in panel.drawn]
+        names = _names([row.reading for row in rows])
+        lines = [
+            Line(*names[row.reading.name], [(score.length, score.end.perplexity) for score in row.scores])
+            for row in rows
+        ]
+        title = "" if panel.factor is None else f"factor {panel.factor:g}"
+        panels.append(lines_panel(lines, title=title, x_label="length, tokens", ticks=result.lengths, doubling=True))
+    return paneled(
+        "perplexity-at-length",
+        "Perplexity at length",
+        panels,
+        across=1,
         caption=f"Of the last {tokens_label(end.stop - end.start)} positions before each length. Other positions are "
         f"other words: compare methods at one length, not lengths.",
-        alternative=f"Perplexity at the end of each length, up to {tokens_label(last)}: {numbers}.",
-        size=(WIDTH, 0.4 + 2.9 * len(result.panels)),
-        draw=lambda figure: _draw_at_length(figure, result),
-    )
-
-
-def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
-    grid = figure.subplots(len(result.panels), 1, squeeze=False)[:, 0]
-    for axes, panel in zip(grid, result.panels, strict=True):
-        rows = [result.row(item.name) for item in panel.drawn]
-        looks = _looks([row.reading for row in rows])
-        lines = []
-        for row in rows:
-            label, colour = looks[row.reading.name]
-            x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
-            lines.append(Line(label=label, colour=colour, x=x, y=y, dashed=row.reading.name == TRUNCATED))
-        title = "" if panel.factor is None else f"factor {panel.factor:g}"
-        draw_lines(axes, lines, title=title, x_label="length, tokens", ticks=result.lengths, doubling=True)
-
-
-def _passkeys(result: ComparisonResult) -> Figure:
-    rows = [row for row in result.rows if row.passkeys]
-    scores = [score for row in rows for score in row.passkeys]
-    numbers = "; ".join(
-        f"{row.reading.label} {sum(p.found for p in row.passkeys)} of {sum(p.trials for p in row.passkeys)}"
-        for row in rows
-    )
-    heat = HeatMaps(
-        maps=[
-            (
-                row.reading.label,
-                {
-                    (f"{one.depth:.0%}", one.length): (
-                        one.found / one.trials,
-                        f"{one.found}/{one.trials}\n{one.loss:.2f}",
-                    )
-                    for one in row.passkeys
-                },
-            )
-            for row in rows
-        ],
-        rows=[f"{depth:.0%}" for depth in sorted({score.depth for score in scores})],
-        lengths=sorted({score.length for score in scores}),
-        trained_length=result.trained_length,
-        x_label="length, tokens",
-        y_label="depth of the key",
-        scale=("none", "half", "all"),
-        note="In each cell: keys found of keys hidden, and the mean loss of the key's tokens in nats.",
-    )
-    return Figure(
-        name="passkeys",
-        title="Passkeys found",
-        caption="A five-digit key in noise, by length and by depth (0%: at the start).",
-        alternative=f"Passkeys found of those hidden, all lengths and depths together: {numbers}.",
-        size=heat.size,
-        draw=heat.draw,
     )
 
 

@@ -1,10 +1,12 @@
-"""Figures of reports: their look, and the three kinds of panel that they consist of; drawing needs matplotlib."""
+"""Figures of reports: panels of lines, of differences and of heat maps, in one look; drawing needs matplotlib."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -12,6 +14,7 @@ from typing import IO, Any
 from ctxext.errors import require_package
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.statistics import PairedDifference
+from ctxext.evaluation.truncation import TRUNCATED
 
 # Hues of Okabe and Ito and their neighbours: colour-blind readers can tell them apart, and all are dark enough for text
 # on white. A method has the same colour in every figure.
@@ -58,6 +61,7 @@ STYLE = {
     "savefig.facecolor": "white",
 }
 DASHED = (0, (3, 1.5))
+SHADES = ("#C7522A", "#E5A583", "#F3E9D2", "#8DB8D6", "#1F6FA8")
 
 
 def require_matplotlib() -> None:
@@ -75,7 +79,7 @@ class Figure:
         size: width and height in inches.
         draw: fills a matplotlib figure.
         caption: what to see, and how to read it.
-        alternative: the same for readers who cannot see it, with numbers.
+        alternative: the numbers, for readers who cannot see it.
     """
 
     name: str
@@ -85,22 +89,88 @@ class Figure:
     caption: str = ""
     alternative: str = ""
 
-    def save(self, file: Path | IO[bytes]) -> None:
+    def save(self, file: Path | IO[bytes], *, caption: bool = True) -> None:
         """Write a PNG.
+
+        Args:
+            file: to write.
+            caption: whether the caption stands at the bottom.
 
         Raises:
             InvalidParameterError: matplotlib is not installed.
         """
-        require_matplotlib()
-        import matplotlib
-        from matplotlib import figure
+        with saved_figure(file, self.size, self.title) as figure:
+            self.draw(figure)
+            if caption and self.caption:
+                text = textwrap.fill(self.caption, int(15 * self.size[0]))
+                figure.supxlabel(text, x=0.012, ha="left", fontsize=8.5, color=NOTE)
 
-        with matplotlib.rc_context(STYLE):
-            canvas = figure.Figure(figsize=self.size, layout="constrained")
-            canvas.suptitle(self.title, x=0.012, ha="left", fontsize=12, fontweight="bold")
-            self.draw(canvas)
-            _without_formulas(canvas)
-            canvas.savefig(file, dpi=160, format="png")
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """Part of a figure with one pair of axes.
+
+    Args:
+        draw: draws on matplotlib axes.
+        words: the numbers that it shows, for readers who cannot see it.
+        size: width and height in inches.
+    """
+
+    draw: Callable[[Any], None]
+    words: str = ""
+    size: tuple[float, float] = (5.4, 3.8)
+
+
+def paneled(name: str, title: str, panels: Sequence[Panel], *, across: int = 4, caption: str = "") -> Figure:
+    """Return a figure of panels, row by row.
+
+    Args:
+        name: see ``Figure``.
+        title: see ``Figure``.
+        panels: its parts.
+        across: most panels in a row.
+        caption: see ``Figure``.
+    """
+    rows = [panels[start : start + across] for start in range(0, len(panels), across)]
+    widths = [panel.size[0] for panel in rows[0]]
+
+    def draw(figure: Any) -> None:
+        grid = figure.subplots(len(rows), len(rows[0]), squeeze=False, width_ratios=widths)
+        for axes, panel in itertools.zip_longest(grid.flat, panels):
+            axes.axis("off") if panel is None else panel.draw(axes)
+
+    return Figure(
+        name=name,
+        title=title,
+        size=(sum(widths), sum(max(panel.size[1] for panel in row) for row in rows) + 0.3),
+        draw=draw,
+        caption=caption,
+        alternative=". ".join(panel.words for panel in panels),
+    )
+
+
+@contextlib.contextmanager
+def saved_figure(file: Path | IO[bytes], size: tuple[float, float], title: str) -> Iterator[Any]:
+    """Yield a matplotlib figure in the look of reports, and write it as a PNG at the end of the block.
+
+    Args:
+        file: to write.
+        size: width and height in inches.
+        title: one line, or more.
+
+    Raises:
+        InvalidParameterError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib import figure
+
+    with matplotlib.rc_context(STYLE):
+        canvas = figure.Figure(figsize=size, layout="constrained")
+        canvas.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        yield canvas
+        _without_formulas(canvas)
+        canvas.savefig(file, dpi=160, format="png")
 
 
 def _without_formulas(figure: Any) -> None:
@@ -114,17 +184,14 @@ def _without_formulas(figure: Any) -> None:
             axis.set_minor_formatter(NullFormatter())
 
 
-def colours_for(methods: Mapping[str, str]) -> dict[str, str]:
-    """Return a colour for each reading: that of its method, or another where two readings share a method.
-
-    Args:
-        methods: the method of each reading, by the name of the reading.
-    """
+def colours_for(methods: Iterable[str]) -> list[str]:
+    """Return a colour for each method: its own, or another where it is unknown or was there before."""
     others = itertools.cycle(OTHERS)
-    colours: dict[str, str] = {}
-    for name, method in methods.items():
+    colours: list[str] = []
+    for method in methods:
         colour = COLOURS.get(method)
-        colours[name] = next(others) if colour is None or colour in colours.values() else colour
+        own = colour is not None and (colour not in colours or method == TRUNCATED)
+        colours.append(colour if colour and own else next(others))
     return colours
 
 
@@ -134,29 +201,24 @@ def draw_grid(axes: Any, title: str = "", *, axis: str = "y") -> None:
     axes.grid(axis=axis, color=FAINT, lw=0.6)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Line:
-    """Line of a panel, named at its right end.
+    """Line of a panel, named at its right end; a truncation is dashed.
 
     Args:
+        method: decides its colour.
         label: its name.
-        colour: its colour.
-        x: places, increasing.
-        y: values.
-        dashed: whether it is a baseline.
-        band: lower and upper bounds of the values.
+        points: places, increasing, and values.
+        band: lower and upper bound of each value.
     """
 
+    method: str
     label: str
-    colour: str
-    x: Sequence[float]
-    y: Sequence[float]
-    dashed: bool = False
-    band: tuple[Sequence[float], Sequence[float]] | None = None
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float]] = ()
 
 
-def draw_lines(
-    axes: Any,
+def lines_panel(
     lines: Sequence[Line],
     *,
     title: str = "",
@@ -166,12 +228,11 @@ def draw_lines(
     doubling: bool = False,
     log: bool | None = None,
     trained_length: int | None = None,
-) -> None:
-    """Draw lines over positions, lengths or distances.
+) -> Panel:
+    """Return a panel of lines over positions, lengths or distances.
 
     Args:
-        axes: to draw on.
-        lines: to draw; none is empty.
+        lines: to draw.
         title: one line.
         x_label: name of the horizontal axis.
         y_label: name of the vertical axis.
@@ -180,71 +241,132 @@ def draw_lines(
         log: whether the vertical axis is logarithmic; by default where its values span more than a factor of 3.
         trained_length: tokens of the trained window, which is shaded.
     """
-    for line in lines:
-        marker = "o" if len(line.x) < 12 else None
-        style = {"color": line.colour, "ls": DASHED if line.dashed else "-", "zorder": 5 if line.dashed else 3}
-        axes.plot(line.x, line.y, lw=1.8, marker=marker, ms=4.5, solid_capstyle="round", **style)
-        if line.band is not None:
-            axes.fill_between(line.x, *line.band, color=line.colour, alpha=0.08, lw=0)
-    values = [value for line in lines for value in line.y]
-    if doubling:
-        axes.set_xscale("log", base=2)
-    axes.margins(x=0.06 if doubling else 0.02, y=0.1)
-    if max(values) > 3 * min(values) if log is None else log:
-        axes.set_yscale("log")
-        plain_ticks(axes)
-    labels = ticks if isinstance(ticks, Mapping) else {tick: tokens_label(tick) for tick in ticks}
-    axes.set_xticks(list(labels), list(labels.values()))
-    axes.xaxis.minorticks_off()
-    if trained_length is not None:
-        _shade(axes, trained_length)
-    last = max(line.x[-1] for line in lines)
-    ends = ["" if line.x[-1] == last else f", up to {tokens_label(round(line.x[-1]))}" for line in lines]
-    _name_ends(axes, [(line.label + end, line.colour, line.y[-1]) for line, end in zip(lines, ends, strict=True)])
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    draw_grid(axes, title)
+    lines = [line for line in lines if line.points]
+
+    def draw(axes: Any) -> None:
+        colours = colours_for(line.method for line in lines)
+        for line, colour in zip(lines, colours, strict=True):
+            x, y = zip(*line.points, strict=True)
+            is_baseline, marker = line.method == TRUNCATED, "o" if len(x) < 12 else None
+            style = {"color": colour, "ls": DASHED if is_baseline else "-", "zorder": 5 if is_baseline else 3}
+            axes.plot(x, y, lw=1.8, marker=marker, ms=4.5, solid_capstyle="round", **style)
+            if line.band:
+                axes.fill_between(x, *zip(*line.band, strict=True), color=colour, alpha=0.08, lw=0)
+        if doubling:
+            axes.set_xscale("log", base=2)
+        axes.margins(x=0.06 if doubling else 0.02, y=0.1)
+        values = [value for line in lines for _, value in line.points]
+        if max(values) > 3 * min(values) if log is None else log:
+            axes.set_yscale("log")
+            _plain_ticks(axes)
+        labels = ticks if isinstance(ticks, Mapping) else {tick: tokens_label(tick) for tick in ticks}
+        axes.set_xticks(list(labels), list(labels.values()))
+        axes.xaxis.minorticks_off()
+        if trained_length is not None:
+            _shade(axes, trained_length)
+        last = max(line.points[-1][0] for line in lines)
+        ends = [line.points[-1] for line in lines]
+        short = ["" if x == last else f", up to {tokens_label(round(x))}" for x, _ in ends]
+        names = [line.label + part for line, part in zip(lines, short, strict=True)]
+        _name_ends(axes, list(zip(names, colours, (y for _, y in ends), strict=True)))
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        draw_grid(axes, title)
+
+    words = [f"{line.label} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in lines]
+    return Panel(draw, f"{title or x_label}: {'; '.join(words)}")
 
 
-def draw_differences(
-    axes: Any,
+def differences_panel(
     columns: Sequence[str],
     groups: Sequence[tuple[str, str, Sequence[PairedDifference]]],
     *,
     title: str = "",
     x_label: str = "positions, tokens",
-) -> None:
-    """Draw mean differences with 95 percent intervals, above and below a line at 0.
+) -> Panel:
+    """Return a panel of mean differences with 95 percent intervals, above and below a line at 0.
 
     A group far above the others would hide their differences: it is named below the axis instead.
 
     Args:
-        axes: to draw on.
         columns: names of the columns, from left to right.
-        groups: label, colour and a difference for each column.
+        groups: method, label and a difference for each column.
         title: one line.
         x_label: what the columns are.
     """
     most = [max(abs(difference.mean) for difference in differences) for _, _, differences in groups]
-    shown = [group for group, value in zip(groups, most, strict=True) if value <= max(0.3, 4 * min(most))]
-    axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=2)
-    for index, (_, colour, differences) in enumerate(shown):
-        shift = (index - (len(shown) - 1) / 2) * min(0.24, 0.6 / len(shown))
-        means, errors = [change.mean for change in differences], [change.margin for change in differences]
-        x = [place + shift for place in range(len(differences))]
-        axes.errorbar(x, means, yerr=errors, fmt="o", ms=5, lw=1.6, color=colour)
-    axes.set_xlim(-0.6, len(columns) - 0.4)
-    axes.set_xticks(range(len(columns)), columns, fontsize=9)
-    axes.margins(y=0.15)
-    _name_ends(axes, [(label, colour, differences[-1].mean) for label, colour, differences in shown])
-    beyond = [group for group in groups if group not in shown]
-    hidden = ", ".join(f"{label} {max(change.mean for change in changes):+.2f}" for label, _, changes in beyond)
-    off = f"\noff the scale: {hidden}" if hidden else ""
-    axes.set_xlabel(f"{x_label}; below the line the older text helps{off}")
-    draw_grid(axes, title)
+    limit = max(0.3, 4 * min(most))
+
+    def draw(axes: Any) -> None:
+        colours = colours_for(method for method, _, _ in groups)
+        shown = [(*group, colour) for group, colour, value in zip(groups, colours, most, strict=True) if value <= limit]
+        hidden = [f"{label} {value:+.2f}" for (_, label, _), value in zip(groups, most, strict=True) if value > limit]
+        axes.axhline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
+        for index, (_, _, differences, colour) in enumerate(shown):
+            shift = (index - (len(shown) - 1) / 2) * min(0.24, 0.6 / len(shown))
+            means, errors = [change.mean for change in differences], [change.margin for change in differences]
+            x = [place + shift for place in range(len(differences))]
+            axes.errorbar(x, means, yerr=errors, fmt="o", ms=5, lw=1.6, color=colour)
+        axes.set_xlim(-0.6, len(columns) - 0.4)
+        axes.set_xticks(range(len(columns)), columns, fontsize=9)
+        axes.margins(y=0.15)
+        _name_ends(axes, [(label, colour, differences[-1].mean) for _, label, differences, colour in shown])
+        off = f"\noff the scale: {', '.join(hidden)}" if hidden else ""
+        axes.set_xlabel(f"{x_label}; below the line the older text helps{off}")
+        draw_grid(axes, title)
+
+    words = [f"{label} {', '.join(map(str, differences))}" for _, label, differences in groups]
+    return Panel(draw, f"{title or x_label}, {', '.join(columns)}: {'; '.join(words)}", (4.8, 3.8))
 
 
-def plain_ticks(axes: Any) -> None:
+def heat_panel(
+    title: str, cells: Mapping[tuple[str, int], tuple[float, str]], *, trained_length: int, divider: int = 0
+) -> Panel:
+    """Return a heat map from vermilion (0) over sand to blue (1), with lengths to the right.
+
+    The colours are told apart by colour-blind readers, and in grey by lightness on both sides of the middle.
+
+    Args:
+        title: one line.
+        cells: value from 0 to 1 and text, by row and length in tokens; rows from above in the order of the cells.
+        trained_length: tokens; a dashed line marks where the trained window ends.
+        divider: number of rows above a wide line; 0 for no such line.
+    """
+    rows, lengths = list(dict.fromkeys(row for row, _ in cells)), sorted({length for _, length in cells})
+
+    def draw(axes: Any) -> None:
+        import numpy as np
+        from matplotlib.colors import LinearSegmentedColormap
+
+        shades = LinearSegmentedColormap.from_list("found", SHADES).with_extremes(bad="#FAFAFA")
+        values = np.full((len(rows), len(lengths)), np.nan)
+        for (row, length), (value, text) in cells.items():
+            place = rows.index(row), lengths.index(length)
+            values[place] = value
+            ink = "white" if value < 0.15 or value > 0.85 else INK
+            axes.text(place[1], place[0], text, fontsize=8.5, ha="center", va="center", color=ink)
+        axes.imshow(values, cmap=shades, vmin=0, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(lengths)), [tokens_label(length) for length in lengths])
+        axes.set_yticks(range(len(rows)), rows)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        for x in range(1, len(lengths)):
+            axes.axvline(x - 0.5, color="white", lw=1.5)
+        for y in range(1, len(rows)):
+            axes.axhline(y - 0.5, color="white", lw=5.0 if y == divider else 1.5)
+        inside = sum(length <= trained_length for length in lengths)
+        if 0 < inside < len(lengths):
+            axes.axvline(inside - 0.5, color=INK, lw=1.6, ls=DASHED)
+        axes.set_xlabel("tokens")
+        axes.set_title(title, loc="left", fontsize=10.5)
+
+    width = 0.4 + 0.085 * max(map(len, rows)) + max(1.6, 0.74 * len(lengths), 0.078 * len(title))
+    means = {length: [value for (_, at), (value, _) in cells.items() if at == length] for length in lengths}
+    words = ", ".join(f"{sum(part) / len(part):.0%} at {tokens_label(at)}" for at, part in means.items())
+    return Panel(draw, f"{title} ({words})", (width, max(0.92, 0.46 * len(rows)) + 0.95))
+
+
+def _plain_ticks(axes: Any) -> None:
     """Put plain numbers on a log axis: 1, 2, 5 per decade, or even steps where those are fewer than three."""
     from matplotlib.ticker import MaxNLocator
 
@@ -285,91 +407,3 @@ def _name_ends(axes: Any, ends: Sequence[tuple[str, str, float]]) -> None:
             heights[low + 1] += overlap / 2
     for height, (_, label, colour) in zip(heights, places, strict=True):
         axes.text(1.015, height, label, transform=axes.transAxes, color=colour, fontsize=9.5, va="center")
-
-
-# From vermilion (nothing found) over sand to blue (all found): told apart by colour-blind readers, and in grey by
-# lightness on both sides of the middle.
-SHADES = ("#C7522A", "#E5A583", "#F3E9D2", "#8DB8D6", "#1F6FA8")
-ACROSS = 4
-
-# A cell of a heat map: its value from 0 to 1, and its text.
-Cell = tuple[float, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeatMaps:
-    """Heat maps of several readings side by side, with the length to the right.
-
-    Args:
-        maps: title of each reading's map, and its cells by row and length; what was not measured is missing.
-        rows: names of the rows, downwards.
-        lengths: tokens of the columns.
-        trained_length: tokens; a dashed line marks where the trained window ends.
-        x_label: what the lengths are of.
-        y_label: what the rows are.
-        scale: names of the values 0, a half and 1.
-        note: line below the maps.
-        divider: number of rows above a wide line; None for no such line.
-    """
-
-    maps: Sequence[tuple[str, Mapping[tuple[str, int], Cell]]]
-    rows: Sequence[str]
-    lengths: Sequence[int]
-    trained_length: int
-    x_label: str
-    y_label: str
-    scale: tuple[str, str, str]
-    note: str
-    divider: int | None = None
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height in inches of the figure."""
-        width, height = max(1.6, 0.74 * len(self.lengths)), max(0.92, 0.46 * len(self.rows))
-        across, names = min(ACROSS, len(self.maps)), 0.085 * max(map(len, self.rows))
-        title = 0.078 * max(len(title) for title, _ in self.maps)
-        return names + across * (max(width, title) + 0.35) + 1.2, -(-len(self.maps) // across) * (height + 0.9) + 0.65
-
-    def draw(self, figure: Any) -> None:
-        """Draw all maps, their scale and the note."""
-        inside = sum(length <= self.trained_length for length in self.lengths)
-        border = inside if inside < len(self.lengths) else 0  # 0 where there is none to draw
-        across = min(ACROSS, len(self.maps))
-        grid = figure.subplots(-(-len(self.maps) // across), across, squeeze=False, sharey=True)
-        for axes, (title, cells) in zip(grid.flat, self.maps, strict=False):
-            image = self._draw_cells(axes, cells, border)
-            axes.set_title(title, loc="left", fontsize=10.5)
-        for axes in grid.flat[len(self.maps) :]:
-            axes.axis("off")
-        for axes in grid[:, 0]:
-            axes.set_ylabel(self.y_label)
-        bar = figure.colorbar(image, ax=list(grid.flat), fraction=0.05, aspect=12, pad=0.02, ticks=[0, 0.5, 1])
-        bar.ax.set_yticklabels(self.scale, fontsize=9)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=0)
-        dashes = f" Dashed: the trained window ends, at {tokens_label(self.trained_length)}." if border else ""
-        figure.supxlabel(self.note + dashes, x=0.012, ha="left", fontsize=8.5, color=NOTE)
-
-    def _draw_cells(self, axes: Any, cells: Mapping[tuple[str, int], Cell], border: int) -> Any:
-        import numpy as np
-        from matplotlib.colors import LinearSegmentedColormap
-
-        shades = LinearSegmentedColormap.from_list("found", SHADES).with_extremes(bad="#FAFAFA")
-        values = np.full((len(self.rows), len(self.lengths)), np.nan)
-        for (row, length), (value, text) in cells.items():
-            place = self.rows.index(row), self.lengths.index(length)
-            values[place] = value
-            ink = "white" if value < 0.15 or value > 0.85 else INK
-            axes.text(place[1], place[0], text, fontsize=8.5, ha="center", va="center", color=ink)
-        axes.set_xticks(range(len(self.lengths)), [tokens_label(length) for length in self.lengths])
-        axes.set_yticks(range(len(self.rows)), self.rows)
-        axes.tick_params(length=0)
-        axes.set_xlabel(self.x_label)
-        axes.spines[:].set_visible(False)
-        for x in range(1, len(self.lengths)):
-            axes.axvline(x - 0.5, color="white", lw=1.5)
-        for y in range(1, len(self.rows)):
-            axes.axhline(y - 0.5, color="white", lw=5.0 if y == self.divider else 1.5)
-        if border:
-            axes.axvline(border - 0.5, color=INK, lw=1.6, ls=DASHED)
-        return axes.imshow(values, cmap=shades, vmin=0, vmax=1, aspect="auto")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.longppl import LongPplResult, LongPplScore
-from ctxext.evaluation.report.figures import Figure, Line, colours_for, draw_lines
+from ctxext.evaluation.report.figures import Line, Panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Page, Part, TextTable, provenance_table
 from ctxext.evaluation.truncation import TRUNCATED, window_of
 
@@ -23,7 +22,11 @@ def longppl_page(result: LongPplResult) -> Page:
         _table(f"{AGAINST}, over all tokens", result, lambda score: str(score.versus_truncation_all or "")),
     ]
     title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
-    figure = Figure(name="longppl", title=title, size=(11.0, 4.3), draw=lambda figure: _draw(figure, result))
+    panels = [
+        _panel(result, "LongPPL (key tokens)", lambda score: score.longppl),
+        _panel(result, "Perplexity (all tokens at the same place)", lambda score: score.perplexity),
+    ]
+    figure = paneled("longppl", title, panels)
     parts: list[Part] = [*(table for table in tables if table.rows), *_sentences(result), figure]
     return Page(title, parts, [provenance_table(result.to_dict()["provenance"])])
 
@@ -69,24 +72,15 @@ def _table(title: str, result: LongPplResult, cell: Callable[[LongPplScore], str
     return TextTable(header=["", *map(tokens_label, lengths)], rows=rows, title=title)
 
 
-def _draw(figure: Any, result: LongPplResult) -> None:
-    """Draw LongPPL by length on the left, perplexity over all tokens at the same place on the right."""
-    left, right = figure.subplots(1, 2)
-    _draw_panel(left, result, "LongPPL (key tokens)", lambda score: score.longppl)
-    _draw_panel(right, result, "Perplexity (all tokens at the same place)", lambda score: score.perplexity)
-
-
-def _draw_panel(axes: Any, result: LongPplResult, title: str, value: Callable[[LongPplScore], float]) -> None:
-    readings = [reading for reading in result.readings if window_of(reading.name) is None]
-    colours = colours_for({reading.name: reading.name.split()[0] for reading in readings})
+def _panel(result: LongPplResult, title: str, value: Callable[[LongPplScore], float]) -> Panel:
+    """Return the panel of one number by length."""
     lengths, lines = _lengths(result), []
-    for reading in readings:
-        x, y = [score.length for score in reading.scores], [value(score) for score in reading.scores]
-        is_baseline = reading.name == TRUNCATED
-        if is_baseline:  # the same at every length
-            x, y = lengths, y[:1] * len(lengths)
-        lines.append(Line(label=reading.label, colour=colours[reading.name], x=x, y=y, dashed=is_baseline))
-    draw_lines(axes, lines, title=title, x_label="tokens that the model may see", ticks=lengths, log=False)
+    for reading in (one for one in result.readings if window_of(one.name) is None):
+        points = [(score.length, value(score)) for score in reading.scores]
+        if reading.name == TRUNCATED:  # the same at every length
+            points = [(length, points[0][1]) for length in lengths]
+        lines.append(Line(reading.name.split()[0], reading.label, points))
+    return lines_panel(lines, title=title, x_label="tokens that the model may see", ticks=lengths, log=False)
 
 
 def _lengths(result: LongPplResult) -> list[int]:

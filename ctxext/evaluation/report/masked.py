@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.masked import CURVE, END, POSITION, WHOLE, MaskedReading, MaskedReport, MaskedScore
-from ctxext.evaluation.report.figures import Figure, Line, colours_for, draw_lines
+from ctxext.evaluation.report.figures import Line, Panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Page, Part, TextTable, provenance_table
-from ctxext.evaluation.truncation import TRUNCATED, window_of
+from ctxext.evaluation.truncation import window_of
 
 KINDS = {POSITION: "by position", END: "by distance to the end"}
 
@@ -36,7 +35,7 @@ def masked_page(report: MaskedReport) -> Page:
         title = f"{tokens_label(last)} tokens read, loss {name} minus {_baseline(report, last)}"
         tables.append(_table(title, columns, spans, _versus))
     title = f"{report.provenance.checkpoint}: {few_of(report.provenance.documents)}"
-    figure = Figure(name="masked", title=title, size=(12.0, 4.4), draw=lambda figure: _draw(figure, report))
+    figure = paneled("masked", title, _panels(report))
     parts: list[Part] = [*(table for table in tables if table.rows), *masked_sentences(report), figure]
     return Page(title, parts, [provenance_table(report.to_dict()["provenance"])])
 
@@ -69,13 +68,18 @@ def masked_sentences(report: MaskedReport) -> list[str]:
     return sentences
 
 
-def _draw(figure: Any, report: MaskedReport) -> None:
-    """Draw the loss by position, each reading at its greatest length, and on the right by the distance to the end."""
-    last = report.lengths[-1]
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    draw_lines(
-        left,
-        _lines(report, lambda one: [((s.start + s.stop) / 2, s.loss) for s in one.at(one.lengths[-1], CURVE)]),
+def _panels(report: MaskedReport) -> list[Panel]:
+    """Return the loss by position, each reading at its greatest length, and by the distance to the end."""
+    last, readings = report.lengths[-1], _shown(report)
+    by_position = lines_panel(
+        [
+            Line(
+                one.name.split()[0],
+                one.label,
+                [((s.start + s.stop) / 2, s.loss) for s in one.at(one.lengths[-1], CURVE)],
+            )
+            for one in readings
+        ],
         title="By position, each at the greatest length that it reads",
         x_label="position in the text, tokens",
         y_label="loss of masked tokens, nats",
@@ -83,29 +87,18 @@ def _draw(figure: Any, report: MaskedReport) -> None:
         log=False,
         trained_length=report.trained_length if last > report.trained_length else None,
     )
-    ends = [_span(score) for one in _shown(report) for score in one.at(last, END)]
-    places = {name: place for place, name in enumerate(dict.fromkeys(ends))}
-    draw_lines(
-        right,
-        _lines(report, lambda one: [(places[_span(score)], score.loss) for score in one.at(last, END)]),
+    spans = list(dict.fromkeys(_span(score) for one in readings for score in one.at(last, END)))
+    by_distance = lines_panel(
+        [
+            Line(one.name.split()[0], one.label, [(spans.index(_span(s)), s.loss) for s in one.at(last, END)])
+            for one in readings
+        ],
         title=f"By distance to the end of {tokens_label(last)} tokens",
         x_label="tokens behind it",
-        ticks={place: name for name, place in places.items()},
+        ticks=dict(enumerate(spans)),
         log=False,
     )
-
-
-def _lines(report: MaskedReport, points: Callable[[MaskedReading], Sequence[tuple[float, float]]]) -> list[Line]:
-    """Return a line for each reading that has points, [x, y]."""
-    readings = _shown(report)
-    colours = colours_for({one.name: one.name.split()[0] for one in readings})
-    lines = []
-    for reading in readings:
-        if pairs := points(reading):
-            x, y = zip(*pairs, strict=True)
-            dashed = reading.name == TRUNCATED
-            lines.append(Line(label=reading.label, colour=colours[reading.name], x=x, y=y, dashed=dashed))
-    return lines
+    return [by_position, by_distance]
 
 
 def _shown(report: MaskedReport) -> list[MaskedReading]:

@@ -160,7 +160,7 @@ def _as_markdown(part: Part, pictures: Mapping[str, str]) -> str:
 def _as_html(part: Part) -> str:
     if isinstance(part, Figure):
         picture = io.BytesIO()
-        part.save(picture)
+        part.save(picture, caption=False)
         data = base64.b64encode(picture.getvalue()).decode()
         image = (
             f'<img width="{96 * part.size[0]:.0f}" alt="{_shown(part.alternative)}" src="data:image/png;base64,{data}">'
@@ -237,7 +237,7 @@ def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
             write_whole(folder / file, text)
         (folder / FIGURES).mkdir(exist_ok=True)
         for figure in page.figures:
-            figure.save(folder / pictures[figure.name])
+            figure.save(folder / pictures[figure.name], caption=False)
     except OSError as error:
         raise ResultsError(
             f"Cannot write the report to {str(folder)!r}: {error.strerror}. All finished parts are kept; make room "

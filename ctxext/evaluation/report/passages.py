@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.passages import BASELINES, PassageReport
-from ctxext.evaluation.report.figures import COLOURS, Figure, Line, colours_for, draw_lines
+from ctxext.evaluation.report.figures import Line, Panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Page, TextTable, provenance_table
+from ctxext.evaluation.truncation import TRUNCATED
 
 
 def passage_page(report: PassageReport) -> Page:
@@ -23,7 +22,7 @@ def passage_page(report: PassageReport) -> Page:
         styles={reading.label: "reference" for reading in report.readings if reading.reading in BASELINES},
     )
     title = f"Passages found by {report.provenance.checkpoint}"
-    figure = Figure(name="passages", title=title, size=(7.2, 4.4), draw=lambda figure: _draw(figure, report))
+    figure = paneled("passages", title, [_panel(report)])
     details = [provenance_table(report.to_dict()["provenance"])]
     return Page(title, [table, *passage_sentences(report), figure], details)
 
@@ -53,25 +52,17 @@ def passage_sentences(report: PassageReport) -> list[str]:
     return sentences
 
 
-def _draw(figure: Any, report: PassageReport) -> None:
-    """Draw the share found by length of the documents, one line per reading, with 95 percent intervals."""
-    colours = colours_for({one.reading: one.reading.split()[0] for one in report.readings})
+def _panel(report: PassageReport) -> Panel:
+    """Return the share found by length of the documents, one line per reading, with 95 percent intervals."""
     lines = []
     for reading in report.readings:
-        is_baseline = reading.reading in BASELINES
-        low, high = zip(*(trial.interval for trial in reading.trials), strict=True)
-        lines.append(
-            Line(
-                label=reading.label,
-                colour=COLOURS["truncated"] if is_baseline else colours[reading.reading],
-                x=[trial.length for trial in reading.trials],
-                y=[100 * trial.accuracy for trial in reading.trials],
-                dashed=is_baseline,
-                band=None if is_baseline else ([100 * share for share in low], [100 * share for share in high]),
-            )
-        )
-    draw_lines(
-        figure.subplots(),
+        points = [(trial.length, 100 * trial.accuracy) for trial in reading.trials]
+        if reading.reading in BASELINES:
+            lines.append(Line(TRUNCATED, reading.label, points))
+        else:
+            band = [(100 * low, 100 * high) for low, high in (trial.interval for trial in reading.trials)]
+            lines.append(Line(reading.reading.split()[0], reading.label, points, band))
+    return lines_panel(
         lines,
         x_label="tokens of each document",
         y_label="documents found, percent",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from ctxext.evaluation.labels import few_of, label_of, perplexity_label, tokens_label
 from ctxext.evaluation.perplexity import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
-from ctxext.evaluation.report.figures import COLOURS, Figure, Line, draw_differences, draw_lines
+from ctxext.evaluation.report.figures import COLOURS, Figure, Line, differences_panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Headline, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
@@ -79,44 +78,31 @@ def _span(score: PerplexityScore) -> str:
 
 def _figure(result: PerplexityResult, kind: str, title: str, panel: str) -> Figure:
     """Return perplexity by position (or by length), and on the right the difference to the best truncation."""
-    compared = [one for one in result.readings if not is_reference(one.name)] or [result.readings[0]]
-    compared = [one for one in compared if any(score.versus_truncation for score in one.at(kind))]
-
-    def draw(figure: Any) -> None:
-        left, *others = figure.subplots(1, 1 + bool(compared), squeeze=False)[0]
-        _draw_perplexity(left, result, kind, panel)
-        for axes in others:
-            columns = [_span(score) for score in compared[0].at(kind) if score.versus_truncation]
-            groups = [
-                (label_of(one.name), _colour(one), [d for score in one.at(kind) if (d := score.versus_truncation)])
-                for one in compared
-            ]
-            draw_differences(axes, columns, groups, title=AGAINST, x_label=_axis(kind))
-
-    return Figure(name="perplexity", title=title, size=(11.0 if compared else 6.5, 4.5), draw=draw)
-
-
-def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str, title: str) -> None:
-    lines = []
-    for reading in (one for one in result.readings if window_of(one.name) is None):
-        scores = reading.at(kind)
-        lines.append(
-            Line(
-                label=label_of(reading.name),
-                colour=_colour(reading),
-                x=[(score.start + score.stop) / 2 if kind == POSITIONS else score.stop for score in scores],
-                y=[score.perplexity for score in scores],
-                dashed=reading.name == TRUNCATED,
-            )
+    axis = "position in the text, tokens" if kind == POSITIONS else "tokens in a window"
+    lines = [
+        Line(
+            _method(reading),
+            label_of(reading.name),
+            [((s.start + s.stop) / 2 if kind == POSITIONS else s.stop, s.perplexity) for s in reading.at(kind)],
         )
+        for reading in result.readings
+        if window_of(reading.name) is None
+    ]
     step = 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8)))
     ticks = range(0, result.lengths[-1] + 1, step)
-    draw_lines(axes, lines, title=title, x_label=_axis(kind), ticks=ticks, trained_length=result.trained_length)
+    panels = [lines_panel(lines, title=panel, x_label=axis, ticks=ticks, trained_length=result.trained_length)]
+    compared = [one for one in result.readings if not is_reference(one.name)] or [result.readings[0]]
+    compared = [one for one in compared if any(score.versus_truncation for score in one.at(kind))]
+    if compared:
+        columns = [_span(score) for score in compared[0].at(kind) if score.versus_truncation]
+        groups = [
+            (_method(one), label_of(one.name), [d for score in one.at(kind) if (d := score.versus_truncation)])
+            for one in compared
+        ]
+        panels.append(differences_panel(columns, groups, title=AGAINST, x_label=axis))
+    return paneled("perplexity", title, panels)
 
 
-def _axis(kind: str) -> str:
-    return "position in the text, tokens" if kind == POSITIONS else "tokens in a window"
-
-
-def _colour(reading: PerplexityReading) -> str:
-    return COLOURS.get(reading.name, COLOURS["yarn"])
+def _method(reading: PerplexityReading) -> str:
+    """Return the name that decides a reading's colour."""
+    return reading.name if reading.name in COLOURS else "yarn"

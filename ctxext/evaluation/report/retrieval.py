@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult
-from ctxext.evaluation.report.figures import Figure, HeatMaps
+from ctxext.evaluation.report.figures import Panel, heat_panel, paneled
 from ctxext.evaluation.report.page import Page, TextTable, provenance_table
 from ctxext.evaluation.ruler import RulerReport, RulerResult
 from ctxext.evaluation.truncation import TRUNCATED
 
 AVERAGE = "average"
+DASHED_LINE = "A dashed line marks where the trained window ends."
+KEYS = (
+    "By depth of the key (0%: at the start), and tokens of prompt and answer: keys found of keys hidden, and the mean "
+    f"loss of the tokens of the key in nats. Blue: all found. {DASHED_LINE}"
+)
 
 
 def passkey_page(report: PasskeyReport) -> Page:
@@ -20,31 +27,34 @@ def passkey_page(report: PasskeyReport) -> Page:
         cells = [_found_of_hidden(reading.at(length)) if length in reading.lengths else "-" for length in lengths]
         rows.append([reading.label, *cells])
         low, high = reading.interval
-        places = {
-            (f"{cell.depth:.0%}", cell.length): (cell.accuracy, f"{cell.correct}/{cell.trials}\n{cell.loss:.2f}")
-            for cell in reading.cells
-        }
-        maps.append((f"{reading.label}: {reading.accuracy:.0%} found ({low:.0%} to {high:.0%})", places))
+        title = f"{reading.label}: {reading.accuracy:.0%} found ({low:.0%} to {high:.0%})"
+        keys = [(cell.depth, cell.length, cell.correct, cell.trials, cell.loss) for cell in reading.cells]
+        maps.append(passkey_panel(title, keys, report.trained_length))
     table = TextTable(
         header=["", *map(tokens_label, lengths)],
         rows=rows,
         title="Keys found of keys hidden (mean loss of the key's tokens, nats)",
         styles={reading.label: "reference" for reading in report.readings if reading.reading == TRUNCATED},
     )
-    heat = HeatMaps(
-        maps=maps,
-        rows=[f"{depth:.0%}" for depth in sorted({cell.depth for one in report.readings for cell in one.cells})],
-        lengths=lengths,
-        trained_length=report.trained_length,
-        x_label="tokens of prompt and answer",
-        y_label="depth of the key",
-        scale=("none", "half", "all"),
-        note="In each cell: keys found of keys hidden, and the mean loss of the key's tokens in nats.",
-    )
     title = f"Passkeys in {report.readings[0].haystack}: {report.provenance.checkpoint}"
-    figure = Figure(name="passkeys", title=title, size=heat.size, draw=heat.draw)
+    figure = paneled("passkeys", title, maps, caption=KEYS)
     details = [provenance_table(report.to_dict()["provenance"])]
     return Page(title, [table, *passkey_sentences(report), figure], details)
+
+
+def passkey_panel(title: str, keys: Iterable[tuple[float, int, int, int, float]], trained_length: int) -> Panel:
+    """Return the heat map of one reading.
+
+    Args:
+        title: one line.
+        keys: depth, length in tokens, keys found, keys hidden, and their loss in nats.
+        trained_length: tokens.
+    """
+    cells = {
+        (f"{depth:.0%}", length): (found / hidden, f"{found}/{hidden}\n{loss:.2f}")
+        for depth, length, found, hidden, loss in sorted(keys)
+    }
+    return heat_panel(title, cells, trained_length=trained_length)
 
 
 def passkey_sentences(report: PasskeyReport) -> list[str]:
@@ -74,23 +84,24 @@ def ruler_page(report: RulerReport) -> Page:
         )
         effective = reading.relative_effective_length
         reach = "0 at the shortest" if effective is None else f"keeps 85% to {tokens_label(effective)}"
-        places = {place: (score / 100, f"{score:.0f}") for place, score in scores.items()}
-        maps.append((f"{reading.label}: {reach}", places))
-    tasks = report.readings[0].tasks
-    heat = HeatMaps(
-        maps=maps,
-        rows=[*tasks, AVERAGE],
-        lengths=lengths,
-        trained_length=report.trained_length,
-        x_label="tokens of prompt and reply",
-        y_label="",
-        scale=("0", "50", "100"),
-        note=f"Scores from 0 to 100, {_samples(report)} prompts each"
-        + (f"; hidden in {report.essay} in place of NVIDIA's essays." if report.essay else "."),
-        divider=len(tasks),
-    )
+        cells = {
+            (name, at): (scores[name, at] / 100, f"{scores[name, at]:.0f}")
+            for name in names
+            for at in lengths
+            if (name, at) in scores
+        }
+        maps.append(
+            heat_panel(
+                f"{reading.label}: {reach}",
+                cells,
+                trained_length=report.trained_length,
+                divider=len(reading.tasks),
+            )
+        )
+    caption = f"Scores from 0 to 100 by tokens of prompt and reply, {_samples(report)} prompts each"
+    caption += f"; hidden in {report.essay} in place of NVIDIA's essays. " if report.essay else ". "
     title = f"RULER: {report.provenance.checkpoint}"
-    figure = Figure(name="ruler", title=title, size=heat.size, draw=heat.draw)
+    figure = paneled("ruler", title, maps, caption=caption + DASHED_LINE)
     details = [provenance_table(report.to_dict()["provenance"])]
     return Page(title, [*tables, *ruler_sentences(report), figure], details)
 
