@@ -38,7 +38,9 @@ from ctxext.spec import Description, Extension, ExtensionArguments, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.config import (
     checked_scaling,
+    published_json,
     refuse_changed_length,
+    refuse_idle_scaling,
     refuse_shrinking,
     scaling_of,
     stated_length,
@@ -174,7 +176,8 @@ def patch(
         CheckpointError: the config.json that the model was loaded from names other positions than were built from it.
         VerificationError: the patched model does not compute what the method says.
     """
-    refuse_sides(parameters)
+    if parameters.keys() & set(SIDES):
+        refuse_sides(parameters)
     return extend(
         model,
         ExtensionArguments(
@@ -215,9 +218,12 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             f"This {type(base).__name__} is already extended by {state.method.name!r} (factor "
             f"{state.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
-    refuse_lost_fields(base.config, f"this {type(base).__name__}")
+    name, published = f"this {type(base).__name__}", published_json(base.config)
+    refuse_idle_scaling(base.config, name)
+    if published:
+        refuse_lost_fields(base.config, name, published, live=True)
     with own_defaults(), Edits() as edits:
-        saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
+        saved = saved_extension(base.config, f"the config of {name}")
         if isinstance(arguments, ExtensionArguments) and not subject.sides:
             chosen, architecture, request = _resolved(subject, arguments, saved, edits)
             give_own_config(base, edits)
@@ -264,14 +270,20 @@ def _resolved(
         taken_off = choices(saved)["scaling"]
     elif trained_length is None:
         refuse_changed_length(subject)
-    carried = scaling_of(subject.config)
-    scaling, trained_length = checked_scaling(subject.kind, carried, asked.scaling or taken_off, trained_length)
+    carried, scaling = scaling_of(subject.config), asked.scaling or taken_off
+    if carried is not None or scaling is not None:
+        scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     chosen = resolve(asked.method, asked.factor, asked.target_length, known_length, asked.parameters)
-    if known_length is not None:
+    if known_length is None:
+        raise IncompatibleError(
+            f"The config of this {subject.kind} does not state the trained length. Pass trained_length "
+            f"(--trained-length)."
+        )
+    if carried is not None:
         refuse_shrinking(carried, chosen.target_length(known_length))
     request = Request(
-        trained_length=trained_length,
+        trained_length=checked_tokens("The trained length that the config names", known_length),
         sliding_window=asked.sliding_window,
         scaling=scaling,
         attention=asked.attention,
@@ -314,7 +326,7 @@ def _raise_limits(subject: Subject, state: Patched, edits: Edits) -> None:
         if settings is not None and settings.max_length == writing.trained_length < writing.target_length:
             edits.set(settings, "max_length", writing.target_length)
     reading = state.extension
-    for owner, name, value in subject.length_limits():
+    for owner, name, value in subject.length_limits() if subject.wrappers else ():
         if value == reading.trained_length < reading.target_length:
             edits.set(owner, name, reading.target_length)
 
@@ -353,8 +365,9 @@ def _short_config(subject: Subject, extension: Extension) -> Extension:
 
 def _guard_caches(subject: Subject, state: Patched, edits: Edits) -> None:
     """Let every cache record the extension that fills it; a prefix that PEFT learned is taken without a record."""
-    method, configs = state.method, [getattr(outer, "active_peft_config", None) for outer in subject.chain]
+    method, holders = state.method, (*subject.wrappers, subject.model)
     under = FilledUnder(repr(identity(subject.config.ctxext)), f"{method.name!r} (factor {method.factor:g})")
+    configs = [getattr(holder, "active_peft_config", None) for holder in holders]
     prefix = any(getattr(config, "is_prompt_learning", False) for config in configs)
     guard_caches(subject.model, under, dynamic=method.dynamic, takes_made=prefix, edits=edits)
 
@@ -489,7 +502,7 @@ def resolve(
     parameters: dict[str, Any],
 ) -> Method:
     """Turn what the user wrote into one method object, or say which two things contradict each other."""
-    if is_choice(chosen):
+    if not isinstance(chosen, Method) and is_choice(chosen):
         chosen = method_in(chosen)
     if isinstance(chosen, Method):
         given = {"factor": factor, "target_length": target_length, **parameters}

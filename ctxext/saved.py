@@ -181,7 +181,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
 
 def _complete(saved: dict[str, Any]) -> dict[str, Any]:
     """Add the choices that did not exist when the extension was saved, as the model was extended then."""
-    return OPTIONAL | {"scaling": _scaling_before(saved)} | saved
+    return OPTIONAL | ({} if "scaling" in saved else {"scaling": _scaling_before(saved)}) | saved
 
 
 def saved_method(saved: dict[str, Any]) -> Method:
@@ -207,8 +207,8 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     Args:
         saved: ``config.ctxext`` of a model, or what was stored of it.
     """
-    if sides := saved_sides(saved):
-        return {name: identity(side) for name, side in sides.items()}
+    if "sides" in saved:
+        return {name: identity(side) for name, side in saved_sides(saved).items()}
     rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
     kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
     # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.

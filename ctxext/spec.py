@@ -442,15 +442,14 @@ class Request:
     """Options of an extension that the user gave, apart from the method itself.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for; None reads ``max_position_embeddings``. Given only
-            for a checkpoint that is not extended yet.
+        trained_length: tokens that the checkpoint was trained for, as the user or else the config says.
         sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
         scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
             ``ctxext.patch``.
         attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
     """
 
-    trained_length: int | None = None
+    trained_length: int
     sliding_window: str | None = None
     scaling: str | None = None
     attention: str | None = None

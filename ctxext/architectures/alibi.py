@@ -109,7 +109,7 @@ class AlibiArchitecture(Architecture):
                 f"sliding_window out."
             )
         self.refuse(subject, method)
-        trained_length = self.known_length(subject, request)
+        trained_length = request.trained_length
         alibi = self.spec(subject, trained_length)
         problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(subject))
         if problem:

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
-from ctxext.methods.parameters import checked_tokens
 from ctxext.spec import Extension, Request
 from ctxext.surgery.code import source_of_home, why_absent
 from ctxext.surgery.config import stated_length
@@ -86,20 +85,6 @@ class Architecture(ABC):
     def trained_length(self, subject: Subject) -> int | None:
         """Return the trained length in tokens that the config states; None if it states none."""
         return stated_length(subject.text)
-
-    def known_length(self, subject: Subject, request: Request) -> int:
-        """Return the trained length in tokens that the user passed, or else the one that the config states.
-
-        Raises:
-            IncompatibleError: if neither is known.
-        """
-        length = request.trained_length or self.trained_length(subject)
-        if length is None:
-            raise IncompatibleError(
-                f"The config of this {subject.kind} does not state the trained length. Pass trained_length "
-                f"(--trained-length)."
-            )
-        return checked_tokens("The trained length that the config names", length)
 
 
 ARCHITECTURES: dict[str, type[Architecture]] = {}
@@ -177,7 +162,12 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
     if home.startswith("transformers_modules."):
         return
     for config in {id(config): config for config in (subject.config, subject.text)}.values():
-        for place, name, value in _asking(config, kind):
+        blocks = {"": vars(config)}
+        for name, value in vars(config).items():
+            block = vars(value) if isinstance(value, PreTrainedConfig) else value
+            if isinstance(block, dict) and NESTED.search(name) and name not in BLOCKS:
+                blocks[f"{name}."] = block
+        for place, name in ((place, name) for place, block in blocks.items() for name in _asking(block, kind)):
             reads = re.compile(rf"(\.|['\"]){re.escape(name)}\b")  # as an attribute, or as a string
             readers = [type(subject.model), *([type(config)] if place == "" else [])]
             if any(reads.search(source_of_home(reader)) for reader in readers):
@@ -187,43 +177,31 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
                 remedy = "The checkpoint brings its code (auto_map): read it, then load with trust_remote_code=True."
             of_transformers = " of transformers" if home.startswith("transformers.") else ""
             raise IncompatibleError(
-                f"The config of this {config.model_type} has {place}{name}={value!r}, but "
+                f"The config of this {config.model_type} has {place}{name}={blocks[place][name]!r}, but "
                 f"{type(subject.model).__name__}{of_transformers} does not read it. The built model has other "
                 f"positions than the weights were trained with. {remedy}"
             )
 
 
-def _asking(config: Any, kind: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the block, name and value of each field that asks for other positions than those of ``kind``."""
-    blocks = {"": vars(config)}
-    for name, value in vars(config).items():
-        block = vars(value) if isinstance(value, PreTrainedConfig) else value
-        if isinstance(block, dict) and NESTED.search(name) and name not in BLOCKS:
-            blocks[f"{name}."] = block
-    for place, where in blocks.items():
-        switched = {
-            (each, where[name])
-            for each, switch in SWITCHES.items()
-            for name in where
-            if switch.match(name)
-            if isinstance(where[name], bool)
-        }
-        off = {each for each, is_on in switched if not is_on and (each, True) not in switched}
-        for name, value in where.items():
-            field_kind = _asked_kind(name, value, kind)
-            if field_kind is not None and field_kind != kind and field_kind not in off:
-                yield place, name, value
-
-
-def _asked_kind(name: str, value: Any, kind: str) -> str | None:
-    """Return the kind of positions that a field asks for; None if it asks for no kind, or for a table."""
-    if NAMES_KIND.match(name) and isinstance(value, str):
-        label = value.lower()
-        return "none" if label in NO_KIND else next((each for word, each in KINDS.items() if word in label), None)
-    if value is False and kind in SWITCHES and SWITCHES[kind].match(name):
-        return "none"
-    if not value:
-        return None
-    if kind == "rotary" and SCALES.match(name) and is_number(value) and value != 1:
-        return "scaled"
-    return next((each for each, pattern in ASKED.items() if pattern.search(name)), None)
+def _asking(block: dict[str, Any], kind: str) -> Iterator[str]:
+    """Yield the names of fields that ask for other positions than those of ``kind``."""
+    switches = [
+        (each, value)
+        for each, switch in SWITCHES.items()
+        for name, value in block.items()
+        if isinstance(value, bool) and switch.match(name)
+    ]
+    off = {each for each, is_on in switches if not is_on and (each, True) not in switches}
+    for name, value in block.items():
+        asked: str | None = None
+        if NAMES_KIND.match(name) and isinstance(value, str):
+            label = value.lower()
+            asked = "none" if label in NO_KIND else next((each for word, each in KINDS.items() if word in label), None)
+        elif value is False and kind in SWITCHES and SWITCHES[kind].match(name):
+            asked = "none"
+        elif value and kind == "rotary" and SCALES.match(name) and is_number(value) and value != 1:
+            asked = "scaled"
+        elif value:
+            asked = next((each for each, pattern in ASKED.items() if pattern.search(name)), None)
+        if asked is not None and asked != kind and asked not in off:
+            yield name

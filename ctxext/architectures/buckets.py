@@ -52,7 +52,7 @@ class Buckets(Architecture):
                 f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
         _refuse_choices(request, kind)
-        trained_length = self.known_length(subject, request)
+        trained_length = request.trained_length
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(

@@ -26,7 +26,6 @@ from ctxext.surgery.rotary import (
     LatentSpec,
     PinnedApply,
     ProportionalSpec,
-    disagreement,
     find_sites,
     require_as_configured,
     survey,
@@ -49,7 +48,7 @@ class Rope(Architecture):
     def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
         text = subject.text
         places, layers = survey(subject)
-        trained_length = self.known_length(subject, request)
+        trained_length = request.trained_length
         require_as_configured(subject, places, trained_length)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(subject, method, request, places, layers, trained_length, edits)
@@ -62,19 +61,30 @@ class Rope(Architecture):
             )
         scaling = scaling_of(subject.config)
         sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
-        if _all_frequencies_are_zero(method, sites[0].spec) and layers.both_ways:
+        target = method.target_length(trained_length)
+        if layers.both_ways and not method.frequencies(sites[0].spec, target).inv_freq.any():
             raise IncompatibleError(
                 f"Method {method.name!r} removes all positions, but this {text.model_type} reads both ways. Without a "
                 f"causal mask it could not tell the order of tokens, even after training. Keep its rotation (yarn, "
                 f"ntk, pi)."
             )
-        windows = window_fields(text, request, method.target_length(trained_length))
+        windows = window_fields(text, request.sliding_window, target)
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(subject, site) for site in sites]
             require_remappable(subject, method, sites[0], places, layers, is_lifted=bool(windows))
         form = score_form(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
-        _edit(subject, form, request, edits)
+        if request.attention is not None and not isinstance(method, RemapMethod):
+            raise InvalidParameterError(
+                f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its "
+                f"kernel with model.set_attn_implementation(...), and leave attention out here."
+            )
+        form.rebuild.apply(edits)
+        for path in dict.fromkeys(site.path for site in form.sites):
+            rotary = subject.model.get_submodule(path)
+            edits.set(rotary, "_apply", PinnedApply(rotary))
+        if method.dynamic:
+            follow_length(subject, form, edits)
         _prove(subject, form)
         notes = _notes(text, form)
         attention = request.attention
@@ -83,7 +93,7 @@ class Rope(Architecture):
             attend = install_pieces(subject, method, sites[0], form.rebuild, attention, edits)
             notes = (*attend.notes(), *notes)
         if scaling is not None:
-            notes = (_scaling_note(scaling, request, form.spec), *notes)
+            notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if layers.failure:
             notes += (
                 f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "
@@ -94,7 +104,7 @@ class Rope(Architecture):
             target_length=form.method.target_length(trained_length),
             stored_as=form.stored_as,
             stock=form.stock,
-            fingerprint=fingerprint(form.method, form.spec),
+            fingerprint=fingerprint(form.method, form.sites[0].spec),
             notes=notes,
             sliding_window=request.sliding_window,
             scaling=request.scaling,
@@ -117,32 +127,6 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     return digest.hexdigest()[:12]
 
 
-def _all_frequencies_are_zero(method: RopeMethod, spec: RopeSpec) -> bool:
-    """Return whether the method stops all rotation."""
-    return not method.frequencies(spec, method.target_length(spec.trained_length)).inv_freq.any()
-
-
-def _head_dim(text: Any) -> int:
-    """Return the number of dimensions in a head of queries and keys, rotated or not."""
-    if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
-        return int(text.qk_rope_head_dim + text.qk_nope_head_dim)
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _edit(subject: Subject, form: StoredForm, request: Request, edits: Edits) -> None:
-    if request.attention is not None and not isinstance(form.method, RemapMethod):
-        raise InvalidParameterError(
-            f"attention={request.attention!r}: method {form.method.name!r} leaves attention to the model. Choose its "
-            f"kernel with model.set_attn_implementation(...), and leave attention out here."
-        )
-    form.rebuild.apply(edits)
-    for path in dict.fromkeys(site.path for site in form.sites):
-        rotary = subject.model.get_submodule(path)
-        edits.set(rotary, "_apply", PinnedApply(rotary))
-    if form.method.dynamic:
-        follow_length(subject, form, edits)
-
-
 def _prove(subject: Subject, form: StoredForm) -> None:
     """Compare the live cos and sin with the method's own mathematics."""
     method = form.method
@@ -151,8 +135,7 @@ def _prove(subject: Subject, form: StoredForm) -> None:
         buffer = getattr(rotary, f"{site.prefix}inv_freq")
         if buffer.is_meta:
             continue
-        output, lengths = site.output(rotary, buffer.device), checked_lengths(method, site.spec)
-        problem = disagreement(output, site.mathematics(method), lengths)
+        problem = site.disagreement(rotary, site.mathematics(method), checked_lengths(method, site.spec))
         if problem or buffer.dtype != torch.float32:
             raise VerificationError(
                 f"The patched {type(rotary).__name__} does not compute {method.name!r}: {problem or buffer.dtype}"
@@ -172,9 +155,9 @@ def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
 
 def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
     """Return the notes for a user of the model, one or two sentences each."""
-    method, sites, spec, notes = form.method, form.sites, form.spec, []
-    has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1
-    if _all_frequencies_are_zero(method, spec):
+    method, sites, spec, notes = form.method, form.sites, form.sites[0].spec, []
+    frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
+    if not frequencies.inv_freq.any():
         notes.append(
             f"Rotation is gone, and the weights were not trained without it. The model is useless until it is trained "
             f"at its old length of {spec.trained_length} tokens; after that it reads further."
@@ -184,11 +167,15 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
             "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints. On cos "
             "and sin it would reach only the rotated part of each head."
         )
-    elif has_temperature and spec.rotary_dim < (head_dim := _head_dim(text)):
-        notes.append(
-            f"The temperature reaches the {spec.rotary_dim} rotated dimensions of each head, as in transformers, and "
-            f"not the other {head_dim - spec.rotary_dim}. In the paper it divides the whole score."
-        )
+    elif frequencies.attention_scale != 1:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
+            head_dim = text.qk_rope_head_dim + text.qk_nope_head_dim
+        if spec.rotary_dim < head_dim:
+            notes.append(
+                f"The temperature reaches the {spec.rotary_dim} rotated dimensions of each head, as in transformers, "
+                f"and not the other {head_dim - spec.rotary_dim}. In the paper it divides the whole score."
+            )
     if isinstance(spec, ProportionalSpec):
         notes.append(
             f"Only the {spec.rotated} fastest of {spec.rotary_dim // 2} pairs of dimensions rotate, so another base "

@@ -11,7 +11,7 @@ from ctxext.methods import BiasMethod, Method
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
-from ctxext.surgery.config import REFUSALS, window_fields, window_note, without_foreign
+from ctxext.surgery.config import CHUNKED, REFUSALS, window_fields, window_note
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import Rebuild
@@ -49,7 +49,7 @@ def replace_rotation(
             "bias='stock' reproduces BLOOM's rounding, which a rotary model lacks. Leave bias out."
         )
     place, target = places[0], method.target_length(trained_length)
-    rebuild = unrotated(subject, method, place, target, window_fields(text, request, target))
+    rebuild = unrotated(subject, method, place, target, window_fields(text, request.sliding_window, target))
     trial = try_install(rebuild, place)
     if trial.failure:
         raise IncompatibleError(f"{refusal}: {trial.failure}.")
@@ -87,8 +87,9 @@ def unrotated(subject: Subject, method: Method, place: RotaryPlace, target: int,
     refusal: Exception | None = None
     for candidate in (form, with_base(form)):
         fields = {"rope_parameters": place.rescaled(text.rope_parameters, candidate), "max_position_embeddings": target}
+        foreign = {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
         try:
-            return Rebuild(subject, fields | windows | without_foreign(text))
+            return Rebuild(subject, fields | windows | foreign)
         except REFUSALS as error:
             refusal = refusal or error
     raise IncompatibleError(

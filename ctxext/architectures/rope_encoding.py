@@ -40,7 +40,7 @@ def replace_by_encoding(
     if reason := why_no_custom_attention(subject, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
     place, target = places[0], method.target_length(trained_length)
-    rebuild = unrotated(subject, method, place, target, window_fields(text, request, target))
+    rebuild = unrotated(subject, method, place, target, window_fields(text, request.sliding_window, target))
     tried = try_install(rebuild, place)
     if tried.failure or tried.crossing:
         raise IncompatibleError(f"{refusal}: {tried.failure or 'its layers attend to the text of an encoder too'}.")

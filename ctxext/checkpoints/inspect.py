@@ -29,7 +29,7 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
-from ctxext.spec import LLAMA, Description, Request, RopeSpec
+from ctxext.spec import LLAMA, Description, RopeSpec
 from ctxext.surgery.config import window_fields, window_note
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rotary import find_sites
@@ -250,7 +250,7 @@ def inspect_adapter(directory: Path) -> Description:
 def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:
     target = None if trained_length is None else TRIED * trained_length
     try:
-        window_fields(text, Request(), target)
+        window_fields(text, None, target)
     except IncompatibleError as error:
         return str(error), True
     return window_note(text, target), False

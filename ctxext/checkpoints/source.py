@@ -23,7 +23,7 @@ from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.files import files_below, followed, read_json, read_json_as
 from ctxext.saved import checked_extension, extended_texts
-from ctxext.surgery.config import OLD_GUARD, same_rope
+from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.stored_form import GUARD
 
@@ -95,6 +95,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     if "ctxext" in raw:
         _refuse_two_stories(config, raw, place)
     elif not location.get("gguf_file"):
+        refuse_idle_scaling(config, os.fspath(place))
         refuse_lost_fields(config, os.fspath(place), raw)
     return config
 

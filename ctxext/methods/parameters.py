@@ -61,20 +61,6 @@ class Range:
     step: int = 1
     of: str = ""
 
-    def holds(self, number: int | float) -> bool:
-        """Return whether a number is inside the range, ``most`` aside."""
-        return (
-            (self.least is None or number >= self.least)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-            and (self.step == 1 or number % self.step == 0)
-        )
-
-    @property
-    def largest(self) -> int | float:
-        """Largest number in the range."""
-        return MOST if self.most is None else self.most
-
     def __str__(self) -> str:
         most = self.most if self.most is not None and self.most < MOST_TOKENS else None
         if self.least is not None and most is not None:
@@ -150,27 +136,36 @@ class Parameter:
         if value is None and self.optional:
             return None
         if isinstance(value, bool):
-            require(bool in self.kinds, self.name, value, str(self))
-            return value
-        if isinstance(value, str):
-            require(str in self.kinds or value in self.choices, self.name, value, str(self))
+            fits = bool in self.kinds
+        elif isinstance(value, str):
+            fits = str in self.kinds or value in self.choices
+        elif isinstance(value, list | tuple) and self.items is not None:
+            fits = len(value) > 0
+        else:
+            fits = bool(self.kinds & {int, float})
+        if not fits:
+            require(False, self.name, value, str(self))
+        if isinstance(value, bool | str):
             return value
         if isinstance(value, list | tuple) and self.items is not None:
-            require(len(value) > 0, self.name, value, str(self))
             return tuple(self._number(f"{self.name}[{at}]", item, self.items) for at, item in enumerate(value))
-        kind = next((kind for kind in (int, float) if kind in self.kinds), None)
-        require(kind is not None, self.name, value, str(self))
-        assert kind is not None
-        return self._number(self.name, value, kind)
+        return self._number(self.name, value, int if int in self.kinds else float)
 
     def _number(self, name: str, value: Any, kind: type) -> int | float:
         """Convert a value to a number of this type, and check its range."""
-        expected = str(self) if name == self.name else self._of_numbers(kind)
         is_right = is_number(value) and (kind is float or isinstance(value, numbers.Integral))
-        require(is_right, name, value, expected)
-        number = float(value) if kind is float else int(value)
-        require(self.range.holds(number), name, value, expected)
-        require(number <= self.range.largest, name, value, f"at most {self.range.largest:,}")
+        number = (float(value) if kind is float else int(value)) if is_right else 0
+        span = self.range
+        is_inside = (
+            (span.least is None or number >= span.least)
+            and (span.above is None or number > span.above)
+            and (span.below is None or number < span.below)
+            and (span.step == 1 or number % span.step == 0)
+        )
+        if not is_right or not is_inside:
+            require(False, name, value, str(self) if name == self.name else self._of_numbers(kind))
+        most = MOST if span.most is None else span.most
+        require(number <= most, name, value, f"at most {most:,}")
         return number
 
     def _read(self, text: str) -> Any:

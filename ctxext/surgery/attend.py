@@ -138,7 +138,7 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
     that a layout cannot express.
     """
     try:
-        twin = Subject((original_twin(rebuild.subject.model, rebuild.config).eval(),))
+        twin = Subject(original_twin(rebuild.subject.model, rebuild.config).eval())
         decoder, edits = decoder_of(twin, place), Edits()
         install_attention(twin, place, None, edits)
         witnesses = {path: _Witness() for path in _paths(decoder)}

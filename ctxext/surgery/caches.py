@@ -78,7 +78,7 @@ class Filled:
 
 def cache_argument(module: nn.Module) -> str | None:
     """Return the name under which a module's class takes a cache; None if it takes none."""
-    names = _arguments(module)
+    names = inspect.signature(type(module).forward).parameters
     return next((name for name in ARGUMENTS if name in names), None)
 
 
@@ -314,7 +314,8 @@ def guard_caches(
     kind = DynamicGuard if dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     taking = {module: name for module in models if (name := cache_argument(module)) is not None}
-    unknown = next((module for module in models if "use_cache" in _arguments(module)), None)
+    arguments = {module: list(inspect.signature(type(module).forward).parameters)[1:] for module in models}
+    unknown = next((module for module in models if "use_cache" in arguments[module]), None)
     if not taking and unknown is not None:
         raise IncompatibleError(
             f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
@@ -324,7 +325,7 @@ def guard_caches(
     for module, name in taking.items():
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(extension, _arguments(module).index(name), takes_made)
+        guard = kind(extension, arguments[module].index(name), takes_made)
         edits.hook(module, guard.before, guard.after)
         guards.append(guard)
     edits.set(model, GUARDS, guards)
@@ -334,8 +335,3 @@ def guards_of(model: nn.Module) -> list[CacheGuard]:
     """Return the guards of a patched model."""
     guards: list[CacheGuard] = vars(model).get(GUARDS, [])
     return guards
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    """Return the argument names of the forward method of a module's class, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]

@@ -24,7 +24,6 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods.formulas import NEVER
-from ctxext.spec import Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.subject import Subject, path_to, text_of
 
@@ -107,32 +106,30 @@ def is_windowed(layer_type: str) -> bool:
     return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
 
 
-def window_fields(config: Any, request: Request, target_length: int | None) -> dict[str, Any]:
-    """Return the config fields that the request's ``sliding_window`` changes.
+def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
+    """Return the config fields that the user's choice for sliding windows changes.
 
     Args:
         config: the config of the decoder.
-        request: the request of the user.
+        choice: the ``sliding_window`` of ``ctxext.patch``.
         target_length: tokens to extend to; None if unknown, so that any window may be too narrow.
 
     Raises:
-        IncompatibleError: if every attention layer has a window narrower than the extension, and the request makes no
+        IncompatibleError: if every attention layer has a window narrower than the extension, and there is no
             choice.
         InvalidParameterError: if the choice is unknown.
     """
-    if request.sliding_window not in (None, "keep", "lift"):
-        raise InvalidParameterError(
-            f"sliding_window must be 'keep' or 'lift' (or left out), found {request.sliding_window!r}."
-        )
+    if choice not in (None, "keep", "lift"):
+        raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
     window = _window(config)
     if window is None or not _all_windowed(config):
-        if request.sliding_window == "lift":
+        if choice == "lift":
             raise IncompatibleError(
                 f"sliding_window='lift': this {config.model_type} has full-attention layers, which already see the "
                 f"whole text. Leave sliding_window out."
             )
         return {}
-    if request.sliding_window is None and not _reaches(window, target_length):
+    if choice is None and not _reaches(window, target_length):
         extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
         raise IncompatibleError(
             f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
@@ -140,7 +137,7 @@ def window_fields(config: Any, request: Request, target_length: int | None) -> d
             f"(--sliding-window lift) if the weights were trained without a window or will be fine-tuned. Pass "
             f"sliding_window='keep' (--sliding-window keep) to keep it."
         )
-    if request.sliding_window != "lift":
+    if choice != "lift":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
     if any(map(is_windowed, _layer_types(config))):
@@ -420,9 +417,9 @@ def refuse_changed_length(subject: Subject) -> None:
             )
 
 
-def refuse_shrinking(scaling: Scaling | None, target_length: int) -> None:
+def refuse_shrinking(scaling: Scaling, target_length: int) -> None:
     """Raise ``InvalidParameterError`` if the target length is below the present reach of the checkpoint."""
-    if scaling is not None and scaling.reach is not None and target_length < scaling.reach:
+    if scaling.reach is not None and target_length < scaling.reach:
         raise InvalidParameterError(
             f"The target of {target_length} tokens is below the {scaling.reach} that this checkpoint reads already "
             f"({scaling}). Pass a target_length above {scaling.reach}."
@@ -430,8 +427,11 @@ def refuse_shrinking(scaling: Scaling | None, target_length: int) -> None:
 
 
 def refuse_idle_scaling(config: Any, place: str) -> None:
-    """Raise if a rope dict has factors and a type that ignores them, so that the model is built plain."""
-    for _, rope in rope_dicts(text_of(config)):
+    """Raise if a rope dict has factors and a type that ignores them, so that the model is built plain.
+
+    Extended checkpoints pass: they have their own checks.
+    """
+    for _, rope in rope_dicts(text_of(config)) if getattr(config, "ctxext", None) is None else ():
         idle = [f"{name}={short(rope[name])}" for name in FACTORS if rope.get(name) not in (None, 1)]
         if idle and rope.get("rope_type", "default") == "default":
             if (kind := rope.get("type")) not in UNSCALED:
@@ -444,11 +444,6 @@ def refuse_idle_scaling(config: Any, place: str) -> None:
                 f"The config of {place} has {', '.join(idle)} in rope_parameters, but rope_type='default', which "
                 f"scales nothing. Set the rope_type that they belong to (yarn, linear), or remove them."
             )
-
-
-def without_foreign(text: Any) -> dict[str, Any]:
-    """Return the changes that remove such fields from a text config, those of its rope dict left out."""
-    return {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
 
 
 def short(value: Any) -> str:
@@ -481,25 +476,19 @@ def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
             older programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
     """
     text = text_of(config)
-    for name in _consumed(text):  # from an earlier extension, if the config is shared with another model
-        edits.delete_unchecked(text, name)
+    drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
     for name, value in old_form(text, of_any_type=of_any_type).items():
         # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
         # the object's own dictionary.
         edits.set_unchecked(text, name, value)
 
 
-def drop_old_form(text: Any) -> None:
-    """Remove the old form that ``write_old_form`` wrote, as reading the config from a file would."""
-    for name in _consumed(text):
-        del vars(text)[name]
-
-
-def _consumed(text: Any) -> list[str]:
-    """Return the old fields that ``text`` holds and that reading it from a file would consume."""
+def drop_old_form(text: Any, edits: Edits | None = None) -> None:
+    """Remove the old form from a text config, as reading it from a file would; through ``edits`` where it is live."""
     held = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
     kept = vars(_read(text, held)) if held else {}
-    return [name for name in held if name not in kept]
+    for name in [name for name in held if name not in kept]:
+        (edits or Edits()).delete_unchecked(text, name)
 
 
 def same_rope(first: Any, second: Any) -> bool:
@@ -527,13 +516,12 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     if not rope or not is_dataclass(text):
         return {}
     declared = {field.name for field in fields(text)}
-    if _old_readers_compute(text, rope):
-        for form in _candidates(rope):
-            if declared & form.keys() or not _reads(text, form, rope, alone=True) or not _reads(text, form, rope):
-                continue
-            if of_any_type and "rope_scaling" in form:
-                break  # the base class would look for a length that it has not read yet
-            return form
+    for form in _candidates(text, rope):
+        if declared & form.keys() or not _reads(text, form, rope, alone=True) or not _reads(text, form, rope):
+            continue
+        if of_any_type and "rope_scaling" in form:
+            break  # the base class would look for a length that it has not read yet
+        return form
     for name in BASES:
         guard = {name: OLD_GUARD}
         if name not in declared and _reads(text, guard, rope):
@@ -541,25 +529,23 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     return {}
 
 
-def _old_readers_compute(text: Any, rope: dict[str, Any]) -> bool:
+def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield candidates for the old form of ``rope``, if transformers 4 computes such a rope dict likewise.
+
+    The caller tries which of them the config's class reads.
+    """
     has_original = getattr(text, "original_max_position_embeddings", None) is not None
     for _, parameters in rope_dicts(rope):
         kind = parameters.get("rope_type", "default")
         if kind != "default" and text.model_type in PASS_OVER_SCALING:
-            return False
-        if (
-            kind == "longrope" and not has_original
-        ):  # transformers 4 would switch, and scale, by max_position_embeddings
+            return
+        if kind == "longrope" and not has_original:
+            # transformers 4 would switch, and scale, by max_position_embeddings
             one_set = parameters.get("short_factor") == parameters.get("long_factor")
             if not one_set or parameters.get("attention_factor") is None:
-                return False
+                return
         elif kind != "longrope" and kind not in OLD_TYPES:
-            return False
-    return True
-
-
-def _candidates(rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield candidates for the old form of ``rope``; the caller tries which of them a config class reads."""
+            return
     nested = None not in dict(rope_dicts(rope))
     main = rope.get("full_attention") if nested else rope
     if not isinstance(main, dict) or "rope_theta" not in main:

@@ -153,7 +153,11 @@ def _assign(owner: object, name: str, value: object) -> None:
         if value.is_inference():  # a model patched in inference mode may be trained or compiled outside of it
             with torch.inference_mode(False):
                 value = value.clone()
-        if buffer is not None and _can_overwrite(buffer, value) and not _is_shared(owner, name, buffer):
+        # transformers leaves dynamic types with two names for one tensor: writing into it would change both.
+        is_shared = sum(tensor is buffer for tensor in owner._buffers.values()) > 1
+        can_hold = buffer is not None and not (is_shared or buffer.is_meta or buffer.is_inference())
+        form = (value.shape, value.dtype, value.device)
+        if buffer is not None and can_hold and (buffer.shape, buffer.dtype, buffer.device) == form:
             with torch.no_grad():
                 buffer.copy_(value)
         else:
@@ -162,16 +166,6 @@ def _assign(owner: object, name: str, value: object) -> None:
         owner[name] = value
     else:
         setattr(owner, name, value)
-
-
-def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:
-    same_form = (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)
-    return same_form and not buffer.is_meta and not buffer.is_inference()
-
-
-def _is_shared(owner: nn.Module, name: str, buffer: Tensor) -> bool:
-    """Return whether another name of the module holds the same tensor: transformers leaves dynamic types so."""
-    return any(tensor is buffer for key, tensor in owner._buffers.items() if key != name)
 
 
 def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:

@@ -27,7 +27,7 @@ from ctxext.surgery.probe import forward_without_data
 from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_twin
 from ctxext.surgery.rotary import RotaryPlace
-from ctxext.surgery.subject import Subject, rotaries
+from ctxext.surgery.subject import Subject
 from ctxext.surgery.travelling import Travelling
 
 ENCODING = "ctxext_encoding"
@@ -209,7 +209,7 @@ def install_encoding(
 def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, spec: EncodingSpec) -> str | None:
     """Why a rebuilt model would not run with the encoding, seen on one that has no data; None if it would."""
     try:
-        twin = Subject((original_twin(rebuild.subject.model, rebuild.config).eval(),))
+        twin = Subject(original_twin(rebuild.subject.model, rebuild.config).eval())
         install_encoding(twin, place, method, spec, Backends(), Edits())
         forward_without_data(decoder_of(twin, place))
     except InvalidParameterError:  # it says itself which parameter to change
@@ -262,8 +262,8 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
     class WithEncodings(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            path = next(path for path, _ in rotaries(self))
-            spec = spec_of(Subject((self,)), trained_length)
+            path, _ = Subject(self).rotaries[0]
+            spec = spec_of(Subject(self), trained_length)
             for owner in _owners(self.get_submodule(path.rpartition(".")[0]), method):
                 owner.add_module(ENCODING, _built(method, spec, owner))
 

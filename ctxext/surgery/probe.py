@@ -58,11 +58,6 @@ class Layers:
         """Attending layers that see the whole text and do not rotate."""
         return self.attending - self.windowed - self.rotating
 
-    @property
-    def rotates_in_windows_only(self) -> bool:
-        """True if only windowed layers rotate, while other layers see the whole text."""
-        return bool(self.rotating) and self.rotating <= self.windowed and bool(self.whole_and_unrotated)
-
 
 def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
     """Run a twin of ``model`` on a few tokens without data, and return what its layers do.
@@ -91,7 +86,7 @@ _SEEN: dict[tuple[type, str, tuple[str, ...]], Layers] = {}
 
 def _watched(twin: PreTrainedModel, paths: Sequence[str]) -> Layers:
     """Run the decoder of a twin on a few tokens, and return what its layers do."""
-    decoder = reader_of(twin, paths[0])
+    decoder = next(readers_of(twin, paths[0]), None)
     if decoder is None:
         return Layers(failure="it reads no tokens")
     for module in decoder.modules():
@@ -102,11 +97,6 @@ def _watched(twin: PreTrainedModel, paths: Sequence[str]) -> Layers:
     _watch(twin, paths, marks)
     forward_without_data(decoder, marks)
     return marks.layers()
-
-
-def reader_of(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the decoder: the innermost module around ``path`` that reads tokens; None if there is none."""
-    return next(readers_of(model, path), None)
 
 
 def readers_of(model: nn.Module, path: str) -> Iterator[nn.Module]:

@@ -15,9 +15,7 @@ from ctxext.surgery.config import (
     FOREIGN_KEYS,
     REFUSALS,
     UNSCALED,
-    published_json,
     published_text,
-    refuse_idle_scaling,
     rope_dicts,
     short,
 )
@@ -192,23 +190,20 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None = None) -> None:
+def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, live: bool = False) -> None:
     """Raise if transformers builds other positions from a config.json than the file states.
 
     Args:
         config: the built config; of a live model, its current one.
         place: the checkpoint's name in the message.
-        published: the JSON object; None searches the file that the config was read from.
+        published: the JSON object.
+        live: whether the config is of a live model: a change of it in memory is no error of the file.
 
     Raises:
         CheckpointError: with each lost field, and the value that was built instead.
     """
-    read_now = published is None
-    published = published_json(config) if published is None else published
-    if getattr(config, "ctxext", None) is None:  # extended checkpoints have their own checks
-        refuse_idle_scaling(config, place)
-    lost = lost_fields(published, config) if published else []
-    if lost and read_now:  # a change of the config in memory is not an error of the file
+    lost = lost_fields(published, config)
+    if lost and live:
         try:
             again = type(config).from_dict(copy.deepcopy(published))
         except REFUSALS:

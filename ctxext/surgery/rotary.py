@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +20,9 @@ from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.config import FOREIGN_KEYS, is_windowed, mixes_windows
-from ctxext.surgery.probe import Layers, look, reader_of
+from ctxext.surgery.probe import Layers, look, readers_of
 from ctxext.surgery.rebuild import Rebuild, restoring, running
 from ctxext.surgery.subject import Subject
-
-Output = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # float32 carries a phase to about 2^-23 relative; the power base^(-2i/d) adds a few units more.
 PHASE_ERROR = 2e-6
@@ -101,24 +100,53 @@ class RotaryPlace:
         """Keyword arguments that select these frequencies in calls of the module and of transformers' functions."""
         return {} if self.layer_type is None else {"layer_type": self.layer_type}
 
-    def output(self, rotary: nn.Module, device: torch.device | str = "cpu") -> Output:
-        """Return the function from positions to the cos and sin that a rotary module in this place computes.
+    def output(self, rotary: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cos and sin that a rotary module in this place computes for positions.
 
-        The function raises ``IncompatibleError`` if the module's code cannot be called with positions.
+        Raises:
+            IncompatibleError: if the module's code cannot be called with positions.
         """
+        device = getattr(rotary, f"{self.prefix}inv_freq").device
+        position_ids = positions[None].to(device)
+        if takes_axes(rotary):
+            position_ids = position_ids[None].expand(3, -1, -1)
+        with running(type(rotary)):
+            out = rotary(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+            if isinstance(out, Tensor):
+                out = (out.real, out.imag)
+            cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
+        return cos, sin
 
-        def cos_and_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
-            position_ids = positions[None].to(device)
-            if takes_axes(rotary):
-                position_ids = position_ids[None].expand(3, -1, -1)
-            with running(type(rotary)):
-                out = rotary(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
-                if isinstance(out, Tensor):
-                    out = (out.real, out.imag)
-                cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
-            return cos, sin
+    def disagreement(
+        self, rotary: nn.Module, expected: Callable[[int], Frequencies], lengths: Sequence[int]
+    ) -> str | None:
+        """Compare cos and sin of a rotary module with ``expected(length)`` in float64, at several positions.
 
-        return cos_and_sin
+        Returns:
+            None if they agree, else one sentence that describes the difference.
+        """
+        for length in lengths:
+            positions, frequencies = _positions(length), expected(length)
+            with torch.no_grad():
+                cos, sin = (part.double().cpu() for part in self.output(rotary, positions))
+            angle, scale = positions[:, None].double() * frequencies.inv_freq, frequencies.attention_scale
+            half, width = angle.shape[-1], cos.shape[-1]
+            # A pair of dimensions is half a head apart (Llama), side by side (GPT-J), or one complex number.
+            layouts = {half: [angle], 2 * half: [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]}
+            if width not in layouts:
+                return f"at length {length} it rotates {width} dimensions, and the method gives {half} frequencies."
+            worst = math.inf
+            for laid_out in layouts[width]:
+                allowed = scale * (COS_ERROR + PHASE_ERROR * laid_out)  # what the rounding of float32 may cause
+                errors = ((cos - scale * laid_out.cos()) / allowed, (sin - scale * laid_out.sin()) / allowed)
+                error = max(float(part.abs().nan_to_num(nan=torch.inf).max()) for part in errors)
+                worst = min(worst, error)
+            if worst > 1.0:
+                return (
+                    f"at length {length} its cos and sin differ from the method's by {worst:.3g} times the float32 "
+                    f"rounding error."
+                )
+        return None
 
     def rope_dict(self, text: Any) -> dict[str, Any]:
         """Return the rope dict of a text config for these frequencies."""
@@ -189,7 +217,14 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
         IncompatibleError: if there is no such place, or if windowed layers stand beside full ones and the probe failed.
     """
     text = subject.text
-    places = _candidates(subject)
+    places, elsewhere = _places(subject)
+    if not places and elsewhere:
+        raise IncompatibleError(
+            f"The rotary modules of this {text.model_type} ({', '.join(elsewhere)}) follow configs of their own. No "
+            f"single change of its text config can extend them. Patch the part of the model that reads the text."
+        )
+    if not places:
+        raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
     rotating_sides = [path for path, _ in subject.rotaries if {"encoder", "decoder"} & set(path.split("."))]
     if subject.config.is_encoder_decoder and rotating_sides:
         classes = ", ".join(sorted({type(module).__name__ for _, module in subject.rotaries}))
@@ -197,7 +232,7 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
             f"This {subject.kind} is an encoder-decoder whose encoder and decoder rotate separately "
             f"({classes}). ctxext cannot extend it: a longer decoder alone would not let its encoder read further."
         )
-    if reader_of(subject.model, places[0].path) is None:
+    if next(readers_of(subject.model, places[0].path), None) is None:
         first = next(iter(inspect.signature(subject.model.forward).parameters))
         raise IncompatibleError(
             f"{type(subject.model).__name__} reads no tokens: the first argument of its forward is {first!r}. Patch "
@@ -209,7 +244,7 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
             f"This {text.model_type} mixes sliding-window layers with full ones, and ctxext cannot tell which of them "
             f"rotate: {UNSEEN.format(layers.failure)} If only the windowed layers rotate, an extension does harm."
         )
-    if layers.rotates_in_windows_only:
+    if layers.rotating and layers.rotating <= layers.windowed and layers.whole_and_unrotated:
         raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
     return places, layers
 
@@ -222,25 +257,8 @@ WINDOWS_ONLY = (
 )
 
 
-def _candidates(subject: Subject) -> list[RotaryPlace]:
-    """Return the decoder's frequencies, without those that the config assigns to windowed layers by name.
-
-    Raises:
-        IncompatibleError: if there are none.
-    """
-    text, (places, elsewhere) = subject.text, _places(subject)
-    if places:
-        return places
-    if elsewhere:
-        raise IncompatibleError(
-            f"The rotary modules of this {text.model_type} ({', '.join(elsewhere)}) follow configs of their own. No "
-            f"single change of its text config can extend them. Patch the part of the model that reads the text."
-        )
-    raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
-
-
 def _places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
-    """Return the places of ``_candidates``, and the paths of rotary modules that follow another config."""
+    """Return the places that reach beyond windows, and the paths of rotary modules that follow another config."""
     text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
     for path, module in subject.rotaries:
         if module.config is not text and not _is_copy(module.config, text):
@@ -280,7 +298,7 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
     if is_proportional:
         spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
     plain = rotating(spec, Frequencies(plain_inv_freq(spec)))
-    problem = disagreement(place.output(rotary), lambda length: plain, [trained_length])
+    problem = place.disagreement(rotary, lambda length: plain, [trained_length])
     if problem is None:
         return spec
     if live.config is not text:
@@ -308,10 +326,10 @@ def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> 
             f"method can extend these. If the factor was added after training, remove it from config.json."
         )
     rotary = Rebuild(subject).rotary(place.path)
-    output, length = place.output(rotary), trained_length
+    length = trained_length
     if parameters.get("rope_type") == "dynamic":
         length = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
-    output(torch.tensor([0, length - 1]))  # longrope switches to its set for long texts
+    place.output(rotary, torch.tensor([0, length - 1]))  # longrope switches to its set for long texts
     inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
     scale = float(getattr(rotary, f"{place.prefix}attention_scaling", 1.0))
     unscaled = rotating(plain, Frequencies(plain_inv_freq(plain)))
@@ -319,7 +337,7 @@ def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> 
     spec = plain
     if parameters.get("rope_type") in TRAINED_WITH or not is_plain:
         spec = replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
-    if problem := disagreement(output, lambda _: Frequencies(inv_freq, scale), [length]):
+    if problem := place.disagreement(rotary, lambda _: Frequencies(inv_freq, scale), [length]):
         raise IncompatibleError(
             f"{type(rotary).__name__} of this {text.model_type} does not rotate by the frequencies in its buffers: "
             f"{problem} Its code interprets rope_parameters ({', '.join(map(str, parameters))}) in its own way. No "
@@ -404,8 +422,8 @@ def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, tr
     for length in sorted({min(8, longest), max(longest - 1, 1)}):
         positions = _positions(length)
         with torch.no_grad(), _undisturbed(live):
-            computed = place.output(live, live_inv_freq.device)(positions)
-            expected = place.output(built)(positions)
+            computed = place.output(live, positions)
+            expected = place.output(built, positions)
         for name, part, target in zip(("cos", "sin"), computed, expected, strict=True):
             if part.shape != target.shape:
                 return f"it returns {list(part.shape)} numbers, and the config's {list(target.shape)}"
@@ -430,46 +448,10 @@ def _undisturbed(rotary: nn.Module) -> Iterator[None]:
         rotary._buffers = buffers
 
 
-def disagreement(output: Output, expected: Callable[[int], Frequencies], lengths: list[int]) -> str | None:
-    """Compare computed cos and sin with ``expected(length)`` in float64, at several positions and lengths.
-
-    Returns:
-        None if they agree, else one sentence that describes the difference.
-    """
-    for length in lengths:
-        positions = _positions(length)
-        with torch.no_grad():
-            cos, sin = (part.double().cpu() for part in output(positions))
-        problem = _compare(cos, sin, positions, expected(length))
-        if problem:
-            return f"at length {length} {problem}"
-    return None
-
-
 def _positions(length: int) -> Tensor:
     """Return 0, the last position and the powers of two between: fast pairs show errors early, slow pairs late."""
     powers = {2**n for n in range(length.bit_length()) if 2**n < length}
     return torch.tensor(sorted({0, length - 1} | powers), dtype=torch.long)
-
-
-def _compare(cos: Tensor, sin: Tensor, positions: Tensor, expected: Frequencies) -> str | None:
-    angle = positions[:, None].double() * expected.inv_freq
-    half, width = angle.shape[-1], cos.shape[-1]
-    # A pair of dimensions is half a head apart (Llama), side by side (GPT-J), or one complex number.
-    layouts = {half: [angle], 2 * half: [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]}
-    if width not in layouts:
-        return f"it rotates {width} dimensions, and the method gives {half} frequencies."
-    worst = min(_worst_error(cos, sin, laid_out, expected.attention_scale) for laid_out in layouts[width])
-    if worst > 1.0:
-        return f"its cos and sin differ from the method's by {worst:.3g} times the float32 rounding error."
-    return None
-
-
-def _worst_error(cos: Tensor, sin: Tensor, angle: Tensor, scale: float) -> float:
-    """Return the largest error of cos and sin, in units of the rounding error that float32 may cause."""
-    allowed = scale * (COS_ERROR + PHASE_ERROR * angle)
-    errors = ((cos - scale * angle.cos()) / allowed, (sin - scale * angle.sin()) / allowed)
-    return max(float(error.abs().nan_to_num(nan=torch.inf).max()) for error in errors)
 
 
 @dataclass

@@ -23,9 +23,9 @@ from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
-from ctxext.surgery.config import REFUSALS, max_length_of, without_foreign
+from ctxext.surgery.config import CHUNKED, REFUSALS, max_length_of
 from ctxext.surgery.rebuild import RESTORING, Rebuild
-from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
+from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite
 from ctxext.surgery.subject import Subject
 
 # Configs of these models have no field about positions, so plain transformers would load an extended checkpoint as a
@@ -57,11 +57,6 @@ class StoredForm:
     sites: Sequence[RotarySite]
     rebuild: Rebuild
     stored_as: str
-
-    @property
-    def spec(self) -> RopeSpec:
-        """The spec of the first site; those of other sites have the same lengths."""
-        return self.sites[0].spec
 
     @property
     def stock(self) -> bool:
@@ -120,8 +115,15 @@ def _fields(
     """Return the fields of a text config that store the method, in one form for each site."""
     rope, trained_length = dict(text.rope_parameters), sites[0].spec.trained_length
     for site, form in zip(sites, forms, strict=True):
-        rope = site.rescaled(rope, _on_scores(site.spec, form))
-    fields = {"rope_parameters": rope, **windows, **_implied_head_dim(text), **without_foreign(text)}
+        rope = site.rescaled(rope, _on_scores(site.spec, form) if isinstance(site.spec, LatentSpec) else form)
+    fields = {"rope_parameters": rope, **windows}
+    if getattr(text, CHUNKED, None):
+        fields[CHUNKED] = None
+    # Configs with an empty head_dim, as of the published Mixtral-8x7B: transformers computes this quotient for plain
+    # positions, but multiplies by the empty field for yarn and longrope.
+    declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
+    if "head_dim" in declared | vars(text).keys() and vars(text).get("head_dim") is None:
+        fields["head_dim"] = text.hidden_size // text.num_attention_heads
     # transformers measures the stretch of its dynamic type from this field, so the field keeps the trained length.
     is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms)
     if hasattr(text, "max_position_embeddings"):
@@ -132,17 +134,6 @@ def _fields(
     if hasattr(text, "original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = trained_length
     return fields
-
-
-def _implied_head_dim(text: Any) -> dict[str, Any]:
-    """Return the size of a head for a config whose ``head_dim`` is empty, as in the published Mixtral-8x7B.
-
-    transformers computes this quotient for plain positions, but multiplies by the empty field for yarn and longrope.
-    """
-    declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
-    if "head_dim" not in declared | vars(text).keys() or vars(text).get("head_dim") is not None:
-        return {}
-    return {"head_dim": text.hidden_size // text.num_attention_heads}
 
 
 def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[str, list[Form]]]:
@@ -181,9 +172,9 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
     yield "stock rope_type 'longrope' holding the frequencies themselves", tables
 
 
-def _on_scores(spec: RopeSpec, form: Form) -> Form:
-    """Return a form whose temperature multiplies whole scores if the spec is latent, else the same form."""
-    if not isinstance(spec, LatentSpec) or form.get("factor", 1) == 1:  # ln(1) = 0: this form cannot hold a temperature
+def _on_scores(spec: LatentSpec, form: Form) -> Form:
+    """Return a form whose temperature multiplies whole scores."""
+    if form.get("factor", 1) == 1:  # ln(1) = 0: this form cannot hold a temperature
         return form
     new = form | {"mscale_all_dim": (spec.temperature - 1) / (0.1 * math.log(form["factor"]))}
     return new | {"attention_factor": spec.attention_scale} if form["rope_type"] in ("yarn", "longrope") else new
@@ -220,7 +211,7 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
             lengths[-1],
         ]  # longrope of transformers keeps its long frequencies, so check the call after a long one too
         try:
-            problem = disagreement(site.output(rotary), site.mathematics(form.method), lengths)
+            problem = site.disagreement(rotary, site.mathematics(form.method), lengths)
         except (
             IncompatibleError
         ) as error:  # transformers 5.17 raises on the second long text with longrope per layer type

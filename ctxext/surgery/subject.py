@@ -13,7 +13,6 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +38,14 @@ class Subject:
     """A transformers model that a verb works on, with the wrappers around it.
 
     Args:
-        chain: the wrappers, outermost first, and at the end the model.
+        model: the transformers model.
+        wrappers: what is around it, outermost first.
         place: of a side of an encoder-decoder: where its config lies in the whole one, such as
             ``"encoder.text_config"``; empty for a model of its own.
     """
 
-    chain: tuple[Any, ...]
+    model: PreTrainedModel
+    wrappers: tuple[Any, ...] = ()
     place: str = ""
 
     @classmethod
@@ -54,19 +55,13 @@ class Subject:
         Raises:
             IncompatibleError: if there is no transformers model inside, or none that is found alone.
         """
-        chain = unwrapped(given)
-        if not isinstance(inner := chain[-1], PreTrainedModel):
+        *wrappers, inner = unwrapped(given)
+        if not isinstance(inner, PreTrainedModel):
             parts = dict(inner.named_modules()) if isinstance(inner, nn.Module) else getattr(inner, "__dict__", {})
             held = [name for name, part in parts.items() if isinstance(part, PreTrainedModel)]
             way = f" It holds one: extend its {held[0]}." if held else " Give the model that it was made from."
             raise IncompatibleError(f"ctxext extends transformers models; found {type(given).__name__}.{way}")
-        return cls(tuple(chain))
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The transformers model."""
-        model: PreTrainedModel = self.chain[-1]
-        return model
+        return cls(inner, tuple(wrappers))
 
     @property
     def config(self) -> Any:
@@ -91,7 +86,13 @@ class Subject:
     @functools.cached_property
     def rotaries(self) -> list[tuple[str, nn.Module]]:
         """The modules whose frequencies follow transformers' rope types, with their paths."""
-        return list(rotaries(self.model))
+        return [
+            (path, module)
+            for path, module in self.model.named_modules()
+            if any(name.endswith("original_inv_freq") for name in module._buffers)
+            and hasattr(module, "rope_type")
+            and hasattr(module, "config")
+        ]
 
     @functools.cached_property
     def sides(self) -> dict[str, Subject]:
@@ -125,7 +126,7 @@ class Subject:
                     f"The {name} of this {self.kind} has a config that is no part of the whole one, so a reload would "
                     f"not know of its extension."
                 )
-            sides[name] = Subject((reader,), ".".join(place))
+            sides[name] = Subject(reader, place=".".join(place))
         return sides
 
     def length_limits(self) -> list[tuple[Any, str, int]]:
@@ -135,7 +136,7 @@ class Subject:
         tokenizer, which newer ones, their CrossEncoder and transformers' pipelines go by.
         """
         limits: list[tuple[Any, str, int]] = []
-        for holder in self.chain[:-1]:
+        for holder in self.wrappers:
             places = [(getattr(holder, "tokenizer", None), "model_max_length")]
             places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
             for owner, name in places:
@@ -211,14 +212,6 @@ def path_to(config: Any, part: Any) -> list[str]:
     return []
 
 
-def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module whose rotary frequencies follow transformers' rope types, with its path."""
-    for path, module in model.named_modules():
-        has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
-        if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
-            yield path, module
-
-
 def is_zero3(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
     return any(hasattr(weight, "ds_id") for weight in model.parameters())
@@ -241,7 +234,14 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     ``LlamaForCausalLM(config)`` keeps the object that it is given, and so do all its modules. A model that shares it
     with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
     """
-    if model in _OWNERS or (text_of(model.config) is model.config and _holds_config_alone(model)):
+    if model in _OWNERS:
+        return
+    # How many references an expression makes by itself differs between versions of Python, so they are counted on an
+    # object that has one holder.
+    own = sum(value is model.config for module in model.modules() for value in vars(module).values())
+    lone = SimpleNamespace(config=SimpleNamespace())
+    is_alone = sys.getrefcount(model.config) == own + sys.getrefcount(lone.config) - 1
+    if is_alone and text_of(model.config) is model.config:
         return
     config, text = model.config, text_of(model.config)
     if not _is_held_by_others(model, config, text):  # asked first, since to go through all objects takes much longer
@@ -258,17 +258,6 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
         copied = copies.get(id(getattr(module, "config", None)))
         if copied is not None:
             edits.set(module, "config", copied)
-
-
-def _holds_config_alone(model: PreTrainedModel) -> bool:
-    """Tell whether only the model and its modules refer to its config.
-
-    How many references an expression makes by itself differs between versions of Python, so they are counted on an
-    object that has one holder.
-    """
-    own = sum(value is model.config for module in model.modules() for value in vars(module).values())
-    lone = SimpleNamespace(config=SimpleNamespace())
-    return sys.getrefcount(model.config) == own + sys.getrefcount(lone.config) - 1
 
 
 def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:

@@ -21,7 +21,7 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, rotaries
+from ctxext.surgery.subject import Subject
 from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import some
 from tests.walk.check import State, Stock, check_model
@@ -111,7 +111,7 @@ def test_a_copy_is_a_patched_model_of_its_own(method: type[RopeMethod], copied: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cast_never_rounds_frequencies(model_type: str, dtype: torch.dtype) -> None:
     model = ctxext.patch(tiny(model_type), "yarn", factor=4.0)
-    exact = {path: dict(rotary.named_buffers()) for path, rotary in rotaries(model)}
+    exact = {path: dict(rotary.named_buffers()) for path, rotary in Subject(model).rotaries}
     exact = {path: {name: buffer.clone() for name, buffer in buffers.items()} for path, buffers in exact.items()}
     model.to(dtype)
     assert model.get_input_embeddings().weight.dtype == dtype

@@ -15,7 +15,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import known_methods
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, rotaries
+from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, RECENT, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
@@ -51,7 +51,7 @@ def is_extended(model: PreTrainedModel, method: str) -> bool:
     """Patch the model; False where that is refused."""
     model.config.get_text_config(decoder=True)
     spec = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
-    if any(True for _ in rotaries(model)):
+    if Subject(model).rotaries:
         spec = find_sites(Subject.of(model), TRAINED_LENGTH)[0].spec
     try:
         ctxext.patch(model, known_methods()[method].example(spec), trained_length=TRAINED_LENGTH)

@@ -19,7 +19,7 @@ import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation.readings import named_method
 from ctxext.methods import METHODS, Method, known_methods
-from ctxext.methods.parameters import Parameter, parameter_of, parameters_of
+from ctxext.methods.parameters import MOST, Parameter, parameter_of, parameters_of
 from ctxext.spec import RopeSpec
 from tests._models import tiny
 
@@ -46,7 +46,7 @@ def bad_values(parameter: Parameter) -> list[Any]:
     else:
         found += ["8", "nan", "a", ""]
     if int in parameter.kinds:
-        found += [2.5, np.float32(2.5), int(parameter.range.largest) + 1]
+        found += [2.5, np.float32(2.5), int(MOST if parameter.range.most is None else parameter.range.most) + 1]
     return found
 
 

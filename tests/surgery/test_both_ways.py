@@ -17,7 +17,7 @@ from ctxext.methods import METHODS
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
-from ctxext.surgery.subject import rotaries
+from ctxext.surgery.subject import Subject
 from tests._models import RECENT, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
@@ -85,7 +85,7 @@ def test_equals_what_is_written_out_by_hand(model_type: str, kind: str, monkeypa
     keep = keep_of((0, LENGTH), (30, LENGTH), (0, LENGTH - 50), (3, 20))
     ids = tokens(LENGTH, rows=len(keep))
     oracle = encoder(model_type)
-    for _, rotary in rotaries(oracle):
+    for _, rotary in Subject(oracle).rotaries:
         rotary.inv_freq.zero_()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", by_hand(kind, keep))
     oracle.config._attn_implementation_internal = "by_hand"

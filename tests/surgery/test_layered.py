@@ -9,7 +9,7 @@ import torch
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.surgery.subject import rotaries
+from ctxext.surgery.subject import Subject
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.check import State
 
@@ -18,7 +18,7 @@ from tests.walk.check import State
 def test_only_layers_that_see_everything_are_extended(model_type: str) -> None:
     model = tiny(model_type)
     old = copy.deepcopy(model.config.rope_parameters)
-    rotary = next(module for _, module in rotaries(model))
+    rotary = next(module for _, module in Subject(model).rotaries)
     window_frequencies = rotary.sliding_attention_inv_freq.clone()
     full_frequencies = rotary.full_attention_inv_freq.clone()
     ctxext.patch(model, "pi", factor=4.0)
@@ -34,10 +34,10 @@ def test_every_rotary_module_that_is_used_is_extended(model_type: str) -> None:
     model = tiny(model_type)
     window = {"sliding_window": "keep"} if model_type == "moshi" else {}
     before = State.of(model, tokens())
-    old = {path: rotary.inv_freq.clone() for path, rotary in rotaries(model)}
+    old = {path: rotary.inv_freq.clone() for path, rotary in Subject(model).rotaries}
     ctxext.patch(model, "ntk", factor=4.0, **window)
     assert len(old) >= 2
-    for path, rotary in rotaries(model):
+    for path, rotary in Subject(model).rotaries:
         ratio = old[path] / rotary.inv_freq
         assert ratio[0] == pytest.approx(1)
         assert ratio[-1] == pytest.approx(4, rel=1e-5), path
@@ -66,7 +66,7 @@ def test_a_query_temperature_that_steps_with_length_stays_as_trained(method: str
 
 def test_proportional_frequencies_keep_their_still_pairs() -> None:
     model = tiny("gemma4_text")
-    rotary = next(module for _, module in rotaries(model))
+    rotary = next(module for _, module in Subject(model).rotaries)
     old = rotary.full_attention_inv_freq.clone()
     ctxext.patch(model, "pi", factor=4.0)
     assert 0 < int(old.count_nonzero()) < len(old)

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.probe import Layers, look
-from ctxext.surgery.subject import Subject, rotaries
+from ctxext.surgery.subject import Subject
 from tests._models import RECENT, tiny, tokens
 from tests.walk.check import State
 
@@ -49,7 +49,7 @@ def test_alibi_is_refused_where_some_layers_have_no_positions(model_type: str) -
 
 
 def seen_of(model: Any) -> Layers:
-    return look(model, [path for path, _ in rotaries(model)])
+    return look(model, [path for path, _ in Subject(model).rotaries])
 
 
 def rotating_by_value(model: Any) -> set[str]:
@@ -70,7 +70,7 @@ def rotating_by_value(model: Any) -> set[str]:
 
         return clean, note
 
-    handles = [rotary.register_forward_hook(spoil) for _, rotary in rotaries(model)]
+    handles = [rotary.register_forward_hook(spoil) for _, rotary in Subject(model).rotaries]
     for path, layer in model.named_modules():
         if path.rpartition(".")[2].isdigit() and path.rpartition(".")[0].endswith("layers"):
             clean, note = watch(path)

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
-from ctxext.surgery.subject import rotaries
+from ctxext.surgery.subject import Subject
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
@@ -78,7 +78,7 @@ def test_alibi_under_autocast_computes_what_torch_would(
 ) -> None:
     """Float32 weights under bfloat16 autocast: what Trainer(bf16=True) does."""
     oracle = tiny()
-    for _, rotary in rotaries(oracle):
+    for _, rotary in Subject(oracle).rotaries:
         rotary.inv_freq.zero_()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "reading", reading)
     oracle.config._attn_implementation_internal = "reading"

@@ -25,7 +25,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, rotaries
+from ctxext.surgery.subject import Subject
 from tests.walk.kinds import group_of, groups_for
 from tests.walk.stock import logits_of, output_of
 from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY
@@ -256,7 +256,7 @@ def _name(method: Method, more: dict[str, Any]) -> str:
 
 def _layers_problem(model: PreTrainedModel, inputs: Tensor) -> str | None:
     """Whether the layers that ctxext sees rotate are those that do, by arithmetic with what is not a number."""
-    paths = [path for path, module in rotaries(model) if _is_decoders(model, module)]
+    paths = [path for path, module in Subject(model).rotaries if _is_decoders(model, module)]
     if not paths:
         return None
     seen = look(model, paths)

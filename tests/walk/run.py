@@ -44,7 +44,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctxext.surgery.probe import look
-from ctxext.surgery.subject import rotaries
+from ctxext.surgery.subject import Subject
 from tests.walk.check import Finding, Stock, check_model, walked_methods
 from tests.walk.kinds import OTHER, positions_of
 from tests.walk.pages import coverage as coverage_of
@@ -136,7 +136,7 @@ def _in_form(finding: Finding, kind: str) -> Finding:
 def _layers(model: PreTrainedModel) -> str:
     """How many of the tiny model's layers rotate, and how many of those see a window only."""
     text = model.config.get_text_config(decoder=True)
-    paths = [path for path, module in rotaries(model) if module.config is text]
+    paths = [path for path, module in Subject(model).rotaries if module.config is text]
     if not paths or model.config.is_encoder_decoder:
         return ""
     seen = look(model, paths)

@@ -22,7 +22,7 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.saved import saved_extension
 from ctxext.spec import EncodingSpec
 from ctxext.surgery.encodings import spec_of
-from ctxext.surgery.subject import Subject, base_model, rotaries
+from ctxext.surgery.subject import Subject, base_model
 from ctxext.surgery.tables import twins_of
 
 UNTRAINED = "as it begins, untrained"
@@ -79,7 +79,7 @@ class PictureRequest:
         """Place where the checkpoint has its positions; None without a checkpoint."""
         if self.checkpoint is None:
             return None
-        if any(True for _ in rotaries(self.structure)):
+        if Subject(self.structure).rotaries:
             return "rotation"
         twins = twins_of(self.structure)
         return "table" if twins.has_learned or twins.has_sinusoids else "elsewhere"
