@@ -275,15 +275,12 @@ def _resolved(
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     chosen = resolve(asked.method, asked.factor, asked.target_length, known_length, asked.parameters)
-    if known_length is None:
-        raise IncompatibleError(
-            f"The config of this {subject.kind} does not state the trained length. Pass trained_length "
-            f"(--trained-length)."
-        )
-    if carried is not None:
-        refuse_shrinking(carried, chosen.target_length(known_length))
+    if known_length is not None:
+        known_length = checked_tokens("The trained length that the config names", known_length)
+        if carried is not None:
+            refuse_shrinking(carried, chosen.target_length(known_length))
     request = Request(
-        trained_length=checked_tokens("The trained length that the config names", known_length),
+        trained_length=known_length,
         sliding_window=asked.sliding_window,
         scaling=scaling,
         attention=asked.attention,

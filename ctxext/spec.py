@@ -442,14 +442,15 @@ class Request:
     """Options of an extension that the user gave, apart from the method itself.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for, as the user or else the config says.
+        trained_length: tokens that the checkpoint was trained for, as the user or else the config says; None where
+            neither does.
         sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
         scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
             ``ctxext.patch``.
         attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
     """
 
-    trained_length: int
+    trained_length: int | None = None
     sliding_window: str | None = None
     scaling: str | None = None
     attention: str | None = None

@@ -145,11 +145,11 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_version_that_was_never_tested_is_a_sentence(name: str, newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ctxext.patch(tiny(), "yarn", factor=4)
     for installed, says in ((newer, True), (TESTED[name] + "+cpu", False), (TESTED[name] + ".post1", False)):
-        monkeypatch.setattr(f"{name}.__version__", installed)
+        monkeypatch.setattr(f"ctxext.saved.{name}.__version__", installed)
         for described in (model, tiny()):
             note = f"  note         ctxext 0.1.0 was tested with {name} up to {TESTED[name]}, and this is {installed}."
             assert (note in str(ctxext.describe(described))) is says
-    monkeypatch.setattr(f"{name}.__version__", newer)
+    monkeypatch.setattr(f"ctxext.saved.{name}.__version__", newer)
     assert any(name in note for note in ctxext.describe(model).notes)
     assert not any(name in note for note in model.config.ctxext["notes"])  # of this machine, not of the checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ctxext.architectures.base import Architecture
+from ctxext.architectures.base import Architecture, unknown_length
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
@@ -109,7 +109,8 @@ class AlibiArchitecture(Architecture):
                 f"sliding_window out."
             )
         self.refuse(subject, method)
-        trained_length = request.trained_length
+        if (trained_length := request.trained_length) is None:
+            raise unknown_length(subject)
         alibi = self.spec(subject, trained_length)
         problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(subject))
         if problem:

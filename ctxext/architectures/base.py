@@ -111,6 +111,13 @@ def architecture_of(subject: Subject) -> Architecture:
     )
 
 
+def unknown_length(subject: Subject) -> IncompatibleError:
+    """Return the error for a model whose trained length neither the user nor its config states."""
+    return IncompatibleError(
+        f"The config of this {subject.kind} does not state the trained length. Pass trained_length (--trained-length)."
+    )
+
+
 def refuse_attention_choices(request: Request, leaves: str) -> None:
     """Raise ``InvalidParameterError`` for a choice about attention that the extension ``leaves`` to the model."""
     for name in ("sliding_window", "attention"):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ctxext.architectures.base import Architecture
+from ctxext.architectures.base import Architecture, unknown_length
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BucketMethod, Method
 from ctxext.methods.formulas import buckets_of
@@ -52,7 +52,8 @@ class Buckets(Architecture):
                 f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
         _refuse_choices(request, kind)
-        trained_length = request.trained_length
+        if (trained_length := request.trained_length) is None:
+            raise unknown_length(subject)
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ctxext.architectures.base import Architecture
+from ctxext.architectures.base import Architecture, unknown_length
 from ctxext.architectures.rope_alibi import replace_rotation
 from ctxext.architectures.rope_encoding import replace_by_encoding
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
@@ -48,7 +48,8 @@ class Rope(Architecture):
     def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
         text = subject.text
         places, layers = survey(subject)
-        trained_length = request.trained_length
+        if (trained_length := request.trained_length) is None:
+            raise unknown_length(subject)
         require_as_configured(subject, places, trained_length)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(subject, method, request, places, layers, trained_length, edits)

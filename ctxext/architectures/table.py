@@ -136,7 +136,7 @@ def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
         InvalidParameterError: if the length that the user passed contradicts the tables.
     """
     longest, is_one = max(known.values()), len(set(known.values())) == 1
-    if request.trained_length == longest:
+    if request.trained_length in (None, longest):
         return known
     if not is_one or request.trained_length > longest:
         raise InvalidParameterError(
