@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ctxext.architectures.base import Architecture, unknown_length
-from ctxext.architectures.rope_alibi import replace_rotation
-from ctxext.architectures.rope_encoding import replace_by_encoding
+from ctxext.architectures.rope_replaced import replace_rotation
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
@@ -51,10 +50,8 @@ class Rope(Architecture):
         if (trained_length := request.trained_length) is None:
             raise unknown_length(subject)
         require_as_configured(subject, places, trained_length)
-        if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
-            return replace_rotation(subject, method, request, places, layers, trained_length, edits)
-        if isinstance(method, EncodingMethod):
-            return replace_by_encoding(subject, method, request, places, layers, trained_length, edits)
+        if isinstance(method, BiasMethod | EncodingMethod) and not isinstance(method, RopeMethod):
+            return replace_rotation(subject, method, request, places, layers, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
                 f"This {subject.kind} rotates, and method {method.name!r} does not work on rotations. "

@@ -1,4 +1,4 @@
-"""Replace rotation by ALiBi on a model that was trained with rotation."""
+"""Replace rotation, on a model that was trained with it, by ALiBi or by an encoding that has to be trained."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import copy
 from typing import Any
 
 from ctxext.architectures.alibi import refuse_halves
+from ctxext.architectures.base import unknown_length
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.methods import BiasMethod, Method
+from ctxext.methods import BiasMethod
+from ctxext.methods.encoding import EncodingMethod
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
-from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
+from ctxext.surgery.attend import Backends, Tried, install_attention, try_install, why_no_custom_attention
 from ctxext.surgery.config import CHUNKED, REFUSALS, window_fields, window_note
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
@@ -23,24 +26,26 @@ BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls equally with distance to both sides.",
     True: "Its tokens see both ways: half of the heads see earlier tokens, the other half later ones.",
 }
-NOTE = "ALiBi has replaced rotation, and the weights were not trained with it. Train the model before use."
+NOTE = "{name} has replaced rotation, and the weights were not trained with it. Train the model before use."
+NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encoding, and are trained with the others."
 
 
 def replace_rotation(
     subject: Subject,
-    method: BiasMethod,
+    method: BiasMethod | EncodingMethod,
     request: Request,
     places: list[RotaryPlace],
     layers: Layers,
-    trained_length: int,
     edits: Edits,
 ) -> Extension:
-    """Replace rotary positions by ``method``'s bias.
+    """Replace rotary positions by the bias or the encoding of a method.
 
     Raises:
         IncompatibleError: if ctxext's attention cannot replace that of the model.
     """
-    text = subject.text
+    if (trained_length := request.trained_length) is None:
+        raise unknown_length(subject)
+    text, place, target = subject.text, places[0], method.target_length(trained_length)
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
     if reason := why_no_custom_attention(subject, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
@@ -48,31 +53,40 @@ def replace_rotation(
         raise InvalidParameterError(
             "bias='stock' reproduces BLOOM's rounding, which a rotary model lacks. Leave bias out."
         )
-    place, target = places[0], method.target_length(trained_length)
-    rebuild = unrotated(subject, method, place, target, window_fields(text, request.sliding_window, target))
-    trial = try_install(rebuild, place)
+    rebuild = _unrotated(subject, method, place, target, window_fields(text, request.sliding_window, target))
+    trial, backends = try_install(rebuild, place), Backends(request.attention or "auto")
     if trial.failure:
         raise IncompatibleError(f"{refusal}: {trial.failure}.")
-    if not trial.sees_both_ways:
-        refuse_halves(text.model_type, method)
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
+    if isinstance(method, EncodingMethod):
+        spec = spec_of(subject, trained_length)
+        if reason := _why_no_encoding(trial) or why_not_run(rebuild, place, method, spec):
+            raise IncompatibleError(f"{refusal}: {reason}.")
+    elif not trial.sees_both_ways:
+        refuse_halves(text.model_type, method)
     rebuild.apply(edits)
     rotary = subject.model.get_submodule(place.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
-    alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
-    attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
-    install_attention(subject, place, attend, edits, trial.crossing)
+    if isinstance(method, EncodingMethod):
+        count = install_encoding(subject, place, method, spec, backends, edits)
+        where = "shared by all layers" if method.shared else "each layer has its own"
+        notes = [NOTE.format(name=method.name), *([NEW.format(count=count, where=where)] if count else [])]
+        fingerprint = encoding_fingerprint(method, spec)
+    else:
+        alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
+        install_attention(subject, place, AlibiAttend(method, alibi, backends), edits, trial.crossing)
+        notes = [NOTE.format(name="ALiBi"), *([BOTH_WAYS[method.splits_heads]] if trial.sees_both_ways else [])]
+        fingerprint = bias_fingerprint(method, alibi)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
-    ways = [BOTH_WAYS[method.splits_heads]] if trial.sees_both_ways else []
     return Extension(
         trained_length=trained_length,
         target_length=target,
         stored_as=f"rope_type {UNROTATED_NAME!r}, which only ctxext loads",
         stock=False,
-        fingerprint=bias_fingerprint(method, alibi),
-        notes=(NOTE, *ways, *attend.backends.notes(), *([window] if window else [])),
+        fingerprint=fingerprint,
+        notes=(*notes, *backends.notes(), *([window] if window else [])),
         sliding_window=request.sliding_window,
         scaling=request.scaling,
         attention=request.attention or "auto",
@@ -80,14 +94,23 @@ def replace_rotation(
     )
 
 
-def unrotated(subject: Subject, method: Method, place: RotaryPlace, target: int, windows: dict[str, Any]) -> Rebuild:
+def _why_no_encoding(trial: Tried) -> str | None:
+    """Return why an encoding, which knows the past alone, cannot serve the attention of a model; None if it can."""
+    if trial.crossing:
+        return "its layers attend to the text of an encoder too"
+    return "its tokens see both ways, and this encoding knows the past alone" if trial.sees_both_ways else None
+
+
+def _unrotated(
+    subject: Subject, method: BiasMethod | EncodingMethod, place: RotaryPlace, target: int, windows: dict[str, Any]
+) -> Rebuild:
     """Return the rebuilt model without rotation."""
     text = subject.text
     form = unrotated_rope_parameters(method, float(place.rope_dict(text)["rope_theta"]))
+    foreign = {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
     refusal: Exception | None = None
     for candidate in (form, with_base(form)):
         fields = {"rope_parameters": place.rescaled(text.rope_parameters, candidate), "max_position_embeddings": target}
-        foreign = {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
         try:
             return Rebuild(subject, fields | windows | foreign)
         except REFUSALS as error:
