@@ -44,12 +44,12 @@ HOOK = "ctxext_adapters"
 
 
 def is_adapter(directory: str | os.PathLike[str]) -> bool:
-    """Whether a local directory holds a PEFT adapter and not a whole model.
+    """Return whether a local directory holds a PEFT adapter and not a whole model.
 
     A config of the base model beside the adapter, which axolotl writes, makes it no whole model.
 
     Raises:
-        CheckpointError: it holds both, of which transformers adds the one to the other: an adapter that is merged
+        CheckpointError: if it holds both: transformers would add the adapter to the model, and one that is merged
             already would count twice.
     """
     place = Path(directory)
@@ -66,10 +66,10 @@ def is_adapter(directory: str | os.PathLike[str]) -> bool:
 
 
 def base_of(directory: str | os.PathLike[str]) -> str:
-    """Return where an adapter says that its base checkpoint is.
+    """Return the base checkpoint that an adapter names.
 
     Raises:
-        CheckpointError: it does not say it.
+        CheckpointError: if it names none.
     """
     path = Path(directory) / ADAPTER_FILE
     base = read_json(path).get("base_model_name_or_path")
@@ -83,15 +83,14 @@ def base_of(directory: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter in a directory, with what was saved beside it.
+    """An adapter in a directory, with the extension and the weights that were saved beside it.
 
     Args:
-        directory: of the adapter.
-        extension: that its model had; empty for none.
+        directory: the directory of the adapter.
+        extension: the extension of its model; empty for none.
         config: its PEFT config, as it was before it was marked.
-        encoding: the weights of its model's encoding that the adapter's own file does not hold, by name; None where
-            none were saved beside it.
-        trained: the names of those of them that were trained, as the adapter was.
+        encoding: weights of the model's encoding that the adapter's own file lacks, by name; None if none were saved.
+        trained: the names of those of these weights that were trained with the adapter.
     """
 
     directory: Path
@@ -101,10 +100,10 @@ class SavedAdapter:
     trained: tuple[str, ...] = ()
 
     def lacks(self, model: nn.Module) -> str | None:
-        """The name of a weight of an encoding on ``model`` that was not saved with the adapter; None if all were.
+        """Return the name of an encoding's weight on ``model`` that was not saved with the adapter; None if all were.
 
         Raises:
-            CheckpointError: what was saved is of another shape, or cannot be read.
+            CheckpointError: if a saved weight has another shape, or cannot be read.
         """
         wanted, beside = encoding_weights(model), self.encoding or {}
         shapes = {name: tuple(weight.shape) for name, weight in beside.items()}
@@ -126,31 +125,27 @@ class SavedAdapter:
 
 @dataclass
 class ExtendedSave:
-    """Stands in for ``save_pretrained`` of a PEFT model whose base is extended: its adapters carry the extension.
-
-    Args:
-        model: the PEFT model.
-    """
+    """Replacement of ``save_pretrained`` of a PEFT model whose base is extended: its adapters carry the extension."""
 
     model: Any
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Takes what PEFT's own method does."""
+        """Save the adapters; the arguments are those of PEFT's own method."""
         save_adapters(self.model, Path(save_directory), *args, **kwargs)
 
 
 @dataclass(eq=False)
 class ExtendedAdapter:
-    """Stands in for ``save_pretrained`` of an adapter's PEFT config: whatever writes it writes the extension beside it.
+    """Replacement of ``save_pretrained`` of an adapter's PEFT config, which writes the extension beside the config.
 
-    It is what every way of saving an adapter comes through: PEFT's, transformers' own, the Trainer's and TRL's.
+    Every way of saving an adapter calls this method: PEFT's, transformers' own, the Trainer's and TRL's.
 
     Args:
         adapter: the PEFT config.
-        name: of the adapter, on its model.
-        base: its base model, which is extended in some way, or not, at the time of saving.
-        lent: another config whose stand-in has served its turn once this one is used.
-        once: give the config its own method back after the first call.
+        name: the name of the adapter on its model.
+        base: its base model, which may be extended or plain at the time of saving.
+        lent: another config, which gets its own method back when this one is saved.
+        once: whether this config gets its own method back after the first call.
     """
 
     adapter: Any
@@ -160,11 +155,11 @@ class ExtendedAdapter:
     once: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no model until one is found to hold it; until then it saves as PEFT does."""
+        """Leave the model out: until a model is found to hold the copy, it saves as PEFT does."""
         return vars(self) | {"base": None, "lent": None}
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Takes what PEFT's own method does."""
+        """Save the config; the arguments are those of PEFT's own method."""
         for config in (self.adapter if self.once else None, self.lent):
             if config is not None:
                 vars(config).pop("save_pretrained", None)
@@ -178,7 +173,7 @@ class ExtendedAdapter:
 
 
 def _name_base(directory: Path, base: Any) -> None:
-    """Let the model card that PEFT has written name the base model, in the place of what its config says now."""
+    """Name the base model in the model card that PEFT has written, where its config has a sentence now."""
     for place in (directory, directory.parent):  # that of an adapter with a name is in the folder above
         path = place / "README.md"
         if path.is_file():
@@ -189,7 +184,7 @@ def _name_base(directory: Path, base: Any) -> None:
 
 
 def keep_extension(model: Any, edits: Edits) -> None:
-    """Let every adapter of ``model``, those to come included, be saved with its extension from now on.
+    """Save every adapter of ``model``, those to come included, with its extension from now on.
 
     Adapters that put layers into the base model are found on it, whoever adds and saves them. Those that only put
     virtual tokens before the text leave no trace there: they are found where ``model`` is their PEFT model.
@@ -205,26 +200,27 @@ def keep_extension(model: Any, edits: Edits) -> None:
 
 
 def _before_forward(base: PreTrainedModel, _: Any) -> None:
-    """Sees adapters before an engine gathers and saves their weights without asking for a state_dict (ZeRO-3)."""
+    """Adopt adapters before an engine gathers and saves their weights without asking for a state_dict (ZeRO-3)."""
     if not torch.compiler.is_compiling():
         _adopt(vars(base).get("peft_config"), base, base._ctxext.edits)
 
 
 def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
-    """Sees adapters that are saved before any forward pass."""
+    """Adopt adapters that are saved before any forward pass."""
     _adopt(vars(base).get("peft_config"), base, base._ctxext.edits, saving=True)
 
 
 def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> None:
     """Give a model its own copies of its adapters' PEFT configs, which save the extension.
 
-    One PEFT config may serve several models, plain ones too, so that the model's own must be another object.
+    One PEFT config may serve several models, plain ones too, so the model gets an object of its own.
 
     Args:
-        adapters: PEFT's record, name to config; anything else is no record and nothing is done.
+        adapters: PEFT's record of configs by name; nothing is done for anything else.
         base: the base model.
         edits: the journal.
-        saving: PEFT may have taken an old config out of the record to save it next, so that one does it too, once.
+        saving: whether PEFT may have taken an old config out of the record to save it next: that one carries the
+            extension too, once.
     """
     for name, adapter in list(adapters.items()) if isinstance(adapters, dict) else ():
         save = vars(adapter).get("save_pretrained")
@@ -243,7 +239,7 @@ def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> Non
     if isinstance(model, PreTrainedModel):  # transformers' own adapters: the active one, not in a folder of its name
         places = [directory]
     if kwargs.get("is_main_process", True):
-        for place in places:  # an extension that lies there from before must not be taken for this one
+        for place in places:  # an extension of an earlier adapter must not be taken for this one's
             (place / EXTENSION_FILE).unlink(missing_ok=True)
     edits = Edits()
     _adopt(model.peft_config, unwrapped(model)[-1], edits)
@@ -267,10 +263,10 @@ def encoding_digest(model: nn.Module) -> str | None:
 
 
 def _encoding_beside(base: Any, adapter: str) -> dict[str, Tensor]:
-    """The weights of the encodings on a model that go into a file beside an adapter, since it has no copies of them.
+    """Return the weights of encodings that go into a file beside an adapter, since it has no copies of them.
 
     Raises:
-        IncompatibleError: this process does not have them whole.
+        IncompatibleError: if this process does not hold them whole.
     """
     weights = encoding_weights(base, adapter)
     for name, weight in weights.items():
@@ -295,7 +291,7 @@ def _save_marked(
     if encoding:
         saved["encoding"] = {"trained": [name for name, weight in encoding.items() if weight.requires_grad]}
     directory.mkdir(parents=True, exist_ok=True)
-    # In this order: whenever it is interrupted, what lies there is refused, with ctxext and without.
+    # In this order an interruption at any time leaves a directory that is refused, with ctxext and without.
     (directory / EXTENSION_FILE).unlink(missing_ok=True)
     write_whole(
         directory / ADAPTER_FILE, json.dumps(values | dict.fromkeys(guarded, SENTENCE), indent=2, sort_keys=True)
@@ -310,7 +306,7 @@ def _save_marked(
 
 
 def _is_guarded(value: object) -> bool:
-    """The whole sentence may be another in another version."""
+    """Return whether a value begins as the sentence; the rest of it may differ between versions."""
     return isinstance(value, str) and value.startswith(GUARD)
 
 
@@ -330,11 +326,11 @@ def read_beside(path: Path) -> dict[str, Any]:
 
 
 def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
-    """Read what was saved beside the weights of an adapter, or else what the config of its base says.
+    """Read the extension beside the weights of an adapter, or else the one in the config of its base.
 
     Args:
-        directory: of the adapter.
-        plain: take an adapter of a plain model too.
+        directory: the directory of the adapter.
+        plain: whether to accept an adapter of a plain model.
 
     Raises:
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
@@ -379,9 +375,9 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
 
 
 def _carried_by_base(adapter: dict[str, Any]) -> dict[str, Any] | None:
-    """The extension of the base that an adapter names, where that is a directory whose config carries one.
+    """Return the extension of the base that an adapter names, if that is a directory whose config carries one.
 
-    Code that knows nothing of ctxext loads such a base extended, and saves the adapters that it trains on it unmarked.
+    Programs without ctxext load such a base extended, and save the adapters that they train on it unmarked.
     """
     place = adapter.get("base_model_name_or_path")
     config = Path(place) / "config.json" if isinstance(place, str) and place else None
@@ -399,33 +395,33 @@ def _read_encoding(directory: Path) -> dict[str, Tensor]:
             f"Copy that file too, or save the adapter again."
         )
     try:
-        found: dict[str, Tensor] = load_file(path)
+        weights: dict[str, Tensor] = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
-    return found
+    return weights
 
 
 def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn: bool, **arguments: Any) -> Any:
-    """Put a saved adapter on a model that is extended as its own was, and its model's encoding with it.
+    """Put a saved adapter, and the encoding that was saved with it, on a model that is extended alike.
 
     Args:
         model: a transformers model, or a wrapper around one; a PEFT model gets one more adapter.
-        adapter: as ``read_extension`` found it.
+        adapter: the result of ``read_extension``.
         edits: the journal of the model's extension.
-        drawn: whether the encoding of ``model`` was drawn anew, so that it is nobody's.
-        **arguments: of ``PeftModel.from_pretrained``.
+        drawn: whether the encoding of ``model`` was drawn at random, and belongs to no adapter yet.
+        **arguments: the arguments of ``PeftModel.from_pretrained``.
 
     Returns:
         A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.
 
     Raises:
-        CheckpointError: the encoding was not saved with the adapter, or is another than the adapters there have.
-        InvalidParameterError: the model has an adapter of this name.
+        CheckpointError: if the encoding was not saved with the adapter, or differs from that of the model's adapters.
+        InvalidParameterError: if the model has an adapter of this name.
     """
     from peft import PeftMixedModel, PeftModel
 
     *wrappers, base = unwrapped(model)
-    adapted = next((one for one in wrappers if isinstance(one, PeftModel | PeftMixedModel)), None)
+    adapted = next((outer for outer in wrappers if isinstance(outer, PeftModel | PeftMixedModel)), None)
     name = arguments.pop("adapter_name", "default")
     there = getattr(base if adapted is None else adapted, "peft_config", {})
     if name in there:
@@ -460,7 +456,7 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
 
 
 def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: bool = False, **arguments: Any) -> None:
-    """Give a PEFT model one more adapter, as its own ``load_adapter`` does with one that is not marked."""
+    """Give a PEFT model one more adapter, as its own ``load_adapter`` does with an unmarked one."""
     adapter.config.inference_mode = not is_trainable
     low_memory = {key: value for key, value in arguments.items() if key == "low_cpu_mem_usage"}
     model.add_adapter(name, adapter.config, **low_memory)
@@ -474,15 +470,15 @@ def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: 
 
 
 def require_trained_on(saved: dict[str, Any], directory: Path, model: Any) -> None:
-    """Refuse to put an adapter on a model in memory that is not extended as the one that it was trained on.
+    """Refuse to put an adapter on a model that is extended otherwise than the one that it was trained on.
 
     Args:
         saved: the extension that the adapter was trained with.
-        directory: of the adapter.
+        directory: the directory of the adapter.
         model: a transformers model, or a wrapper around one.
 
     Raises:
-        CheckpointError: the message names every choice that differs, with both values.
+        CheckpointError: with every choice that differs, and both values.
     """
     base = unwrapped(model)[-1]
     different = differences(saved, getattr(base.config, "ctxext", None))

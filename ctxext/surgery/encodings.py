@@ -41,12 +41,12 @@ COPIES = "modules_to_save"
 
 @dataclass
 class EncodingAttend:
-    """Attention of one layer, with what an encoding adds to its scores.
+    """Attention of one layer, with the term that an encoding adds to its scores.
 
     Args:
-        owner: the module that the encoding is attached to. It is looked up there at every call: adapters put another
-            in its place.
-        backends: compute it.
+        owner: the module that the encoding is attached to. It is looked up there at every call, because adapters
+            replace it.
+        backends: the backends to choose from.
     """
 
     owner: nn.Module
@@ -55,15 +55,16 @@ class EncodingAttend:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         q, k, v = as_autocast_wants(q, k, v)
         with without_autocast(q.device):
-            return self._attend(q, k, v, mask, scale=scale, window=window, dropout=dropout)
+            call = self._call(q, k, v, mask, scale=scale, window=window, dropout=dropout)
+            return self.backends.for_(call.need).run(call)
 
-    def _attend(
+    def _call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
-    ) -> Tensor:
-        """The same, in the dtype of ``q``."""
+    ) -> Call:
+        """Return the call of a backend, with the encoding's term."""
         layout = mask.layout
         rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
 
@@ -86,21 +87,20 @@ class EncodingAttend:
             raise IncompatibleError(
                 f"this encoding needs all tokens before a query, and a sliding window of {window} keeps the last"
             )
-        call = Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
-        return self.backends.for_(call.need).run(call)
+        return Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
 
 
 def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:
-    """What travelled with the keys of a call.
+    """Return the numbers that travelled with the keys of a call.
 
     Raises:
-        IncompatibleError: if the keys are not those that it travelled with.
+        IncompatibleError: if the keys are others.
     """
     numbers = travels.numbers
     if numbers.shape[2] != keys.shape[2]:
         raise IncompatibleError(
-            f"A layer attends to {keys.shape[2]} keys, of which {numbers.shape[2]} are its own: it takes those of "
-            f"another layer or cache, and what this encoding has for each token did not travel with them."
+            f"A layer attends to {keys.shape[2]} keys, of which {numbers.shape[2]} are its own. It takes the "
+            f"keys of another layer or cache, with which the numbers of this encoding did not travel."
         )
     real = None if layout.key_documents is None else layout.key_documents[rows] >= 0
     return Carried(numbers, layout.places()[rows], real)
@@ -108,9 +108,9 @@ def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> 
 
 @dataclass
 class CarryingForward(ForwardOverride):
-    """Stands in for the ``forward`` of an attention layer whose encoding has numbers of each token.
+    """Replacement of the ``forward`` of an attention layer whose encoding has numbers for each token.
 
-    They go with the mask to the attention function, and with the keys through a cache, if there is one.
+    The numbers go with the mask to the attention function, and with the keys through a cache, if there is one.
 
     Args:
         owner: the module that the encoding is attached to.
@@ -131,7 +131,7 @@ class CarryingForward(ForwardOverride):
 
 @dataclass
 class AddedForward(ForwardOverride):
-    """Stands in for the ``forward`` of the first layer: adds to its input what an encoding has for each position.
+    """Replacement of the ``forward`` of the first layer, which adds a vector for each position to its input.
 
     Positions are the layout's, in which padding counts for nothing and packed documents begin at 0.
 
@@ -155,7 +155,7 @@ class AddedForward(ForwardOverride):
 
 
 def spec_of(subject: Subject, trained_length: int) -> EncodingSpec:
-    """What a method for encodings may know about a rotary model."""
+    """Return the facts about a rotary model that a method for encodings may use."""
     text = subject.text
     heads = text.num_attention_heads
     return EncodingSpec(
@@ -170,9 +170,9 @@ def spec_of(subject: Subject, trained_length: int) -> EncodingSpec:
 
 
 def encoding_fingerprint(method: EncodingMethod, spec: EncodingSpec) -> str:
-    """12 hexadecimal digits that two models share exactly when the same weights make the same encoding of them."""
-    said = json.dumps([method.to_dict(), asdict(spec)], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    """Return 12 hexadecimal digits of a hash of the method and of the model's facts that it uses."""
+    form = json.dumps([method.to_dict(), asdict(spec)], sort_keys=True)
+    return hashlib.sha256(form.encode()).hexdigest()[:12]
 
 
 def install_encoding(
@@ -183,16 +183,16 @@ def install_encoding(
     backends: Backends,
     edits: Edits,
 ) -> int:
-    """Attach the encoding, and let attention and the first layer ask it; return how many weights it brings.
+    """Attach the encoding, make attention and the first layer use it, and return the number of its weights.
 
-    Encodings that are attached already, because a checkpoint was loaded with theirs, stay.
+    Encodings that are attached already, as those of a loaded checkpoint are, stay.
     """
     decoder = decoder_of(subject, place)
     layers = attention_layers(decoder)
     install_attention(subject, place, EncodingAttend(decoder, backends), edits)
     for owner in _owners(decoder, method):
-        found = getattr(owner, ENCODING, None)
-        edits.attach(owner, ENCODING, _built(method, spec, owner) if found is None else found)
+        loaded = getattr(owner, ENCODING, None)
+        edits.attach(owner, ENCODING, _built(method, spec, owner) if loaded is None else loaded)
     if not method.shared:
         for layer in layers:
             edits.set(layer, "_ctxext_attend", EncodingAttend(layer, backends))
@@ -207,12 +207,12 @@ def install_encoding(
 
 
 def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, spec: EncodingSpec) -> str | None:
-    """Why a rebuilt model would not run with the encoding, seen on one that has no data; None if it would."""
+    """Return why a rebuilt model would not run with the encoding, tried without data; None if it would."""
     try:
         twin = Subject(original_twin(rebuild.subject.model, rebuild.config).eval())
         install_encoding(twin, place, method, spec, Backends(), Edits())
         forward_without_data(decoder_of(twin, place))
-    except InvalidParameterError:  # it says itself which parameter to change
+    except InvalidParameterError:  # its message says which parameter to change
         raise
     except FAILURES as error:
         return f"its own code fails with it ({type(error).__name__}: {error})"
@@ -224,7 +224,7 @@ def _owners(decoder: nn.Module, method: EncodingMethod) -> list[nn.Module]:
 
 
 def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module) -> Encoding:
-    """A new encoding, where its owner's weights are and in their dtype, as if the model had been made with it."""
+    """Build an encoding on the device and in the dtype of its owner's weights."""
     like = next(weight for weight in owner.parameters() if weight.is_floating_point())
     made_on = torch.device("meta" if like.is_meta else "cpu")  # a dry run draws no random numbers
     with torch.inference_mode(False), made_on:  # what is made in inference mode could not be trained
@@ -232,25 +232,24 @@ def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module) -> Enco
 
 
 def _block_of(decoder: nn.Module, attention: nn.Module) -> nn.Module:
-    """The decoder layer that an attention module is in: the outermost one that a list of layers holds."""
+    """Return the decoder layer of an attention module: the outermost module around it in a list of layers."""
     path = next(path for path, module in decoder.named_modules() if module is attention)
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):
-        found = decoder.get_submodule(".".join(parts[:stop]))
         if isinstance(decoder.get_submodule(".".join(parts[: stop - 1])), nn.ModuleList):
-            return found
+            return decoder.get_submodule(".".join(parts[:stop]))
     raise IncompatibleError(f"{type(decoder).__name__} keeps its layers in no list, so its first one is not known.")
 
 
 def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], None]]:
-    """The class to load a checkpoint with that was saved with an encoding, and what makes the model ``chosen``'s again.
+    """Return the class to load a checkpoint with its encodings by, and the function that gives the model its own class.
 
-    transformers builds a model, and then reads into it the weights that it has; so one that has its encodings from the
-    start gets theirs with all others, however those are loaded. Of any other checkpoint: ``chosen`` itself.
+    transformers builds a model, and then reads the weights that the model has; so a model that is built with its
+    encodings gets their weights with all others. For a checkpoint without encodings the class is ``chosen`` itself.
 
     Args:
         chosen: a class of transformers, or one of its auto classes.
-        config: of the checkpoint.
+        config: the config of the checkpoint.
     """
     saved = (getattr(config, "ctxext", None) or {}).get("method") or {}
     kind = method_class(saved["method"]) if "method" in saved else None
@@ -286,20 +285,20 @@ def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, 
         model: a transformers model, perhaps with PEFT's layers in it.
         adapter: leave out the encodings of which this adapter holds a copy of its own (``modules_to_save``).
     """
-    found: dict[str, Tensor] = {}
-    own = {name for name, _, holder in _encodings(model) if holder is not None and holder == adapter}
+    weights: dict[str, Tensor] = {}
+    copied = {name for name, _, holder in _encodings(model) if holder is not None and holder == adapter}
     for name, encoding, holder in _encodings(model):
-        if holder is None and name not in own:
-            found |= {f"{name}.{key}": weight for key, weight in encoding.state_dict(keep_vars=True).items()}
-    return found
+        if holder is None and name not in copied:
+            weights |= {f"{name}.{key}": weight for key, weight in encoding.state_dict(keep_vars=True).items()}
+    return weights
 
 
 def put_encoding_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Give the encodings on a model these weights, by name as in ``encoding_weights``; dtype and device stay."""
-    there = encoding_weights(model)
+    held = encoding_weights(model)
     with torch.no_grad():
         for name, weight in weights.items():
-            there[name].copy_(weight)
+            held[name].copy_(weight)
 
 
 def _encodings(model: nn.Module) -> Iterator[tuple[str, Encoding, str | None]]:

@@ -95,7 +95,7 @@ def test_is_as_it_says(name: str) -> None:
         told, ours = ({id(weight) for weight in some} for some in (score.weights, encoding.parameters()))
         assert (told <= ours | {id(carried)} and id(carried) in told) if cls.carries else told == ours
     said = str(ctxext.describe(model))
-    assert "Train before use" in said
+    assert "Train the model before use" in said
     assert "sdpa" in said
 
 
