@@ -83,13 +83,7 @@ class Patched:
 
 @dataclass(frozen=True)
 class SideExtension:
-    """The extension of one side of an encoder-decoder.
-
-    Args:
-        side: the side.
-        method: the method that extends this side.
-        extension: what the architecture did.
-    """
+    """The extension of one side of an encoder-decoder."""
 
     side: Subject
     method: Method

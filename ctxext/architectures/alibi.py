@@ -24,12 +24,7 @@ from ctxext.surgery.subject import Subject
 
 @dataclass
 class AlibiForward(ABC):
-    """Replacement of an attention module's ``forward``: the module's own projections around attention on a backend.
-
-    Args:
-        attention: the patched module.
-        attend: attention from q, k, v and a layout.
-    """
+    """Replacement of an attention module's ``forward``: the module's own projections around attention on a backend."""
 
     attention: Any
     attend: AlibiAttend

@@ -40,13 +40,7 @@ EXAMPLE = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # spec for
 
 @dataclass(frozen=True)
 class Site:
-    """One table of sinusoids to extend.
-
-    Args:
-        table: the table.
-        formula: the formula of its rows.
-        trained: its trained length in tokens.
-    """
+    """One table of sinusoids to extend."""
 
     table: PositionTable
     formula: Sinusoid

@@ -166,11 +166,7 @@ def _paths(decoder: nn.Module) -> list[str]:
 
 @dataclass
 class CrossAttend:
-    """Attention to the states of an encoder: without distances, and with padding hidden.
-
-    Args:
-        backends: the backends to choose from.
-    """
+    """Attention to the states of an encoder: without distances, and with padding hidden."""
 
     backends: Backends
 

@@ -206,11 +206,7 @@ class CacheGuard:
 
 
 class Filling:
-    """A forward pass that fills a cache: the record of the cache before, and the fitted lengths of this pass.
-
-    Args:
-        cache: the cache that the decoder is called with; None if there is none.
-    """
+    """A forward pass that fills a cache: the record of the cache before, and the fitted lengths of this pass."""
 
     def __init__(self, cache: Any) -> None:
         self.before = filled(cache) if hasattr(cache, "get_seq_length") else None
@@ -272,12 +268,7 @@ class DynamicGuard(CacheGuard):
 
 @dataclass
 class StaleUpdate:
-    """Replacement of ``cache.update``, which every attention layer calls, for a cache that became stale.
-
-    Args:
-        cache: the cache.
-        said: a short description of the extension that filled it.
-    """
+    """Replacement of ``cache.update``, which every attention layer calls, for a cache that became stale."""
 
     cache: Any
     said: str

@@ -53,12 +53,6 @@ class DynamicSite:
     """The frequencies of one layer type as a function of the length.
 
     They come from transformers' rope function if there is one, so that a model equals its plain reload bit for bit.
-
-    Args:
-        rotary: the patched module.
-        site: the frequencies of the module that change.
-        method: the extension.
-        rope_type: the name under which the config stores the extension.
     """
 
     rotary: nn.Module
@@ -120,10 +114,6 @@ class DynamicForward:
 
     transformers keeps one set of frequencies in the module, which all rows of a batch share and which stays stretched
     after a long input. Here the frequencies follow the positions of each row, or of each document in a packed row.
-
-    Args:
-        rotary: the patched module; the ``forward`` of its class arranges cos and sin.
-        sites: the extended layer types.
     """
 
     rotary: nn.Module

@@ -111,9 +111,6 @@ class CarryingForward(ForwardOverride):
     """Replacement of the ``forward`` of an attention layer whose encoding has numbers for each token.
 
     The numbers go with the mask to the attention function, and with the keys through a cache, if there is one.
-
-    Args:
-        owner: the module that the encoding is attached to.
     """
 
     owner: nn.Module | None = None
@@ -134,9 +131,6 @@ class AddedForward(ForwardOverride):
     """Replacement of the ``forward`` of the first layer, which adds a vector for each position to its input.
 
     Positions are the layout's, in which padding counts for nothing and packed documents begin at 0.
-
-    Args:
-        owner: the module that the encoding is attached to.
     """
 
     owner: nn.Module | None = None

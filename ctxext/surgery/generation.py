@@ -30,12 +30,7 @@ from ctxext.surgery.edits import Edits
 
 @dataclass(frozen=True)
 class LengthRule:
-    """The rule that fits positions to the length of a text: a dynamic method and a trained length.
-
-    Args:
-        method: a dynamic method.
-        trained_length: tokens that the checkpoint was trained for.
-    """
+    """The rule that fits positions to the length of a text: a dynamic method and a trained length."""
 
     method: Method
     trained_length: int
@@ -105,10 +100,6 @@ class RecomputeStaleCache:
     """Replacement of ``model.prepare_inputs_for_generation`` that empties the cache when positions change.
 
     ``generate`` then returns the same tokens as greedy decoding without a cache, with chunked prefill too.
-
-    Args:
-        model: the patched model.
-        rule: the rule of its positions.
     """
 
     model: nn.Module
@@ -211,10 +202,6 @@ class RefuseAssistedDecoding:
 
     Assisted decoding verifies several tokens in one pass, with the positions of the longest prefix, while greedy
     decoding fits positions to each prefix.
-
-    Args:
-        model: the patched model.
-        rule: the rule of its positions.
     """
 
     model: nn.Module

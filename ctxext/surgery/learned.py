@@ -80,14 +80,7 @@ class Laid:
 
 @dataclass(eq=False)
 class LearnedForward:
-    """Replacement of ``rotary.forward``, which transformers runs without gradients.
-
-    Args:
-        rotary: the module; frequencies outside the search stay as they are.
-        rotation: the trainable rotation.
-        sites: its searched frequencies, by layer type.
-        laid: the arrangement of the output, by layer type.
-    """
+    """Replacement of ``rotary.forward``, which transformers runs without gradients."""
 
     rotary: nn.Module
     rotation: LearnedRotation

@@ -47,13 +47,7 @@ LENGTHS = (
 
 @dataclass(frozen=True)
 class Foreign:
-    """A field of a config that transformers ignores and other programs obey.
-
-    Args:
-        name: the field, or the key of its rope dict.
-        value: its value.
-        programs: runtimes that obey it, by the names that ``ctxext.export`` takes.
-    """
+    """A field of a config that transformers ignores and other programs obey."""
 
     name: str
     value: Any

@@ -90,14 +90,7 @@ def remaker_of(module: nn.Module) -> str | None:
 
 @dataclass
 class Growing:
-    """Replacement of the method that recomputes a module's table for a longer text: it appends rows instead.
-
-    Args:
-        module: the module.
-        leaf: the attribute of its table.
-        formula: the formula of the table.
-        inv_freq: the growth of each angle from token to token, in radians.
-    """
+    """Replacement of the method that recomputes a module's table for a longer text: it appends rows instead."""
 
     module: nn.Module
     leaf: str

@@ -44,14 +44,7 @@ UNROTATED_TYPE = f"{UNROTATED_NAME}: {GUARD}"
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A proven way to write a method into the config, before anything is edited.
-
-    Args:
-        method: the method, in the form that is stored.
-        sites: the frequencies that it extends, at least one.
-        rebuild: the model that transformers builds from the config with the method in it.
-        stored_as: a short description of the form in the config.
-    """
+    """A proven way to write a method into the config, before anything is edited."""
 
     method: RopeMethod
     sites: Sequence[RotarySite]

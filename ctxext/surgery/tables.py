@@ -145,11 +145,7 @@ def fields_of_positions(config: Any, prefix: str = "") -> Iterator[tuple[str, in
 
 @dataclass(eq=False)
 class Twins:
-    """Twins of a model and the tables that they show; each twin is built on first use, from the model of that time.
-
-    Args:
-        reference: a weak reference to any model; it is not touched.
-    """
+    """Twins of a model and the tables that they show; each twin is built on first use, from the model of that time."""
 
     reference: weakref.ref[PreTrainedModel]
 
