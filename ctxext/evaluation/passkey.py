@@ -10,10 +10,11 @@ Source of the task: Mohtashami & Jaggi, arXiv:2305.16300, appendix; wording and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import (
     SMALL_MODEL,
     Progress,
@@ -32,10 +34,12 @@ from ctxext.evaluation.forward import (
     logits_in_chunks,
     pass_cost,
     ticking,
+    turning_point,
 )
-from ctxext.evaluation.provenance import Provenance, Report, from_json
+from ctxext.evaluation.provenance import Provenance, Report
+from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.statistics import check_finite, wilson_interval
-from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
+from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import special_prefix, tokens_behind
@@ -267,46 +271,44 @@ def make_prompts(
     return tuple(itertools.starmap(make, itertools.product(lengths, depths, range(seed, seed + trials))))
 
 
-def run(
-    model: nn.Module,
-    tokenizer: Any,
+def prepare(
+    checkpoint: Checkpoint,
     *,
-    lengths: Iterable[int],
+    lengths: Sequence[int],
     depths: Iterable[float] = DEPTHS,
     trials: int = 1,
     seed: int = 0,
     haystack: Haystack | None = None,
     beyond: bool = False,
-    on_trial: Callable[[PasskeyTrial], None] = lambda _: None,
-) -> PasskeyResult:
-    """Measure every length at every depth, ``trials`` times.
+    name: str = UNPATCHED,
+) -> Survey[PromptJob]:
+    """Lay out every length at every depth, ``trials`` times, for a model as it is; ``passkey_results`` has the result.
 
     Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
+        checkpoint: what is measured.
         lengths: tokens that prompt and answer fit into.
-        depths: each from 0 to 1.
-        trials: prompts per cell, at least 1; they use the seeds ``seed``, ``seed + 1``, ...
-        seed: of the first trial of each cell.
+        depths: see ``make_prompts``.
+        trials: see ``make_prompts``.
+        seed: see ``make_prompts``.
         haystack: see ``build``.
         beyond: allow lengths for which the model is not meant, to see how it fails.
-        on_trial: called after each trial, for progress.
+        name: of the reading.
 
     Raises:
         InvalidParameterError: nothing to measure, an argument of ``build`` out of range, or a length that the model is
             not meant for.
-        IncompatibleError: as in ``measure``.
     """
-    haystack = haystack or noise(tokenizer)
-    prompts = make_prompts(tokenizer, lengths, depths, trials=trials, seed=seed, haystack=haystack)
+    model = checkpoint.model
+    point = turning_point(model)
+    prompts = make_prompts(
+        checkpoint.tokenizer, lengths, depths, trials=trials, seed=seed, haystack=haystack, turning_point=point
+    )
     if not prompts:
         raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
-    check_reach(model, max(prompt.length for prompt in prompts), beyond=beyond)
-    done = []
-    for prompt in prompts:
-        done.append(prompt.trial(model))
-        on_trial(done[-1])
-    return PasskeyResult(tuple(done), haystack.name)
+    check_reach(model, max(lengths), beyond=beyond)
+    readings = Readings(checkpoint, windows=())
+    reader = Reader(Reading(name=name, label=name), readings, tuple(lengths), apply=contextlib.nullcontext)
+    return Survey("ctxext eval passkey", checkpoint, jobs_of([reader], prompts))
 
 
 def _key_tokens(tokenizer: Any, key: str) -> list[int]:
@@ -450,18 +452,23 @@ class PasskeyReport(Report):
     provenance: Provenance
 
 
-def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:
-    """Summarise a finished survey of passkeys."""
-    readings = [
+def passkey_results(survey: Survey[PromptJob], haystack: Haystack | None = None) -> tuple[PasskeyResult, ...]:
+    """Sort the trials of a finished survey of passkeys by reading."""
+    return tuple(
         PasskeyResult(
-            trials=tuple(from_json(PasskeyTrial, trial) for trial in trials),
-            haystack=haystack.name,
+            trials=tuple(PasskeyTrial(**trial) for trial in trials),
+            haystack=haystack.name if haystack else "noise",
             reading=reader.reading.name,
             label=reader.reading.label,
         )
         for reader, trials in survey.trials()
-    ]
-    trained = survey.readers[0].readings.trained_length
+    )
+
+
+def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:
+    """Summarise a finished survey of passkeys."""
     return PasskeyReport(
-        readings=tuple(readings), trained_length=trained, provenance=survey.with_extensions(provenance)
+        readings=passkey_results(survey, haystack),
+        trained_length=survey.readers[0].readings.trained_length,
+        provenance=survey.with_extensions(provenance),
     )

@@ -23,7 +23,7 @@ from ctxext.evaluation.perplexity import (
     make_plan,
     prepare,
 )
-from ctxext.evaluation.survey import LossJob, Survey
+from ctxext.evaluation.survey import Survey
 from ctxext.files import write_json
 from ctxext.progress import StageBar, terminal
 from ctxext.surgery.subject import base_model
@@ -91,26 +91,24 @@ class BeforeAndAfter:
         evaluation = self.settings.evaluation
         model.eval()
         results: dict[str, Any] = {}
+        now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
         if self.plan is not None:
-            now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
             survey = prepare(now, self.corpus, self.plan, inside=self.inside, name="extended")
             self._finish(survey)
             result = survey.result()
             results["perplexity"] = result.to_dict() | {"answer": result.sentence()}
         if evaluation.passkey_lengths:
-            cells = len(evaluation.passkey_lengths) * len(evaluation.passkey_depths) * evaluation.passkey_trials
-            with self._arithmetic(), _bar(float(cells)) as bar:
-                bar("passkey", 0.0)
-                keys = passkey.run(
-                    model,
-                    self.checkpoint.tokenizer,
-                    lengths=evaluation.passkey_lengths,
-                    depths=evaluation.passkey_depths,
-                    trials=evaluation.passkey_trials,
-                    seed=self.settings.seed,
-                    on_trial=lambda _: bar("passkey", 1.0),
-                )
-            results["passkey"] = {"accuracy": keys.accuracy, "cells": [asdict(cell) for cell in keys.cells]}
+            keys = passkey.prepare(
+                now,
+                lengths=evaluation.passkey_lengths,
+                depths=evaluation.passkey_depths,
+                trials=evaluation.passkey_trials,
+                seed=self.settings.seed,
+                name="extended",
+            )
+            self._finish(keys)
+            (found,) = passkey.passkey_results(keys)
+            results["passkey"] = {"accuracy": found.accuracy, "cells": [asdict(cell) for cell in found.cells]}
         return results
 
     def _plan(self) -> PerplexityPlan:
@@ -131,7 +129,7 @@ class BeforeAndAfter:
             limit=evaluation.documents,
         )
 
-    def _finish(self, survey: Survey[LossJob]) -> None:
+    def _finish(self, survey: Survey[Any]) -> None:
         """Do all jobs with a bar. Every process does all of them, since engines may share weights."""
         jobs = survey.begin()
         with self._arithmetic(), _bar(sum(job.cost for job in jobs)) as progress:

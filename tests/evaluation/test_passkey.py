@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.passkey import PasskeyCell, PasskeyResult, PasskeyTrial, build, measure, run
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.passkey import PasskeyCell, PasskeyResult, PasskeyTrial, build, measure, passkey_results, prepare
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.texts.haystack import of_text, split_sentences
 from tests._models import tiny
@@ -199,10 +200,15 @@ def test_sentences(text: str, pieces: list[str]) -> None:
     assert len(found) - len(pieces) == (1 if text.startswith('"') else 0)
 
 
+def run(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PasskeyResult:
+    survey = prepare(Checkpoint("tiny", model, tokenizer), **options)
+    survey.measure(survey.begin())
+    (found,) = passkey_results(survey)
+    return found
+
+
 def test_run_covers_the_grid(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    seen: list[PasskeyTrial] = []
-    found = run(model, tokenizer, lengths=[400, 410], depths=[0.0, 1.0], trials=2, seed=5, on_trial=seen.append)
-    assert tuple(seen) == found.trials
+    found = run(model, tokenizer, lengths=[400, 410], depths=[0.0, 1.0], trials=2, seed=5)
     cells = [(trial.length, trial.depth, trial.seed) for trial in found.trials]
     assert cells == [(n, d, s) for n in (400, 410) for d in (0.0, 1.0) for s in (5, 6)]
     # A length is that of prompt and answer, for which eight tokens are left.
