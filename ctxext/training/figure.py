@@ -6,15 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext.evaluation.report.style import (
-    COLOURS,
-    NOTE,
-    Look,
-    draw_differences,
-    draw_grid,
-    require_matplotlib,
-    saved_figure,
-)
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.report.figures import COLOURS, NOTE, Figure, draw_differences, draw_grid
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
 
@@ -46,28 +39,43 @@ def save_training_figure(
     """Draw a run: its loss above, its learning rate below, and on the right the loss against its best truncation.
 
     Args:
-        path: of the PNG; it appears whole or not at all.
-        entries: each with ``step``, ``loss`` (nats per token) and ``learning_rate``.
+        path: path of the PNG, which appears whole or not at all.
+        entries: entries of the log, each with ``step``, ``loss`` (nats per token) and ``learning_rate``.
         title: one line.
         gains: before and after training; without any the right part is left out.
 
     Raises:
         InvalidParameterError: matplotlib is not installed.
     """
-    require_matplotlib()
+    measured = {name: gain for name, gain in (gains or {}).items() if gain}
+    size = (10.0 if measured else 7.0, 4.5)
+    figure = Figure(name=path.stem, title=title, size=size, draw=lambda canvas: _draw(canvas, entries, measured))
+    with whole_file(path) as half:
+        figure.save(half)
+
+
+def _draw(figure: Any, entries: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    gains = {name: gain for name, gain in (gains or {}).items() if gain}
     widths = (1.65, 1) if gains else (1,)
-    with whole_file(path) as half, saved_figure(half, (10.0 if gains else 7.0, 4.5), title) as figure:
-        grid = figure.add_gridspec(2, len(widths), height_ratios=(4, 1), width_ratios=widths)
-        above, below = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
-        below.sharex(above)
-        _draw_loss(above, entries)
-        _draw_learning_rate(below, entries)
-        below.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if gains:
-            _draw_gains(figure.add_subplot(grid[:, 1]), gains)
+    grid = figure.add_gridspec(2, len(widths), height_ratios=(4, 1), width_ratios=widths)
+    above, below = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
+    below.sharex(above)
+    _draw_loss(above, entries)
+    rates = [entry["learning_rate"] for entry in entries]
+    below.plot([entry["step"] for entry in entries], rates, color=NOTE, lw=1.2)
+    below.set_ylim(0, max(rates) * 1.25 or 1.0)
+    below.set_yticks([0, max(rates)], ["0", f"{max(rates):.0e}".replace("e-0", "e-")])
+    below.text(0.995, 0.9, "learning rate", transform=below.transAxes, ha="right", va="top", fontsize=8.5, color=NOTE)
+    below.set_xlabel("step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if gains:
+        columns = [f"{tokens_label(start)}-{tokens_label(stop)}" for (start, stop), _ in next(iter(gains.values()))]
+        groups = [
+            (f"{name} training", colour, [change for _, change in gain])
+            for (name, gain), colour in zip(gains.items(), (BEFORE, AFTER), strict=False)
+        ]
+        draw_differences(figure.add_subplot(grid[:, 1]), columns, groups, title="Loss minus its own best truncation's")
 
 
 def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -80,24 +88,3 @@ def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
     axes.text(1.01, means[-1], f"{means[-1]:.3f}", color=AFTER, fontsize=9.5, **beside)
     axes.tick_params(labelbottom=False)
     draw_grid(axes, "Training loss, nats per token; its running mean")
-
-
-def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
-    rates = [entry["learning_rate"] for entry in entries]
-    axes.plot([entry["step"] for entry in entries], rates, color=NOTE, lw=1.2)
-    axes.set_ylim(0, max(rates) * 1.25 or 1.0)
-    axes.set_yticks([0, max(rates)], ["0", f"{max(rates):.0e}".replace("e-0", "e-")])
-    axes.text(0.995, 0.9, "learning rate", transform=axes.transAxes, ha="right", va="top", fontsize=8.5, color=NOTE)
-    axes.set_xlabel("step")
-
-
-def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
-    """Draw means with 95 percent intervals, before and after side by side."""
-    spans = [span for span, _ in next(iter(gains.values()))]
-    looks = [Look(f"{name} training", (BEFORE, AFTER)[place % 2]) for place, name in enumerate(gains)]
-    groups = [(look, [change for _, change in gain]) for look, gain in zip(looks, gains.values(), strict=True)]
-    draw_differences(axes, spans, groups, width=0.24, title="Loss minus its own best truncation's")
-    axes.margins(y=0.2)
-    axes.legend(frameon=False, fontsize=9, loc="best", handletextpad=0.2, labelcolor="linecolor")
-    inside = {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": NOTE}
-    axes.text(0.985, 0.02, "below the line: the old text helps", **inside)

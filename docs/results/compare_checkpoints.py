@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from rich.console import Console
@@ -38,14 +38,14 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.readings import known_trained_length
-from ctxext.evaluation.report.style import (
+from ctxext.evaluation.report.figures import (
     COLOURS,
     DASHED,
+    Figure,
+    colours_for,
     draw_differences,
     draw_grid,
-    looks_for,
     require_matplotlib,
-    saved_figure,
 )
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, edges_for
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
@@ -266,31 +266,33 @@ def draw(
     ends: dict[str, tuple[End, End]],
 ) -> None:
     """Both tables' differences side by side, each where there is one."""
-    looks = looks_for({name: (name, label) for name, label in labels_of(checkpoints).items()})
+    labels = labels_of(checkpoints)
+    colours = colours_for({name: name for name in checkpoints})
     parts = [bool(gaps), bool(ends)]
-    with saved_figure(path, (5.2 * sum(parts), 4.5), "Checkpoints on the same long texts, nats per token") as figure:
+
+    def panels(figure: Any) -> None:
         panels = iter(figure.subplots(1, sum(parts), squeeze=False)[0])
         if gaps:
-            groups = [(looks[name], some) for name, some in gaps.items()]
-            axes = next(panels)
-            title = f"Loss minus that of {looks[checkpoints[0]].label}, 95 %"
-            draw_differences(axes, spans, groups, width=0.6 / len(groups), title=title)
-            axes.margins(y=0.25)
-            axes.legend(frameon=False, fontsize=9)
+            groups = [(labels[name], colours[name], some) for name, some in gaps.items()]
+            columns = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in spans]
+            draw_differences(next(panels), columns, groups, title=f"Loss minus that of {labels[checkpoints[0]]}, 95 %")
         if ends:
             axes = next(panels)
             draw_grid(axes, "Ends of whole texts minus a truncation's, 95 %")
             axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED)
             for place, (name, both) in enumerate(ends.items()):
                 for one, side, filled in zip(both, (-0.12, 0.12), (True, False), strict=True):
-                    face = looks[name].colour if filled else "white"
+                    face = colours[name] if filled else "white"
                     axes.errorbar(
-                        place + side, one.gap.mean, yerr=one.gap.margin, fmt="o", color=looks[name].colour, mfc=face
+                        place + side, one.gap.mean, yerr=one.gap.margin, fmt="o", color=colours[name], mfc=face
                     )
-            axes.set_xticks(range(len(ends)), [looks[name].label for name in ends], fontsize=9)
+            axes.set_xticks(range(len(ends)), [labels[name] for name in ends], fontsize=9)
             axes.margins(y=0.25)
             axes.set_xlim(-0.6, len(ends) - 0.4)
             axes.set_xlabel("filled: its own best truncation; hollow: the best of all", fontsize=9)
+
+    title = "Checkpoints on the same long texts, nats per token"
+    Figure(name="checkpoints", title=title, size=(5.2 * sum(parts), 4.5), draw=panels).save(path)
 
 
 if __name__ == "__main__":
