@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.report.figures import COLOURS, NOTE, Figure, draw_differences, draw_grid
+from ctxext.evaluation.report.figures import COLOURS, NOTE, differences_panel, draw_grid, saved_figure
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
 
@@ -49,9 +49,8 @@ def save_training_figure(
     """
     measured = {name: gain for name, gain in (gains or {}).items() if gain}
     size = (10.0 if measured else 7.0, 4.5)
-    figure = Figure(name=path.stem, title=title, size=size, draw=lambda canvas: _draw(canvas, entries, measured))
-    with whole_file(path) as half:
-        figure.save(half)
+    with whole_file(path) as half, saved_figure(half, size, title) as figure:
+        _draw(figure, entries, measured)
 
 
 def _draw(figure: Any, entries: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain]) -> None:
@@ -72,10 +71,11 @@ def _draw(figure: Any, entries: Sequence[Mapping[str, Any]], gains: Mapping[str,
     if gains:
         columns = [f"{tokens_label(start)}-{tokens_label(stop)}" for (start, stop), _ in next(iter(gains.values()))]
         groups = [
-            (f"{name} training", colour, [change for _, change in gain])
-            for (name, gain), colour in zip(gains.items(), (BEFORE, AFTER), strict=False)
+            ("truncated" if place == 0 else "yarn", f"{name} training", [change for _, change in gain])
+            for place, (name, gain) in enumerate(gains.items())
         ]
-        draw_differences(figure.add_subplot(grid[:, 1]), columns, groups, title="Loss minus its own best truncation's")
+        panel = differences_panel(columns, groups, title="Loss minus its own best truncation's")
+        panel.draw(figure.add_subplot(grid[:, 1]))
 
 
 def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:

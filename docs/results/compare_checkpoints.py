@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from rich.console import Console
@@ -41,11 +41,11 @@ from ctxext.evaluation.readings import known_trained_length
 from ctxext.evaluation.report.figures import (
     COLOURS,
     DASHED,
-    Figure,
     colours_for,
-    draw_differences,
+    differences_panel,
     draw_grid,
     require_matplotlib,
+    saved_figure,
 )
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, edges_for
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
@@ -267,15 +267,16 @@ def draw(
 ) -> None:
     """Both tables' differences side by side, each where there is one."""
     labels = labels_of(checkpoints)
-    colours = colours_for({name: name for name in checkpoints})
+    colours = dict(zip(checkpoints, colours_for(checkpoints), strict=True))
     parts = [bool(gaps), bool(ends)]
-
-    def panels(figure: Any) -> None:
+    title = "Checkpoints on the same long texts, nats per token"
+    with saved_figure(path, (5.2 * sum(parts), 4.5), title) as figure:
         panels = iter(figure.subplots(1, sum(parts), squeeze=False)[0])
         if gaps:
-            groups = [(labels[name], colours[name], some) for name, some in gaps.items()]
+            groups = [(name, labels[name], some) for name, some in gaps.items()]
             columns = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in spans]
-            draw_differences(next(panels), columns, groups, title=f"Loss minus that of {labels[checkpoints[0]]}, 95 %")
+            heading = f"Loss minus that of {labels[checkpoints[0]]}, 95 %"
+            differences_panel(columns, groups, title=heading).draw(next(panels))
         if ends:
             axes = next(panels)
             draw_grid(axes, "Ends of whole texts minus a truncation's, 95 %")
@@ -290,9 +291,6 @@ def draw(
             axes.margins(y=0.25)
             axes.set_xlim(-0.6, len(ends) - 0.4)
             axes.set_xlabel("filled: its own best truncation; hollow: the best of all", fontsize=9)
-
-    title = "Checkpoints on the same long texts, nats per token"
-    Figure(name="checkpoints", title=title, size=(5.2 * sum(parts), 4.5), draw=panels).save(path)
 
 
 if __name__ == "__main__":

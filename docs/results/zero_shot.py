@@ -38,7 +38,7 @@ from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
-from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, Figure, draw_grid
+from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, grouped_difference
 from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
@@ -279,8 +279,7 @@ def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
     found = {length: results.at(length) for length in lengths}
     heights, columns = [len(rows) + 1.6 for _, rows in found.values()], 2 if results.study.trials else 1
     title = "What a longer context is worth without training"
-
-    def panels(figure: Any) -> None:
+    with saved_figure(path, (9.6, 0.36 * sum(heights) + 0.5), title) as figure:
         shares = (2.4, 1)[:columns]
         grid = figure.subplots(
             len(lengths), columns, squeeze=False, sharex="col", sharey="row", height_ratios=heights, width_ratios=shares
@@ -291,8 +290,6 @@ def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
             )
             for panel in panels[1:]:
                 draw_keys(panel, rows)
-
-    Figure(name="zero-shot", title=title, size=(9.6, 0.36 * sum(heights) + 0.5), draw=panels).save(path)
 
 
 def draw_losses(panel: Any, rows: Sequence[Found], window: int, span: str) -> None:
