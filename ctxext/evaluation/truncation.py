@@ -21,8 +21,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import SMALL_MODEL, pass_cost
@@ -111,23 +111,10 @@ def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) ->
     return truncation_windows(positions, window=window, stride=stride_of(window, prefix), start=start, prefix=prefix)
 
 
-def tail_losses(
-    model: nn.Module, input_ids: Int[Tensor, "batch tokens"], *, window: int, start: int, prefix: int = 0
-) -> Float[Tensor, "batch positions"]:
-    """Return the losses of the passes of ``tail_windows``, in nats per token; arguments and errors as there."""
-    windows = tail_windows(window, start=start, positions=input_ids.shape[1] - 1, prefix=prefix)
-    return torch.cat([one.losses(model, input_ids) for one in windows], dim=1)
-
-
-def tail_passes(window: int, *, start: int, positions: int, prefix: int) -> int:
-    """Count the passes of ``tail_windows``; arguments as there."""
-    return len(tail_windows(window, start=start, positions=positions, prefix=prefix))
-
-
 def tails_cost(
     windows: Sequence[int], *, start: int, positions: int, prefix: int = 0, turning_point: int = SMALL_MODEL
 ) -> float:
-    """Return what ``tail_losses`` of several windows cost for one text, in the units of ``pass_cost``."""
+    """Estimate the cost of ``tail_windows`` of several windows for one text, in the units of ``pass_cost``."""
     return sum(
         pass_cost(one.positions, turning_point)
         for window in windows

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typer import Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -27,49 +26,23 @@ from ctxext.choosing.choice import Choice
 from ctxext.choosing.choose import ChoiceSettings, PlannedChoice, prepare
 from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.loss import Window
 from ctxext.evaluation.readings import Reader, Reading
-from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference, mean_loss
-from ctxext.evaluation.survey import Answer, Job, Survey
+from ctxext.evaluation.statistics import PairedDifference, grouped_difference, mean_loss
+from ctxext.evaluation.survey import LossJob, Survey
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
 from scripts.bench import machine, markdown_table
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Reads(Job):
-    """One candidate and one document, in stretches of the target length.
-
-    Args:
-        document: whole.
-        length: tokens of a stretch.
-    """
-
-    document: TokenisedDocument
-    length: int
-
-    def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """Nats per token, stretch after stretch."""
-        rows = stretches(self.document, self.length)
-        losses = []
-        for row in rows:
-            with ticking(model, self.name, self.cost / len(rows), progress):
-                losses.append(loss_by_position(model, row)[0])
-        check_finite(found := torch.cat(losses), self.name)
-        return Answer({"item": self.document.name}, found)
-
-
-def stretches(document: TokenisedDocument, length: int) -> list[Tensor]:
+def stretches(document: TokenisedDocument, length: int) -> list[Window]:
     """All parts of a document that have the length, and a token more to be predicted."""
     step = length + 1 - document.prefix
-    return [
-        document.take(length + 1, skip=start).input_ids
-        for start in range(0, document.tokens - document.prefix - step + 1, step)
-    ]
+    begins = range(document.prefix, document.tokens - step + 1, step)
+    return [Window(begin, begin + step, length, document.prefix) for begin in begins]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,20 +160,18 @@ def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Cor
     return Judged(planned, choice, losses)
 
 
-def jobs_of(planned: PlannedChoice, reading: Reading, others: Corpus) -> list[Reads]:
+def jobs_of(planned: PlannedChoice, reading: Reading, others: Corpus) -> list[LossJob]:
     """A candidate that reads all documents."""
     readings, length = planned.readings, planned.length
-    reader = Reader(reading, readings, (length,))
+    told = [reading.name, reading.method, reading.fingerprint]
     return [
-        Reads(
-            key=readings.key(
-                [reading.name, reading.method, reading.fingerprint], task=["judge", length, document.sha256]
-            ),
-            cost=len(stretches(document, length)) * pass_cost(length, planned.costs.turning_point),
-            reader=reader,
+        LossJob.of(
+            Reader(reading, readings, (length,)),
+            document,
+            stretches(document, length),
             name=f"{reading.label}, {document.name}",
-            document=document,
-            length=length,
+            turning_point=planned.costs.turning_point,
+            key=readings.key(told, task=["judge", length, document.sha256]),
         )
         for document in others.documents
     ]

@@ -24,7 +24,7 @@ from typing import Annotated
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from typer import Argument, Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -36,7 +36,7 @@ from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.forward import check_reach, pass_cost, ticking, turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.loss import Window
 from ctxext.evaluation.readings import known_trained_length
 from ctxext.evaluation.report.figures import (
     COLOURS,
@@ -48,7 +48,7 @@ from ctxext.evaluation.report.figures import (
     saved_figure,
 )
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, edges_for
-from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
+from ctxext.evaluation.truncation import best_window, tail_windows, windows_of
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table
@@ -130,18 +130,11 @@ class Reading:
         whole = f"{checkpoint.sha256}-{document.sha256}-{self.length}"
         return whole if self.window is None else f"{whole}-{self.start}-{self.window}"
 
-    def losses(self, model: nn.Module, document: TokenisedDocument) -> Tensor:
-        """Nats per token from ``start`` on."""
-        ids = document.take(self.length + 1).input_ids
+    def windows(self, prefix: int) -> tuple[Window, ...]:
+        """The forward passes over one text."""
         if self.window is None:
-            return loss_by_position(model, ids)[0]
-        return tail_losses(model, ids, window=self.window, start=self.start, prefix=document.prefix)[0]
-
-    def passes(self, prefix: int) -> int:
-        """How many forward passes one text takes."""
-        if self.window is None:
-            return 1
-        return tail_passes(self.window, start=self.start, positions=self.length, prefix=prefix)
+            return (Window(0, self.length + 1, self.length),)
+        return tail_windows(self.window, start=self.start, positions=self.length, prefix=prefix)
 
 
 def read(
@@ -150,13 +143,16 @@ def read(
     """Nats per token of every text; what is finished is not read again. Messages name the checkpoint by its label."""
     finished, point = journal.finished(), turning_point(checkpoint.model)
     missing = [one for one in corpus.documents if reading.key(checkpoint, one) not in finished]
-    costs = [reading.passes(one.prefix) * pass_cost(reading.window or reading.length, point) for one in missing]
+    windows = [reading.windows(one.prefix) for one in missing]
+    costs = [pass_cost(one.positions, point) for own in windows for one in own]
     told = label if reading.window is None else f"{label}, last {tokens_label(reading.window)}"
     with StageBar(console, math.fsum(costs), report=not console.is_terminal) as bar:
-        for document, cost in zip(missing, costs, strict=True):
-            name = f"{told}, {document.name}"
-            with ticking(checkpoint.model, name, cost / reading.passes(document.prefix), bar):
-                found = reading.losses(checkpoint.model, document)
+        for document, own in zip(missing, windows, strict=True):
+            name, parts = f"{told}, {document.name}", []
+            for window in own:
+                with ticking(checkpoint.model, name, pass_cost(window.positions, point), bar):
+                    parts.append(window.losses(checkpoint.model, document.take(reading.length + 1).input_ids)[0])
+            found = torch.cat(parts)
             check_finite(found, name)
             line = {"key": reading.key(checkpoint, document), "reading": told}
             journal.keep({**line, "item": document.name}, found)

@@ -24,24 +24,24 @@ from typing import Annotated, Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from typer import Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import ALPHA, BETA
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.loss import Window
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
-from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, grouped_difference
-from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, jobs_of
-from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
+from ctxext.evaluation.statistics import PairedDifference, document_difference, grouped_difference
+from ctxext.evaluation.survey import LossJob, PromptJob, Survey, jobs_of
+from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_windows
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table
@@ -62,33 +62,6 @@ METHODS = (
     "yarn",
     "dynamic_ntk",
 )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Reads(Job):
-    """One reader and one text: its losses, at the end alone where a truncation reads.
-
-    Args:
-        document: with one token more than the length.
-        start: the first position scored.
-        passes: forward passes that the cost is spread over.
-    """
-
-    document: TokenisedDocument
-    start: int
-    passes: int
-
-    def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """The losses from ``start`` on, nats per token."""
-        window, ids = self.reader.window, self.document.input_ids
-        with ticking(model, self.name, self.cost / self.passes, progress):
-            losses = (
-                loss_by_position(model, ids, start=self.start)[0]
-                if window is None
-                else tail_losses(model, ids, window=window, start=self.start, prefix=self.document.prefix)[0]
-            )
-        check_finite(losses, self.name)
-        return Answer({"item": self.document.name}, losses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,22 +89,22 @@ class Study:
         """Positions that stand for a length."""
         return self.model.trained_length // 4
 
-    def reads(self, reading: Reading, length: int, document: TokenisedDocument) -> Reads:
+    def reads(self, reading: Reading, length: int, document: TokenisedDocument) -> LossJob:
         """The job of one text: a truncation reads the end alone, the unextended model its window, a method all."""
         trained, window = self.model.trained_length, reading.window
         if reading.name == UNPATCHED:
             length = trained
-        start = 0 if window is None else length - self.quarter
-        text = document.take(length + 1)
-        passes = 1 if window is None else tail_passes(window, start=start, positions=length, prefix=text.prefix)
-        return Reads(
-            key=self.model.key([reading.name, reading.method, reading.fingerprint], task=["end", start, text.sha256]),
-            cost=passes * pass_cost(window or length, self.point),
-            reader=Reader(reading, self.model, (length,)),
+        start, text = 0 if window is None else length - self.quarter, document.take(length + 1)
+        windows = (Window(0, length + 1, length),)
+        if window is not None:
+            windows = tail_windows(window, start=start, positions=length, prefix=text.prefix)
+        return LossJob.of(
+            Reader(reading, self.model, (length,)),
+            text,
+            windows,
             name=f"{reading.label}, {document.name}, {length:,} tokens",
-            document=text,
-            start=start,
-            passes=passes,
+            turning_point=self.point,
+            key=self.model.key([reading.name, reading.method, reading.fingerprint], task=["end", start, text.sha256]),
         )
 
     def asks(self, reading: Reading, length: int) -> list[PromptJob]:
@@ -354,7 +327,7 @@ def main(
     lengths = tuple(sorted({reading.reach for reading in methods if reading.reach is not None}))
     corpus = texts.read(checkpoint, tokens=lengths[-1] + 1, whole=True)
     study = Study(model, corpus, lengths, trials, checkpoint.tokenizer, turning_point(checkpoint.model))
-    jobs: list[Reads | PromptJob] = []
+    jobs: list[LossJob | PromptJob] = []
     for length in lengths:
         jobs += [study.reads(one, length, text) for one in (plain, *truncations) for text in corpus.documents]
         jobs += [study.reads(one, length, text) for text in corpus.documents for one in reaching(methods, length)]

@@ -14,7 +14,7 @@ from ctxext.evaluation.truncation import (
     best_window,
     is_reference,
     join_best,
-    tail_losses,
+    tail_windows,
     tails_cost,
     window_name,
     window_of,
@@ -43,7 +43,8 @@ def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids:
     steps: list[tuple[str, float]] = []
     for window in (10, 20, 30, 40):
         with ticking(model, window_name(window), pass_cost(window, 100), lambda *step: steps.append(step)):
-            losses = tail_losses(model, input_ids, window=window, start=40, prefix=1)
+            windows = tail_windows(window, start=40, positions=89, prefix=1)
+            losses = torch.cat([one.losses(model, input_ids) for one in windows], dim=1)
         stride = window // 4
         assert losses.shape == (2, 49)
         for i in (40, 47, 63, 88):
@@ -60,7 +61,8 @@ def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids:
     assert sum(done for _, done in steps) == pytest.approx(cost)
     steps.clear()
     with ticking(model, "inside", pass_cost(20, 100), lambda *step: steps.append(step)):
-        tail_losses(model, input_ids, window=20, start=7, prefix=1)
+        for one in tail_windows(20, start=7, positions=89, prefix=1):
+            one.losses(model, input_ids)
     inside = tails_cost((20,), start=7, positions=89, prefix=1, turning_point=100)
     assert sum(cost for _, cost in steps) == pytest.approx(inside), "the window itself is a pass too"
 
