@@ -1,1 +1,1 @@
-"""Which extension suits a model and texts, found by measuring and not by a formula."""
+"""The choice of the extension that suits a model and texts, by measuring and not by a formula."""

@@ -1,4 +1,4 @@
-"""How much may be read for a choice: a budget in time or passes, and the largest sizes that it lasts for."""
+"""The budget of a choice, in time or passes, and the largest sizes that it lasts for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEPS, FEWEST, STARTS, ACCEPTING = 60, 12, 2, 3
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent.
+    """Time or passes that a choice may take.
 
     Args:
         text: as it was given; empty for no limit.
@@ -75,19 +75,9 @@ def parse_budget(given: str | float | None) -> Budget:
     )
 
 
-def prefix_of(trained: int, length: int) -> int:
-    """Return the tokens of a text that the first round reads: a quarter of the target, inside the window."""
-    return min(trained, length // 4)
-
-
-def stretches_in(trained: int, length: int) -> int:
-    """Return how many texts hold enough tokens beyond the window."""
-    return math.ceil(ENOUGH / (length - trained))
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchSizes:
-    """How much a search reads.
+    """Amounts that a search reads.
 
     Args:
         steps: from each start.
@@ -104,7 +94,7 @@ class SearchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of the parts of a choice, in passes over the whole target.
+    """Costs of a choice, in passes over the whole target, and the sizes that a budget lasts for.
 
     Args:
         trained: tokens of the window.
@@ -113,6 +103,10 @@ class Costs:
         others: candidates that are not.
         windows: of the truncations, in tokens.
         turning_point: of the model, see ``pass_cost``.
+        choosing: texts to choose on that there are.
+        held_out: texts to judge on that there are.
+        keys: whether hidden keys are asked for.
+        accepting: texts kept for accepting the result of a search that there are; None for no search.
     """
 
     trained: int
@@ -121,14 +115,28 @@ class Costs:
     others: int
     windows: tuple[int, ...]
     turning_point: int
+    choosing: int
+    held_out: int
+    keys: bool
+    accepting: int | None = None
 
     def of(self, tokens: int) -> float:
         """Return the cost of a pass over so many tokens."""
         return pass_cost(tokens, self.turning_point) / pass_cost(self.length, self.turning_point)
 
     @property
+    def prefix(self) -> int:
+        """Tokens of a text that the first round reads: a quarter of the target, inside the window."""
+        return min(self.trained, self.length // 4)
+
+    @property
+    def stretches(self) -> int:
+        """Number of texts that hold enough tokens beyond the window."""
+        return math.ceil(ENOUGH / (self.length - self.trained))
+
+    @property
     def end(self) -> int:
-        """Where the end of a text begins, at which truncation is measured: a quarter of the window, beyond it."""
+        """Start of the end of a text, at which truncation is measured: a quarter of the window, beyond it."""
         return max(self.trained, self.length - max(1, self.trained // 4))
 
     def timed(self, inside: float, whole: float) -> Costs:
@@ -139,103 +147,78 @@ class Costs:
             whole: seconds of a pass over the whole target.
         """
         # inside / whole = short (1 + short / t) / (length (1 + length / t)), solved for the turning point t.
-        short, length, ratio = prefix_of(self.trained, self.length), self.length, inside / whole
+        short, length, ratio = self.prefix, self.length, inside / whole
         linear, quadratic = short - ratio * length, ratio * length**2 - short**2
         if linear <= 0:  # dearer than a share of the tokens: all linear, and calls cost something
             return replace(self, turning_point=ALL_LINEAR)
         return replace(self, turning_point=max(1, round(quadratic / linear)))
 
-    def halving(self, sizes: Sizes) -> float:
-        """Return the cost of all rounds and the verdict, at most."""
-        inside = self.judged * sizes.first * self.of(prefix_of(self.trained, self.length))
+    def most(self, sizes: Sizes, search: SearchSizes | None = None) -> float:
+        """Return the cost of all rounds, a search and the verdict, at most."""
+        inside = self.judged * sizes.first * self.of(self.prefix)
         whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
         tails = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
         truncations = tails / pass_cost(self.length, self.turning_point)
-        return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
+        total = inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
+        if search is not None:
+            key = self.of(self.trained) if sizes.keys else 0.0
+            total += search.starts * (search.steps * search.rows * STEP_COST + sizes.first)
+            total += key + 3 * search.accepting + sizes.keys
+        return total
 
-    def search(self, search: SearchSizes, sizes: Sizes) -> float:
-        """Return the cost of a whole search, and of accepting its result."""
-        steps = search.starts * search.steps * search.rows * STEP_COST
-        key = self.of(self.trained) if sizes.keys else 0.0
-        return steps + key + search.starts * sizes.first + 3 * search.accepting + sizes.keys
+    def sizes(self, allowed: float | None) -> tuple[Sizes, SearchSizes | None]:
+        """Return the largest sizes that a budget lasts for; a search gets half of it, or as much as it can use.
 
+        Args:
+            allowed: passes; None for no limit.
 
-def sizes_for(allowed: float | None, costs: Costs, *, choosing: int, held_out: int, keys: bool) -> Sizes:
-    """Return the largest sizes that a budget lasts for.
-
-    Args:
-        allowed: passes; None for no limit.
-        costs: of the parts.
-        choosing: texts to choose on that there are.
-        held_out: texts to judge on that there are.
-        keys: whether keys are asked for at all.
-
-    Raises:
-        InvalidParameterError: not even the smallest sizes fit.
-    """
-    ladder = _ladder(costs, choosing=choosing, held_out=held_out, keys=keys)
-    for sizes in ladder:
-        if allowed is None or costs.halving(sizes) <= allowed:
-            return sizes
-    raise InvalidParameterError(
-        f"The budget is too small: it comes to {allowed:.1f} passes over {costs.length:,} tokens. Choosing among "
-        f"{costs.judged + costs.others} candidates takes {costs.halving(ladder[-1]):.1f} at least. Allow more "
-        f"(--budget), or choose for a smaller target."
-    )
-
-
-def _ladder(costs: Costs, *, choosing: int, held_out: int, keys: bool) -> list[Sizes]:
-    """Return all sizes, from the largest to the smallest; see ``sizes_for``."""
-    first = stretches_in(costs.trained, costs.length)
-    start = min(first, choosing)
-    return [
-        Sizes(
-            whole=whole,
-            finalists=finalists,
-            texts=min(max(start, texts * first), choosing),
-            first=start,
-            held_out=min(judged * first, held_out),
-            keys=asked if keys else 0,
+        Raises:
+            InvalidParameterError: not even the smallest sizes, with the shortest search, fit.
+        """
+        ladder, least = self._ladder(), self._search(FEWEST)
+        longest = self._search(STEPS)
+        if allowed is None:
+            return ladder[0], longest
+        # The rounds get as much as the longest search leaves, or half; but no less than the smallest sizes need.
+        for_search = self.most(ladder[0], longest) - self.most(ladder[0])
+        for_rounds = max(allowed - for_search, allowed / 2, self.most(ladder[-1]))
+        for sizes in ladder:
+            search = self._search(self._steps(allowed, sizes))
+            fits = self.most(sizes) <= allowed if search is None else search.steps >= FEWEST
+            if fits and (self.most(sizes) <= for_rounds or sizes == ladder[-1]):
+                return sizes, search
+        steps = "" if least is None else f" and {FEWEST} steps of a search from each of {STARTS} starts"
+        way = "for a smaller target" if least is None else "without --search"
+        raise InvalidParameterError(
+            f"The budget is too small: it comes to {allowed:.1f} passes over {self.length:,} tokens. Choosing among "
+            f"{self.judged + self.others} candidates{steps} takes {self.most(ladder[-1], least):.1f} at least. Allow "
+            f"more (--budget), or choose {way}."
         )
-        for whole, finalists, texts, judged, asked in LADDER
-    ]
 
+    def _ladder(self) -> list[Sizes]:
+        """Return all sizes, from the largest to the smallest."""
+        first = self.stretches
+        start = min(first, self.choosing)
+        return [
+            Sizes(
+                whole=whole,
+                finalists=finalists,
+                texts=min(max(start, texts * first), self.choosing),
+                first=start,
+                held_out=min(judged * first, self.held_out),
+                keys=keys if self.keys else 0,
+            )
+            for whole, finalists, texts, judged, keys in LADDER
+        ]
 
-def search_sizes_for(
-    allowed: float | None, costs: Costs, *, choosing: int, accepting: int, held_out: int, keys: bool
-) -> tuple[Sizes, SearchSizes]:
-    """Return sizes that a budget lasts for together with a search, which gets half of it, or as much as it can use.
+    def _search(self, steps: int) -> SearchSizes | None:
+        if self.accepting is None:
+            return None
+        rows = self.stretches
+        return SearchSizes(steps=steps, rows=rows, starts=STARTS, accepting=min(ACCEPTING * rows, self.accepting))
 
-    Args:
-        allowed: passes; None for no limit.
-        costs: of the parts.
-        choosing: texts to choose on that there are.
-        accepting: texts kept for accepting that there are.
-        held_out: texts to judge on that there are.
-        keys: whether keys are asked for at all.
-
-    Raises:
-        InvalidParameterError: not even the smallest sizes and the shortest search fit.
-    """
-    rows = stretches_in(costs.trained, costs.length)
-
-    def search(steps: int) -> SearchSizes:
-        return SearchSizes(steps=steps, rows=rows, starts=STARTS, accepting=min(ACCEPTING * rows, accepting))
-
-    ladder = _ladder(costs, choosing=choosing, held_out=held_out, keys=keys)
-    if allowed is None:
-        return ladder[0], search(STEPS)
-    # As much as the longest search leaves, or half; but no less than the smallest sizes need.
-    for_rounds = max(allowed - costs.search(search(STEPS), ladder[0]), allowed / 2, costs.halving(ladder[-1]))
-    for sizes in ladder:
-        left = allowed - costs.halving(sizes) - costs.search(search(0), sizes)
-        steps = min(STEPS, int(left / (costs.search(search(1), sizes) - costs.search(search(0), sizes))))
-        if steps >= FEWEST and (costs.halving(sizes) <= for_rounds or sizes == ladder[-1]):
-            return sizes, search(steps)
-    least = costs.halving(ladder[-1]) + costs.search(search(FEWEST), ladder[-1])
-    raise InvalidParameterError(
-        f"The budget is too small for --search: it comes to {allowed:.1f} passes over {costs.length:,} tokens. "
-        f"Choosing and {FEWEST} steps from each of {STARTS} starts take some {least:.0f} at least. Allow more "
-        f"(--budget), or choose without --search."
-    )
+    def _steps(self, allowed: float, sizes: Sizes) -> int:
+        """Return the steps of a search that the rounds leave of a budget."""
+        without, with_one = (self.most(sizes, self._search(steps)) for steps in (0, 1))
+        return min(STEPS, int((allowed - without) / (with_one - without))) if with_one > without else 0

@@ -134,23 +134,23 @@ def short_label(method: Method) -> str:
     return f"YaRN {TIMES}{method.factor:.4g} ({ramp}, by {method.stretch:.4g}, scale {method.attention_scale:.4g})"
 
 
-def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, list[str]]]:
+def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, tuple[str, ...]]]:
     """Return the readings whose frequencies differ, and by the name of each, the names of the readings equal to it.
 
     A dynamic method whose frequencies at the target are those of a static method is left out beside it.
     """
     kept: dict[str, Reading] = {}
-    twins: dict[str, list[str]] = {}
+    twins: dict[str, tuple[str, ...]] = {}
     for reading in readings:
         first = kept.setdefault(reading.fingerprint, reading)
         if first is not reading:
-            twins.setdefault(first.name, []).append(reading.name)
+            twins[first.name] = (*twins.get(first.name, ()), reading.name)
     return list(kept.values()), twins
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CandidateReach:
-    """How far a method stretches the positions that are new beyond the trained window.
+    """Reach of a method: how it stretches the positions that are new beyond the trained window.
 
     Args:
         slow: frequencies, in radians per token, of the dimensions that did not complete a turn in training. None where
@@ -187,7 +187,7 @@ class CandidateReach:
 
     @property
     def is_judged_inside(self) -> bool:
-        """Whether losses inside the window say anything about the method."""
+        """True where losses inside the window say anything about the method."""
         return self.slow is not None
 
     def covers(self, other: CandidateReach) -> bool:

@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeVerdict:
-    """Whether a runtime can load the choice.
+    """Answer of a runtime to whether it can load the choice.
 
     Args:
         name: of the runtime.
@@ -160,7 +160,7 @@ class Choice:
 
     @property
     def is_overruled(self) -> bool:
-        """Whether the held-out texts, or their ends, show the rounds' winner to be worse than the published YaRN."""
+        """True where the held-out texts, or their ends, show the rounds' winner to be worse than the published YaRN."""
         held = self.held_out
         return "worse" in (held.verdict(held.versus_usual), held.verdict(held.end_versus_usual))
 

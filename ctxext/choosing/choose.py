@@ -14,15 +14,15 @@ from torch import nn
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
 from ctxext.checkpoints.export import export_config
-from ctxext.choosing.budget import Budget, Costs, SearchSizes, parse_budget, prefix_of, search_sizes_for, sizes_for
+from ctxext.choosing.budget import Budget, Costs, SearchSizes, parse_budget
 from ctxext.choosing.candidates import candidates, distinct
 from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
-from ctxext.choosing.halving import Finish, Halving, Sizes
+from ctxext.choosing.halving import Finish, Halving
 from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.search import Search, SearchResult
-from ctxext.choosing.texts import SplitTexts, corpus_from, split_texts
-from ctxext.choosing.verdict import judge_held_out
+from ctxext.choosing.texts import SplitTexts, TextStretch, corpus_from, split_texts
+from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import Progress, turning_point
@@ -49,7 +49,7 @@ TIMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceSettings:
-    """What is asked for; see ``choose``."""
+    """Settings of a choice; see ``choose``."""
 
     target_length: int
     budget: str | float | None = None
@@ -65,20 +65,8 @@ class ChoiceSettings:
 class PlannedChoice:
     """A choice before anything is read; ``run`` it once.
 
-    Args:
-        checkpoint: whose model is read with.
-        corpus: all texts, whole.
-        settings: what is asked for.
-        readings: of the checkpoint.
-        candidates: before anything is known of them, the published YaRN first.
-        refusals: methods that do not apply.
-        sites: places of the model's frequencies, not extended.
-        split: which stretches are chosen on and judged on.
-        journal: where finished jobs are kept.
-        group: the processes that share the work.
-        plain: reading of the model patched for the target with its frequencies as they were trained, for a search;
-            None for no search.
-        progress: called with what is being done and the cost done since the last call.
+    The published YaRN is the first candidate. ``sites`` are the model's frequencies as they were trained, and ``plain``
+    reads with them as extended to the target, for a search; it is None for no search.
     """
 
     checkpoint: Checkpoint
@@ -99,7 +87,7 @@ class PlannedChoice:
 
     def __post_init__(self) -> None:
         if self.budget.seconds is None:
-            self.sizes(self.budget.passes)  # what is too small is said before anything is read
+            self.costs.sizes(self.budget.passes)  # what is too small is said before anything is read
 
     @property
     def trained(self) -> int:
@@ -113,7 +101,7 @@ class PlannedChoice:
 
     @property
     def done(self) -> str:
-        """How much is finished, in words: what is left depends on what was read."""
+        """Finished work, in words: what is left depends on what was read."""
         return f"{len(self.journal.finished())} jobs"
 
     @cached_property
@@ -132,21 +120,16 @@ class PlannedChoice:
             others=len(self.candidates) - judged,
             windows=self.readings.windows,
             turning_point=turning_point(self.readings.model),
+            choosing=len(self.split.choosing),
+            held_out=len(self.split.held_out),
+            keys=self.settings.keys,
+            accepting=len(self.split.accepting) if self.settings.search else None,
         )
-
-    def sizes(self, allowed: float | None, costs: Costs | None = None) -> tuple[Sizes, SearchSizes | None]:
-        """Return the sizes that so many passes last for, and those of the search where one is asked for."""
-        texts = {"choosing": len(self.split.choosing), "held_out": len(self.split.held_out)}
-        costs, keys = costs or self.costs, self.settings.keys
-        if self.plain is None:
-            return sizes_for(allowed, costs, **texts, keys=keys), None
-        return search_sizes_for(allowed, costs, **texts, accepting=len(self.split.accepting), keys=keys)
 
     @property
     def passes(self) -> float:
         """Passes over the target that all of it takes, at most; by a budget in time, before anything is timed."""
-        sizes, search = self.sizes(None if self.budget.seconds else self.budget.passes)
-        return self.costs.halving(sizes) + (0.0 if search is None else self.costs.search(search, sizes))
+        return self.costs.most(*self.costs.sizes(None if self.budget.seconds else self.budget.passes))
 
     def run(self) -> Choice:
         """Run the rounds, a search where one is asked for, and the verdict; the model is afterwards as it was.
@@ -160,19 +143,19 @@ class PlannedChoice:
             "ctxext choose", self.checkpoint, (), corpus=self.corpus, journal=self.journal, group=self.group
         )
         survey.begin()
-        split, usual = self.split, self.candidates[0].reading.name
         losses = MeasuredLosses(
             survey=survey,
             readings=self.readings,
             entered=tuple(candidate.reading for candidate in self.candidates),
             costs=self.costs,
-            split=split,
+            split=self.split,
             seed=self.settings.seed,
             progress=self.progress,
         )
         allowed, costs = self._allowed(losses)
-        sizes, search_sizes = self.sizes(allowed, costs)
-        losses.sizes, losses.split = sizes, replace(split, choosing=split.choosing[: sizes.texts])
+        sizes, search_sizes = costs.sizes(allowed)
+        losses.sizes = sizes
+        losses.split = replace(self.split, choosing=self.split.choosing[: sizes.texts])
         halving = Halving(
             reaches={candidate.reading.name: candidate.reach for candidate in self.candidates},
             losses=losses,
@@ -181,29 +164,16 @@ class PlannedChoice:
             length=self.length,
             runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self._candidate(name))[0]),
         )
-        finish, tried = halving.run(), self.candidates
+        finish, candidates = halving.run(), list(self.candidates)
         search: SearchResult | None = None
         if search_sizes is not None:
             search, finish, result = self._searched(losses, finish, search_sizes)
-            tried = (*tried, Candidate.of(result, self.sites[0].spec, self.length, title=result.label))
-        tried = tuple(replace(one, course=finish.course(one.reading.name)) for one in tried)
-        held_out = split.held_out[: sizes.held_out]
-        names = dict.fromkeys([finish.choice, finish.runner_up, usual])
+            candidates.append(Candidate.of(result, self.sites[0].spec, self.length, title=result.label))
         choice = Choice(
-            candidates=tried,
+            candidates=tuple(replace(each, course=finish.course(each.reading.name)) for each in candidates),
             finish=finish,
-            held_out=judge_held_out(
-                losses.texts([name for name in names if name], held_out),
-                choice=finish.choice,
-                usual=usual,
-                runner_up=finish.runner_up,
-                unpatched=losses.plain(held_out),
-                truncations=losses.truncated(held_out),
-                documents=[stretch.document for stretch in held_out],
-                trained=self.trained,
-                same_documents=split.same_documents,
-            ),
-            usual=usual,
+            held_out=self._judged(losses, finish, self.split.held_out[: sizes.held_out]),
+            usual=halving.usual,
             trained_length=self.trained,
             target_length=self.length,
             sizes=sizes,
@@ -211,7 +181,7 @@ class PlannedChoice:
             runtimes=(),
             refusals=self.refusals,
             texts=tuple(stretch.text.name for stretch in losses.split.choosing),
-            left_out=split.left_out,
+            left_out=self.split.left_out,
             spent=Spent(
                 passes=sum(losses.passes.values()),
                 seconds=losses.seconds,
@@ -224,6 +194,22 @@ class PlannedChoice:
         runtimes, rope = self._loaded_by(choice.candidate(choice.name))
         return replace(choice, runtimes=runtimes, rope_parameters=rope)
 
+    def _judged(self, losses: MeasuredLosses, finish: Finish, stretches: Sequence[TextStretch]) -> HeldOut:
+        """Return the verdict on texts that were never read before."""
+        usual = self.candidates[0].reading.name
+        names = dict.fromkeys([finish.choice, finish.runner_up, usual])
+        return judge_held_out(
+            losses.texts([name for name in names if name], stretches),
+            choice=finish.choice,
+            usual=usual,
+            runner_up=finish.runner_up,
+            unpatched=losses.plain(stretches),
+            truncations=losses.truncated(stretches),
+            documents=[stretch.document for stretch in stretches],
+            trained=self.trained,
+            same_documents=self.split.same_documents,
+        )
+
     def _allowed(self, losses: MeasuredLosses) -> tuple[float | None, Costs]:
         """Return the budget in passes, and the costs; by the clock where the budget is time."""
         if self.budget.seconds is None:
@@ -231,7 +217,7 @@ class PlannedChoice:
         judged = [candidate.reading.name for candidate in self.candidates if candidate.reach.is_judged_inside]
         inside = losses.seconds_of_inside(judged[:TIMED])
         # What is far too small is said before a whole text is read.
-        self.sizes(self.budget.seconds / inside * self.costs.of(prefix_of(self.trained, self.length)))
+        self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix))
         whole = losses.seconds_of_whole()
         return self.budget.seconds / whole, self.costs.timed(inside, whole)
 
@@ -342,9 +328,11 @@ def prepare(
         make_prompts(checkpoint.tokenizer, [length], DEPTHS[:1], seed=seed)  # it says what is too short for one
     sites = tuple(find_sites(subject, trained, scaled=settings.trained_length is not None))
     rope, factor = sites[0].spec, length / trained
-    methods = [one for one in candidates(factor, rope) if not settings.stock or one.rope_parameters(rope) is not None]
-    found, refusals = readings.find(methods, progress=trying)
-    entered, twins = distinct(reading for reading in found if not reading.is_reference)
+    methods = candidates(factor, rope)
+    if settings.stock:
+        methods = tuple(method for method in methods if method.rope_parameters(rope) is not None)
+    applicable, refusals = readings.find(methods, progress=trying)
+    entered, twins = distinct(reading for reading in applicable if not reading.is_reference)
     if not entered or entered[0].method != methods[0].to_dict():
         reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
         raise IncompatibleError(f"Others are compared with YaRN as published, which does not apply here. {reasons}")
@@ -355,7 +343,9 @@ def prepare(
         corpus=corpus,
         settings=replace(settings, target_length=length),
         readings=readings,
-        candidates=tuple(Candidate.of(one, rope, length, twins=tuple(twins.get(one.name, ()))) for one in entered),
+        candidates=tuple(
+            Candidate.of(reading, rope, length, twins=tuple(twins.get(reading.name, ()))) for reading in entered
+        ),
         refusals=refusals,
         sites=sites,
         split=split,
@@ -372,13 +362,13 @@ def _plain_for(readings: Readings, pairs: int, factor: float) -> Reading:
     Raises:
         IncompatibleError: the model's config cannot hold a number for each frequency.
     """
-    found, refused = readings.find([as_method(torch.zeros(pairs + 1, dtype=torch.float64), factor)])
+    applicable, refused = readings.find([as_method(torch.zeros(pairs + 1, dtype=torch.float64), factor)])
     if refused:
         raise IncompatibleError(
             f"What a search finds is a number for each frequency, which this model does not take. Choose without "
             f"--search. {refused[0].reason}"
         )
-    return found[-1]
+    return applicable[-1]
 
 
 def choose(

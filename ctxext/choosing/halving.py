@@ -68,7 +68,7 @@ class CandidateLosses(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is read in the rounds and for the verdict.
+    """Amounts that are read in the rounds and for the verdict.
 
     Args:
         whole: candidates that read whole texts, beside the published YaRN.
@@ -89,7 +89,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How far one candidate came.
+    """Course of one candidate through the rounds.
 
     Args:
         name: of its reading.

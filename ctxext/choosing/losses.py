@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.choosing.budget import Costs, prefix_of
+from ctxext.choosing.budget import Costs
 from ctxext.choosing.halving import PIECES, Sizes
 from ctxext.choosing.texts import SplitTexts, TextStretch
 from ctxext.errors import InvalidParameterError
@@ -34,12 +34,7 @@ READABLE = 0.25
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WholeTextJob(Job):
-    """One candidate and one whole text, which may be stopped.
-
-    Args:
-        text: that is read.
-        stop: given all losses so far, returns something where the rest need not be read.
-    """
+    """One candidate and one whole text, read until ``stop``, given all losses so far, returns something."""
 
     text: TokenisedDocument
     stop: Callable[[Tensor], object]
@@ -59,14 +54,8 @@ class MeasuredLosses:
 
     Args:
         survey: without jobs; its journal keeps the answers.
-        readings: of the model.
         entered: readings of the candidates, the published YaRN first.
-        costs: of passes over texts.
-        split: the texts.
-        seed: of the hidden keys.
-        progress: called with what is being done and the cost done since the last call.
         sizes: of the rounds; None until a budget in time is known in passes.
-        readers: of the references and the candidates, by name.
         passes: cost of each answer that was asked for, in passes over the target, by its job's key.
     """
 
@@ -127,7 +116,7 @@ class MeasuredLosses:
 
     def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the losses of each reading at the beginnings of the first texts."""
-        windows = self._beginning(prefix_of(self.costs.trained, self.costs.length))
+        windows = self._beginning(self.costs.prefix)
         return {name: torch.cat(read) for name, read in self._losses(names, self._first, windows).items()}
 
     def whole(self, name: str, text: int, stop: Callable[[Tensor], object]) -> Tensor:
@@ -182,7 +171,7 @@ class MeasuredLosses:
 
     def seconds_of_inside(self, names: Sequence[str]) -> float:
         """Return the median seconds of a first text's beginning, as a model's first call is slow."""
-        windows = self._beginning(prefix_of(self.costs.trained, self.costs.length))("")
+        windows = self._beginning(self.costs.prefix)("")
         return self._seconds([self._job(name, self.split.choosing[0], windows) for name in names])
 
     def seconds_of_whole(self) -> float:
@@ -199,8 +188,8 @@ class MeasuredLosses:
     def _whole(self, name: str, stretch: TextStretch, stop: Callable[[Tensor], object]) -> WholeTextJob:
         reader, text = self.readers[name], stretch.text
         # Where a candidate is stopped depends on all others; the published YaRN never is, so that it serves any plan.
-        names, texts = ([one.name for one in self.entered], [one.text.sha256 for one in self.split.choosing])
-        plan = [repr(self.sizes), names, texts]
+        names = [reading.name for reading in self.entered]
+        plan = [repr(self.sizes), names, [stretch.text.sha256 for stretch in self.split.choosing]]
         task = [] if name == self.entered[0].name else [hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]]
         reading = [name, reader.reading.method, reader.reading.fingerprint]
         return WholeTextJob(

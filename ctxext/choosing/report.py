@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ctxext.choosing.choice import Candidate, Choice, duration, sentences
@@ -17,6 +17,7 @@ from ctxext.evaluation.statistics import PairedDifference
 CHOSEN, USUAL, LEFT = COLOURS["yarn"], COLOURS["truncated"], "#B5B5B5"
 # Rows of the short table of candidates.
 SHOWN = 12
+HEADER = ("", "inside the window", "beyond", "at the end", "keys", "came to", "why")
 
 
 def choice_page(choice: Choice) -> Page:
@@ -24,9 +25,15 @@ def choice_page(choice: Choice) -> Page:
     title = f"{choice.provenance['checkpoint']}, {tokens_label(choice.trained_length)} to "
     title += f"{tokens_label(choice.target_length)} tokens"
     first, *rest = sentences(choice)
-    header = ("", "inside the window", "beyond", "at the end", "keys", "came to")
-    short = _rows(choice, _short_fate)
-    others = f"{len(short) - SHOWN} more did not get as far; -o FILE.md lists them." if len(short) > SHOWN else ""
+    rows = _rows(choice)
+    best = {choice.candidate(choice.name).label: "best"}
+    short = TextTable(
+        header=HEADER[:-1],
+        rows=[row[:-1] for row in rows[:SHOWN]],
+        title="Loss minus that of YaRN as published, nats per token ± standard error, on what each has read",
+        caption=f"{len(rows) - SHOWN} more did not get as far; -o FILE.md lists them." if len(rows) > SHOWN else "",
+        styles=best,
+    )
     figure = Figure(
         name="rounds",
         title=f"{title}: {choice.candidate(choice.name).label}",
@@ -37,32 +44,26 @@ def choice_page(choice: Choice) -> Page:
         alternative="The rounds",
     )
     candidates = TextTable(
-        header=header,
-        rows=short[:SHOWN],
-        title="Loss minus that of YaRN as published, nats per token ± standard error, on what each has read",
-        caption=others,
-        styles={choice.candidate(choice.name).label: "best"},
-    )
-    whole = TextTable(
-        header=header,
-        rows=_rows(choice, _fate),
+        header=HEADER,
+        rows=rows,
         caption="What was only left behind was not shown to be worse: the budget did not last for it. What is worse is "
         "so on the texts that were chosen on; about other texts that says nothing.",
+        styles=best,
         prose=True,
     )
     runtimes = TextTable(
         header=("runtime", "computes the same", "how, or why not"),
-        rows=[(one.name, "yes" if one.exact else "no", Code(one.says)) for one in choice.runtimes],
+        rows=[(runtime.name, "yes" if runtime.exact else "no", Code(runtime.says)) for runtime in choice.runtimes],
         prose=True,
     )
-    details: list[Part] = [Heading("All candidates"), whole]
+    details: list[Part] = [Heading("All candidates"), candidates]
     if choice.search is not None:
         details += [Heading("The search"), _search(choice.search)]
     details += [Heading("Who can load it"), runtimes, Heading("What it was measured on"), _provenance(choice)]
-    return Page(title, [candidates, Headline(first), *rest, figure], details)
+    return Page(title, [short, Headline(first), *rest, figure], details)
 
 
-def _rows(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> list[list[str]]:
+def _rows(choice: Choice) -> list[list[str]]:
     """Return a row per candidate, those that came furthest first."""
     places = {name: place for place, name in enumerate(choice.finish.finalists)}
     rounds = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
@@ -75,10 +76,19 @@ def _rows(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> list[list
 
     rows = []
     for candidate in sorted(choice.candidates, key=place):
-        course = candidate.course
+        course, why = candidate.course, ""
+        if candidate.reading.name == choice.name:
+            fate = "chosen"
+        elif not course.dropped:
+            fate = "finalist"
+        else:
+            fate, why = "not taken" if course.round == SEARCH else "left behind", course.dropped
+            if course.worse_by is not None:
+                fate = "stopped" if course.dropped.startswith("stopped") else "worse on these texts"
+                why += f": {course.worse_by} against {choice.candidate(course.by).label}"
         gaps = [NONE if gap is None else str(gap) for gap in (course.inside, course.beyond, course.end)]
         keys = " ".join(f"{loss:.2f}" for loss in course.keys) or NONE
-        rows.append([candidate.label, *gaps, keys, fate(choice, candidate)])
+        rows.append([candidate.label, *gaps, keys, fate, why])
     return rows
 
 
@@ -99,26 +109,6 @@ def _search(search: SearchResult) -> TextTable:
         "each frequency is divided by, the fastest first.",
         prose=True,
     )
-
-
-def _short_fate(choice: Choice, candidate: Candidate) -> str:
-    course = candidate.course
-    if candidate.reading.name == choice.name or not course.dropped:
-        return _fate(choice, candidate)
-    if course.round == SEARCH:
-        return "not taken"
-    if course.worse_by is None:
-        return "left behind"
-    return "stopped" if course.dropped.startswith("stopped") else "worse on these texts"
-
-
-def _fate(choice: Choice, candidate: Candidate) -> str:
-    course = candidate.course
-    if candidate.reading.name == choice.name:
-        return "chosen"
-    if not course.dropped or course.worse_by is None:
-        return course.dropped or "finalist"
-    return f"{course.dropped}, on these texts: {course.worse_by} against {choice.candidate(course.by).label}"
 
 
 def _provenance(choice: Choice) -> TextTable:
@@ -159,47 +149,39 @@ def _draw(canvas: Any, choice: Choice) -> None:
 
 def _draw_inside(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
     """Draw each candidate by how far it stretches and what it costs inside the window."""
-    axes.axhline(0, color=USUAL, lw=1.2, ls=DASHED, zorder=2)
-    left: list[tuple[float, float]] = []
-    went: list[tuple[float, float]] = []
+    means = []
     for candidate in choice.candidates:
-        course = candidate.course
-        if candidate.stretch is None:
-            continue
-        place = (candidate.stretch, course.inside.mean if course.inside else 0.0)
-        if candidate.reading.name in colours:
-            axes.plot(*place, "o", ms=8, color=colours[candidate.reading.name], zorder=4)
-        else:
-            (left if course.round == INSIDE else went).append(place)
-    for places, marker, colour, label in ((left, "x", LEFT, "left behind"), (went, "o", NOTE, "read whole texts")):
-        if places:
-            axes.plot(*zip(*places, strict=True), marker, ms=5, color=colour, label=label, zorder=3)
-    means = sorted(mean for _, mean in [*left, *went])
-    _clip(axes, means[0] if means else 0.0, [("", mean) for mean in means])
+        if candidate.stretch is not None:
+            course, name = candidate.course, candidate.reading.name
+            means.append(course.inside.mean if course.inside else 0.0)
+            marker, grey = ("x", LEFT) if course.round == INSIDE else ("o", NOTE)
+            size, colour = (8, colours[name]) if name in colours else (5, grey)
+            axes.plot(candidate.stretch, means[-1], marker, ms=size, color=colour, zorder=2 + (name in colours))
+    _near_the_best(axes, means, means)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("what slow frequencies are divided by")
+    axes.set_xlabel("what slow frequencies are divided by (x: left behind)")
     axes.set_ylabel("loss minus that of YaRN as published, nats per token")
     axes.margins(x=0.1)
-    if left or went:
-        axes.legend(frameon=False, fontsize=9, loc="lower right", labelcolor="linecolor", handletextpad=0.2)
     draw_grid(axes, f"1  Inside the window: {len(choice.candidates)} candidates")
 
 
 def _draw_beyond(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
     """Draw running means beyond the window: a line ends where its candidate was stopped."""
-    lines = {one.reading.name: one for one in choice.candidates if one.course.trace}
-    usual = f"{choice.candidate(choice.usual).label}, as published"
-    axes.axhline(0, color=USUAL, lw=1.6, ls=DASHED, label=usual)
-    for name, candidate in sorted(lines.items(), key=lambda item: item[0] in colours):
-        x, y = zip(*candidate.course.trace, strict=True)
-        colour, is_chosen = colours.get(name, LEFT), name == choice.name
-        label = candidate.label + (", chosen" if is_chosen else "") if name in colours else None
-        axes.plot(x, y, color=colour, lw=2.6 if is_chosen else 1.6, label=label, zorder=4 if name in colours else 2)
-        end = "x" if candidate.course.dropped.startswith("stopped") else "o"
-        axes.plot(x[-1], y[-1], end, color=colour, ms=6, zorder=5)
-    lowest = min((mean for candidate in lines.values() for _, mean in candidate.course.trace), default=0.0)
-    _clip(axes, lowest, [(candidate.label, candidate.course.trace[-1][1]) for candidate in lines.values()])
+    axes.plot([], [], color=USUAL, ls=DASHED, label=f"{choice.candidate(choice.usual).label}, as published")
+    ends, means = [], [0.0]
+    for candidate in choice.candidates:
+        if not candidate.course.trace:
+            continue
+        name, (x, y) = candidate.reading.name, zip(*candidate.course.trace, strict=True)
+        style = {"color": colours.get(name, LEFT), "zorder": 2 + (name in colours)}
+        chosen = ", chosen" if name == choice.name else ""
+        label = candidate.label + chosen if name in colours else None
+        axes.plot(x, y, lw=2.6 if chosen else 1.6, label=label, **style)
+        axes.plot(x[-1], y[-1], "x" if candidate.course.dropped.startswith("stopped") else "o", ms=6, **style)
+        ends.append(y[-1])
+        means += y
+    _near_the_best(axes, means, ends)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: tokens_label(round(tokens)))
     axes.margins(x=0.05)
@@ -207,19 +189,16 @@ def _draw_beyond(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
     draw_grid(axes, "2  Beyond it, on whole texts (x: stopped, beyond rescue)")
 
 
-def _clip(axes: Any, lowest: float, values: Sequence[tuple[str, float]]) -> None:
-    """Show what is near the best, and name what is far above: it would hide the differences that matter."""
-    least = min(lowest, 0.0)
-    most = max((value for _, value in values), default=0.0)
-    top = min(max(0.02, -least), max(most, 0.0) + 0.15 * max(0.02, -least))
+def _near_the_best(axes: Any, values: Sequence[float], ends: Sequence[float]) -> None:
+    """Show what is near the best, and count what ends far above: it would hide the differences that matter."""
+    axes.axhline(0, color=USUAL, lw=1.4, ls=DASHED, zorder=2)
+    least = min(0.0, *values, 0.0)
+    top = min(max(0.02, -least), max(0.0, *ends, 0.0) + 0.15 * max(0.02, -least))
     axes.set_ylim(least - 0.12 * (top - least), top)
-    hidden = [(name, value) for name, value in values if value > top]
+    hidden = [value for value in ends if value > top]
     if hidden:
-        named = [f"{name} {value:+.2f}" for name, value in hidden if name]
-        more = f"\nand {len(named) - 4} more" if len(named) > 4 else ""
-        note = "\n".join(named[:4]) + more if named else f"{len(hidden)}, up to {hidden[-1][1]:+.2f}"
-        corner = {"transform": axes.transAxes, "ha": "right", "va": "top"}
-        axes.text(0.985, 0.985, f"off the scale: {note}", fontsize=8, color=NOTE, **corner)
+        note, corner = f"off the scale: {len(hidden)}, up to {max(hidden):+.2f}", {"ha": "right", "va": "top"}
+        axes.text(0.985, 0.985, note, transform=axes.transAxes, fontsize=8, color=NOTE, **corner)
 
 
 def _draw_verdict(axes: Any, choice: Choice) -> None:
@@ -237,8 +216,7 @@ def _draw_verdict(axes: Any, choice: Choice) -> None:
     axes.axvline(0, color=USUAL, lw=1.2, ls=DASHED)
     for place, (_, gap, colour) in enumerate(shown):
         axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=6, lw=1.8, color=colour)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        axes.text(gap.mean, place - 0.17, str(gap), ha="center", va="bottom", fontsize=9, color=colour, bbox=box)
+        axes.text(gap.mean, place - 0.17, str(gap), ha="center", va="bottom", fontsize=9, color=colour)
     axes.set_yticks(range(len(shown)), [name for name, _, _ in shown], fontsize=9)
     axes.set_ylim(len(shown) - 0.5, -0.6)
     axes.tick_params(axis="y", length=0)

@@ -81,13 +81,7 @@ class State:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Descent:
-    """Adam on a vector, each unknown in units of its own: angles must not turn faster at the end of a text.
-
-    Args:
-        start: logarithms of divisors and of the scale.
-        units: of each unknown.
-        steps: in all.
-    """
+    """Adam on a vector, each unknown in units of its own: angles must not turn faster at the end of a text."""
 
     start: Vector
     units: Vector
@@ -127,14 +121,9 @@ class Descent:
 
 
 def hidden_key(tokenizer: Any, text: TextStretch, *, length: int, depth: float, seed: int) -> Example:
-    """Return a text with a key hidden in it and asked for at its end; its digits count as ``NEEDLE`` says.
+    """Return a text with a key hidden at a depth from 0 to 1 and asked for at its end.
 
-    Args:
-        tokenizer: of the model.
-        text: at least as long as the target.
-        length: the target, tokens.
-        depth: 0 (the key at the start) to 1.
-        seed: of the key.
+    The text has at least ``length`` tokens, the example as many; its digits count as ``NEEDLE`` says.
     """
     own = text.text.input_ids[0, text.text.prefix :].tolist()
     pieces = tuple(tuple(own[at : at + BETWEEN]) for at in range(0, len(own), BETWEEN))
@@ -191,7 +180,7 @@ class SearchResult:
 
     @property
     def accepted(self) -> bool:
-        """Whether the result became the choice."""
+        """True where the result became the choice."""
         return not self.why_not
 
     @property
@@ -211,14 +200,7 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepJob(Job):
-    """One step of a descent.
-
-    Args:
-        search: whose texts are read.
-        descent: of which it is a step.
-        before: the state before it.
-        step: its number, from 0.
-    """
+    """One step of a descent, whose number begins at 0."""
 
     search: Search
     descent: Descent
@@ -255,13 +237,8 @@ class StepJob(Job):
 class Search:
     """A search of frequencies; ``run`` it once.
 
-    Args:
-        losses: where steps are kept; it measures results, too.
-        sites: places of the model's frequencies, found before it is patched.
-        plain: reading of the model patched for the target with its frequencies as they were trained.
-        split: the texts.
-        sizes: how much is read.
-        keys: whether keys are hidden in the texts, where the model can read one at all.
+    The ``sites`` are the model's frequencies as they were trained, and ``plain`` reads with them as extended to the
+    target. With ``keys``, keys are hidden in the texts, where the model can read one at all.
     """
 
     losses: MeasuredLosses
@@ -276,7 +253,7 @@ class Search:
 
     @cached_property
     def needles(self) -> bool:
-        """Whether keys are hidden: what a model cannot read inside its window, no rotation lets it read beyond."""
+        """True where keys are hidden: what a model cannot read inside its window, no rotation lets it read beyond."""
         loss = self.losses.key_inside() if self.keys else None
         return loss is not None and loss < READ
 
@@ -299,8 +276,8 @@ class Search:
         Raises:
             CtxextError: as the passes do; every finished step is kept.
         """
-        found = sorted((self._descend(*start) for start in starts.items()), key=lambda start: start[0].beyond)
-        results, readings = zip(*found, strict=True)
+        descents = sorted((self._descend(*start) for start in starts.items()), key=lambda start: start[0].beyond)
+        results, readings = zip(*descents, strict=True)
         result, finish = self._judged(results, finish, name=readings[0].name, label=label)
         return result, finish, readings[0]
 

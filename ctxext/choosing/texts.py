@@ -1,6 +1,6 @@
-"""Which texts an extension is chosen on, and which it is judged on afterwards.
+"""Split texts: an extension is chosen on some, and judged on others afterwards.
 
-What it is judged on must be new, so a text that stands there twice is used once: equal texts, copies that differ in
+Texts that it is judged on must be new, so a text that stands there twice is used once: equal texts, copies that differ in
 spaces and case, copies with another beginning or end, and excerpts of one another. A stretch is left out where at least
 half of its runs of 32 characters, spaces and case aside, occur in the stretches before it.
 """
@@ -127,7 +127,7 @@ def split_texts(
             f"No text is as long as the target: {len(documents)} texts, the longest of {longest:,} tokens, and "
             f"{tokens:,} are needed. Give longer texts, or a smaller target."
         )
-    cut = [_stretches(one, name, tokens) for one, name in zip(documents, _names(documents), strict=True)]
+    cut = [_stretches(document, name, tokens) for document, name in zip(documents, _names(documents), strict=True)]
     cut, left_out = _distinct([stretches for stretches in cut if stretches], tokenizer)
     if sum(map(len, cut)) < 2:
         copies = f" ({len(left_out)} more are copies of it)" if left_out else ""

@@ -57,7 +57,7 @@ class HeldOut:
 
     @property
     def declares_winner(self) -> bool:
-        """Whether the choice is called better than the published YaRN or than the runner-up."""
+        """True where the choice is called better than the published YaRN or than the runner-up."""
         return "better" in (self.verdict(self.versus_usual), self.verdict(self.versus_runner_up))
 
 

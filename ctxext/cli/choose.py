@@ -26,7 +26,7 @@ PLAYS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions:
-    """What is chosen among, for which length, and at what cost."""
+    """Candidates, length and cost of a choice."""
 
     target: int = option("Tokens to extend to, above the trained length.", default=...)
     budget: str | None = option(
@@ -61,7 +61,7 @@ class ChoiceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOutputOptions(OutputOptions):
-    """Where a choice goes beside the terminal."""
+    """Files that a choice is written to."""
 
     output: list[Path] | None = option(
         "Also write a file: .json, a page (.md) or a figure of the rounds (.png). Repeatable. Finished parts are kept "
@@ -79,7 +79,7 @@ class ChoiceOutputOptions(OutputOptions):
 
     @property
     def folder(self) -> Path | None:
-        """Where finished jobs are kept, under the name of earlier releases where they began; None for no output."""
+        """Folder that keeps finished jobs, by the name of earlier releases where it exists; None for no output."""
         if not self.output:
             return None
         earlier = self.output[0].with_name(f"{self.output[0].stem}.race")

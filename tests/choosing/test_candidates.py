@@ -79,7 +79,7 @@ def test_what_rounding_makes_the_same_is_tried_once() -> None:
     assert len(kept) < len(found)
     assert len({one.fingerprint for one in kept}) == len(kept)
     dynamic = METHODS["dynamic_yarn"](factor=2)
-    assert distinct([reading(YaRN(factor=2)), reading(dynamic)])[1] == {"yarn x2": ["dynamic_yarn"]}
+    assert distinct([reading(YaRN(factor=2)), reading(dynamic)])[1] == {"yarn x2": ("dynamic_yarn",)}
 
 
 def test_reach_is_of_frequencies_and_not_of_names() -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.choosing import budget, choose, search
-from ctxext.choosing.budget import Costs, search_sizes_for
+from ctxext.choosing.budget import Costs
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.losses import MeasuredLosses
 from ctxext.choosing.search import NEEDLE, Descent, State, hidden_key
@@ -268,18 +268,18 @@ def test_a_part_of_the_texts_is_kept_back() -> None:
 
 
 def test_the_budget_is_kept_and_shared() -> None:
-    costs = Costs(trained=512, length=1024, judged=90, others=10, windows=(256, 512), turning_point=4096)
-    given: dict[str, Any] = {"choosing": 5, "accepting": 2, "held_out": 5, "keys": True}
-    sizes, search = search_sizes_for(None, costs, **given)
-    assert search.steps == budget.STEPS
-    most = costs.halving(sizes) + costs.search(search, sizes)
-    for allowed in (most, most - 10, 60.0):
-        sizes, search = search_sizes_for(allowed, costs, **given)
-        assert costs.halving(sizes) + costs.search(search, sizes) <= allowed + 1e-9
+    model = {"trained": 512, "length": 1024, "judged": 90, "others": 10, "windows": (256, 512), "turning_point": 4096}
+    costs = Costs(**model, choosing=5, accepting=2, held_out=5, keys=True)
+    most = costs.most(*costs.sizes(None))
+    for allowed in (None, most, most - 10, 60.0):
+        sizes, search = costs.sizes(allowed)
+        assert search is not None
+        assert costs.most(sizes, search) <= (allowed or most) + 1e-9
         assert budget.FEWEST <= search.steps <= budget.STEPS
+        assert allowed or search.steps == budget.STEPS
     for allowed in (1.0, 20.0):
         with pytest.raises(InvalidParameterError, match="budget is too small"):
-            search_sizes_for(allowed, costs, **given)
+            costs.sizes(allowed)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which texts are chosen on and which judge, and which race a budget lasts for; what is too little is said at once."""
+"""Which texts are chosen on and which judge, and which sizes a budget lasts for; what is too little is said at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ctxext.choosing.budget import LADDER, Costs, parse_budget, prefix_of, sizes_for, stretches_in
+from ctxext.choosing.budget import LADDER, Costs, parse_budget
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
 from tests._tokenizer import make_tokenizer
 
-COSTS = Costs(trained=8192, length=16384, judged=90, others=5, windows=(2048, 4096, 6144, 8192), turning_point=4096)
+COSTS = Costs(
+    trained=8192,
+    length=16384,
+    judged=90,
+    others=5,
+    windows=(2048, 4096, 6144, 8192),
+    turning_point=4096,
+    choosing=9,
+    held_out=15,
+    keys=True,
+)
 
 
 def document(name: str, tokens: int) -> TokenisedDocument:
@@ -140,31 +150,32 @@ def test_a_budget_is_time_or_passes() -> None:
             parse_budget(wrong)
 
 
-def test_smaller_budgets_make_smaller_races_that_they_last_for() -> None:
-    given = {"choosing": 9, "held_out": 15, "keys": True}
-    whole = sizes_for(None, COSTS, **given)
+def test_smaller_budgets_make_smaller_sizes_that_they_last_for() -> None:
+    whole, search = COSTS.sizes(None)
+    assert search is None
     assert (whole.whole, whole.finalists, whole.first, whole.texts, whole.held_out, whole.keys) == (10, 3, 1, 3, 5, 3)
-    costs = [COSTS.halving(sizes_for(allowed, COSTS, **given)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
+    costs = [COSTS.most(*COSTS.sizes(allowed)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
     assert all(cost <= allowed for cost, allowed in zip(costs, (60.0, 50.0, 40.0, 30.0, 20.0), strict=True))
     assert all(later <= earlier for earlier, later in pairwise(costs))
     with pytest.raises(InvalidParameterError, match=r"budget is too small: it comes to 3\.0 passes over 16,384 tokens"):
-        sizes_for(3.0, COSTS, **given)
-    assert sizes_for(None, COSTS, choosing=1, held_out=1, keys=False).texts == 1
+        COSTS.sizes(3.0)
+    assert replace(COSTS, choosing=1, held_out=1, keys=False).sizes(None)[0].texts == 1
     assert len(LADDER) >= 5
 
 
 def test_an_hour_on_two_cores_ends_in_a_verdict_on_five_texts() -> None:
     """A hundred candidates, and the forty passes that two cores read in an hour: the choice was once judged on one."""
-    costs = replace(COSTS, judged=98, others=5)
-    sizes = sizes_for(40.0, costs, choosing=3, held_out=5, keys=True)
-    assert (sizes.held_out, costs.halving(sizes) <= 40) == (5, True)
+    costs = replace(COSTS, judged=98, others=5, choosing=3, held_out=5)
+    sizes, _ = costs.sizes(40.0)
+    assert (sizes.held_out, costs.most(sizes) <= 40) == (5, True)
     assert sizes.whole >= 3, "and still chooses among more than the published YaRN"
-    assert sizes_for(32.0, costs, choosing=3, held_out=5, keys=True).held_out == 3
+    assert costs.sizes(32.0)[0].held_out == 3
 
 
 def test_short_targets_take_more_texts() -> None:
-    assert (stretches_in(8192, 16384), stretches_in(128, 512)) == (1, 11)
-    assert (prefix_of(8192, 16384), prefix_of(8192, 65536)) == (4096, 8192)
+    short, long = replace(COSTS, trained=128, length=512), replace(COSTS, length=65536)
+    assert (COSTS.stretches, short.stretches) == (1, 11)
+    assert (COSTS.prefix, long.prefix) == (4096, 8192)
 
 
 @pytest.mark.parametrize("turning_point", [1, 1600, 40_000])
