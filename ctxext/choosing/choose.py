@@ -343,9 +343,7 @@ def prepare(
         corpus=corpus,
         settings=replace(settings, target_length=length),
         readings=readings,
-        candidates=tuple(
-            Candidate.of(reading, rope, length, twins=tuple(twins.get(reading.name, ()))) for reading in entered
-        ),
+        candidates=tuple(Candidate.of(one, rope, length, twins=twins.get(one.name, ())) for one in entered),
         refusals=refusals,
         sites=sites,
         split=split,

@@ -1,8 +1,8 @@
 """Split texts: an extension is chosen on some, and judged on others afterwards.
 
-Texts that it is judged on must be new, so a text that stands there twice is used once: equal texts, copies that differ in
-spaces and case, copies with another beginning or end, and excerpts of one another. A stretch is left out where at least
-half of its runs of 32 characters, spaces and case aside, occur in the stretches before it.
+Texts that it is judged on must be new, so a text that stands there twice is used once: equal texts, copies that differ
+in spaces and case, copies with another beginning or end, and excerpts of one another. A stretch is left out where at
+least half of its runs of 32 characters, spaces and case aside, occur in the stretches before it.
 """
 
 from __future__ import annotations
