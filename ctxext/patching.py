@@ -410,35 +410,27 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
 
 def describe(model: Any) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
-    description = _described(model)
-    return replace(description, notes=(*description.notes, *untested_versions()))
-
-
-def _described(model: Any) -> Description:
-    """Describe a model, without the notes on installed versions."""
     subject = Subject.of(model)
     state, model_type = patched_state(subject.model), subject.kind
     if state is not None:
-        whole = describe_saved(state.saved_form(), model_type, tuple(state.edits.lines()))
-        if state.sides:
-            return replace(whole, sides=tuple(_with_attention(state, name, side) for name, side in whole.sides))
-        extension = state.extension
-        notes = [*extension.notes, *_limit_notes(subject, extension)]
-        if getattr(subject.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
+        description = describe_saved(state.saved_form(), model_type, tuple(state.edits.lines()))
+        sides = [
+            (name, replace(side, attention=attention_line(part.side, part.extension.attention)))
+            for (name, side), part in zip(description.sides, state.sides.values(), strict=True)
+        ]
+        notes = [*state.extension.notes, *_limit_notes(subject, state.extension)] if not sides else []
+        if not sides and getattr(subject.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
             notes.append(REFERENCE)
-        return replace(whole, attention=attention_line(subject, extension.attention), notes=tuple(notes))
-    if subject.saved is not None:
-        return describe_saved(subject.saved, model_type)
-    length = trained_length_of(subject)
-    if length is None and (scaling := scaling_of(subject.config)) is not None:
-        length = scaling.reach  # its config leaves open whether it reads further
-    return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
-
-
-def _with_attention(state: Patched, name: str, side: Description) -> tuple[str, Description]:
-    """Add the backend that serves a side to its description."""
-    extended = state.sides[name]
-    return name, replace(side, attention=attention_line(extended.side, extended.extension.attention))
+        attention = attention_line(subject, state.extension.attention) if not sides else ""
+        description = replace(description, attention=attention, notes=tuple(notes), sides=tuple(sides))
+    elif subject.saved is not None:
+        description = describe_saved(subject.saved, model_type)
+    else:
+        length = trained_length_of(subject)
+        if length is None and (scaling := scaling_of(subject.config)) is not None:
+            length = scaling.reach  # its config leaves open whether it reads further
+        description = Description(model_type=model_type, method=None, trained_length=length, target_length=length)
+    return replace(description, notes=(*description.notes, *untested_versions()))
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:

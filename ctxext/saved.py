@@ -181,7 +181,11 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
 
 def _complete(saved: dict[str, Any]) -> dict[str, Any]:
     """Add the choices that did not exist when the extension was saved, as the model was extended then."""
-    return OPTIONAL | ({} if "scaling" in saved else {"scaling": _scaling_before(saved)}) | saved
+    if "scaling" in saved:
+        return OPTIONAL | saved
+    before = saved["original"].get("rope_parameters") or {}  # such an extension replaced a scaling
+    kinds = {rope.get("rope_type", "default") for _, rope in rope_dicts(before)}
+    return OPTIONAL | {"scaling": "replace" if kinds & set(SCALED) else None} | saved
 
 
 def saved_method(saved: dict[str, Any]) -> Method:
@@ -225,7 +229,9 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
         here: what is compared with it, None for a model that is not extended.
     """
     if (there and saved_sides(there)) or (here and saved_sides(here)):
-        return _differing_sides(saved_sides(there or {}), saved_sides(here or {}))
+        sides = [saved_sides(saved or {}) for saved in (there, here)]
+        each = {name: differences(*(side.get(name) for side in sides)) for name in sides[0] | sides[1]}
+        return "; ".join(f"{name}: {difference}" for name, difference in each.items() if difference)
     one, other = (None if saved is None else identity(saved) for saved in (there, here))
     if one is None or other is None:
         names = ["not extended" if choice is None else f"method {choice['method']!r}" for choice in (one, other)]
@@ -240,23 +246,11 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
     )
 
 
-def _differing_sides(there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> str:
-    each = {name: differences(there.get(name), here.get(name)) for name in there | here}
-    return "; ".join(f"{name}: {difference}" for name, difference in each.items() if difference)
-
-
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
     """Return the arguments of ``patch`` beside the method; ``attention`` takes the place of the saved backend."""
     full = _complete(saved)
     given = {key: full[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
-
-
-def _scaling_before(saved: dict[str, Any]) -> str | None:
-    """Return the value of ``scaling`` for an extension that was saved before the field existed: "replace", or None."""
-    before = saved["original"].get("rope_parameters") or {}
-    kinds = {rope.get("rope_type", "default") for _, rope in rope_dicts(before)}
-    return "replace" if kinds & set(SCALED) else None
 
 
 def checked_trained_length(saved: dict[str, Any], trained_length: int | None) -> None:

@@ -48,8 +48,8 @@ ROOMS = [
 CEILINGS = {
     "lines of ctxext/": 48_900,
     "classes of evaluation/": 97,
-    "files that one patch enters": 25,
-    "functions that one patch enters": 179,
+    "files that one patch enters": 18,
+    "functions that one patch enters": 130,
     "docstrings that are riddles": 157,
     "functions without an imperative": 146,
     "lines of __all__": 1,

@@ -127,7 +127,11 @@ class AlibiArchitecture(Architecture):
             ):  # heads of transformers do not pass position_ids on
                 edits.set(module, "forward", PositionedForward.around(module))
             elif isinstance(module, self.attention_class):
-                _require_cache_argument(module)
+                if cache_argument(module) is None:  # its new forward would miss the cache
+                    raise IncompatibleError(
+                        f"{type(module).__name__}.forward takes no cache under a name that ctxext knows, so decoding "
+                        f"would forget earlier tokens. Install a version of transformers that ctxext was tested with."
+                    )
                 edits.set(module, "forward", self.forward_of(module, attend, method))
         return Extension(
             trained_length=trained_length,
@@ -146,15 +150,6 @@ class AlibiArchitecture(Architecture):
                 edits.delete(subject.config, name)
             else:
                 edits.set(subject.config, name, value)
-
-
-def _require_cache_argument(attention: nn.Module) -> None:
-    """Raise ``IncompatibleError`` if the replacement of a layer's forward would miss the cache."""
-    if cache_argument(attention) is None:
-        raise IncompatibleError(
-            f"{type(attention).__name__}.forward takes no cache under a name that ctxext knows, so decoding would "
-            f"forget earlier tokens. Install a version of transformers that ctxext was tested with."
-        )
 
 
 def refuse_halves(model_type: str, method: BiasMethod) -> None:

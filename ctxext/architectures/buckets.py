@@ -51,7 +51,12 @@ class Buckets(Architecture):
                 f"This {kind} has a learned score for each of {table.num_embeddings} buckets of relative distances "
                 f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
-        _refuse_choices(request, kind)
+        for name in ("sliding_window", "scaling", "attention"):
+            if getattr(request, name) is not None:
+                raise InvalidParameterError(
+                    f"{name}={getattr(request, name)!r}: this {kind} has only buckets of relative distances. "
+                    f"Leave {name} out."
+                )
         if (trained_length := request.trained_length) is None:
             raise unknown_length(subject)
         old = getattr(config, FIELD, None)
@@ -71,7 +76,10 @@ class Buckets(Architecture):
         if isinstance(getattr(config, LENGTH, None), int):
             fields[LENGTH] = target
         original = {name: getattr(config, name) for name in fields}
-        rebuild = _rebuilt(subject, fields)
+        try:
+            rebuild = Rebuild(subject, fields)
+        except REFUSALS as error:
+            raise IncompatibleError(f"The config of this {kind} does not accept {fields} ({error}).") from error
         _prove(Rebuild(subject), spec, old)
         _prove(rebuild, spec, new)
         sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
@@ -122,27 +130,6 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Embedding]]:
             for table in module.children():
                 if isinstance(table, nn.Embedding):
                     yield path, module, table
-
-
-def _refuse_choices(request: Request, kind: str) -> None:
-    for name in ("sliding_window", "scaling", "attention"):
-        if getattr(request, name) is not None:
-            raise InvalidParameterError(
-                f"{name}={getattr(request, name)!r}: this {kind} has only buckets of relative distances. "
-                f"Leave {name} out."
-            )
-
-
-def _rebuilt(subject: Subject, fields: dict[str, Any]) -> Rebuild:
-    """Return the model that transformers builds from the extended config.
-
-    Raises:
-        IncompatibleError: if the config's class does not accept the fields.
-    """
-    try:
-        return Rebuild(subject, fields)
-    except REFUSALS as error:
-        raise IncompatibleError(f"The config of this {subject.kind} does not accept {fields} ({error}).") from error
 
 
 def _follow(subject: Subject, fields: dict[str, Any], edits: Edits) -> None:
@@ -264,17 +251,14 @@ def _divided(subject: Subject, temperature: float) -> dict[str, Tensor]:
         if id(weight) in done:  # layers share it
             continue
         done.add(id(weight))
-        quotients[name] = _quotient(weight, temperature)
+        if weight.is_meta:
+            quotients[name] = torch.empty_like(weight)
+        else:
+            exact = weight.detach().to("cpu", torch.float64) / temperature  # not every device has float64
+            quotients[name] = exact.to(weight.dtype).to(weight.device)
         if not weight.is_meta and not bool(quotients[name].isfinite().all()):
             raise IncompatibleError(f"{refusal} of {temperature:g}: it would be too large for {weight.dtype}.")
     return quotients
-
-
-def _quotient(weight: Tensor, temperature: float) -> Tensor:
-    if weight.is_meta:
-        return torch.empty_like(weight)
-    exact = weight.detach().to("cpu", torch.float64) / temperature  # not every device has float64
-    return exact.to(weight.dtype).to(weight.device)
 
 
 def _temperature_in(saved: dict[str, Any] | None) -> float:

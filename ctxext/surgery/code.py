@@ -186,7 +186,8 @@ def _none_at_all(model: nn.Module) -> str | None:
     }
     if computing := sorted(base.__name__ for base in own_classes if ARITHMETIC.search(_source_beside(base))):
         return f"its positions are in code of its own (beside {computing[0]}), in a form that ctxext does not know"
-    if any(_speaks_of_positions(base) for kind in kinds for base in own_bases(kind)):
+    lines = [line for kind in kinds for base in own_bases(kind) for line in source_of(base).splitlines()]
+    if any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@")):  # decorators only offer
         return None
     return "it has no positions at all, so nothing needs extending: only memory and its training limit its texts"
 
@@ -196,8 +197,3 @@ def _source_beside(kind: type) -> str:
     functions = [value for value in vars(sys.modules[kind.__module__]).values() if inspect.isfunction(value)]
     beside = [function for function in functions if function.__module__ == kind.__module__]
     return "\n".join(source_of(code) for code in (kind, *beside))
-
-
-def _speaks_of_positions(kind: type) -> bool:
-    lines = source_of(kind).splitlines()
-    return any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@"))  # those only offer

@@ -292,13 +292,10 @@ class _Lists(TorchFunctionMode):
 def _asking() -> str:
     """Return the name of the function outside torch and ctxext that called torch or a compiler of kernels."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _package_of(frame) in {"ctxext", "jaxtyping", "torch", "triton"}:
+    inside = {"ctxext", "jaxtyping", "torch", "triton"}
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
         frame = frame.f_back
     return "A function" if frame is None else f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _probe_mask(

@@ -114,7 +114,7 @@ class RemapAttend:
                 ("turn", side, where, precise),
                 lambda: Turn(
                     where,
-                    _rows(positions),
+                    positions[:1] if positions.stride(0) == 0 else positions,  # all rows are equal then
                     layout.memo(("inv_freq", positions.device), lambda: self.inv_freq(positions.device)),
                     interleaved=self.interleaved,
                     dtype=precise,
@@ -152,11 +152,6 @@ def _place(token: str, where: PositionMap) -> str:
     offset = where.offset if isinstance(where.offset, float | int) else 0
     formula = formula if offset == 0 else f"{formula} {'+' if offset > 0 else '-'} {abs(offset):.10g}"
     return formula if where.ceiling is None else f"min({formula}, {where.ceiling:g})"
-
-
-def _rows(positions: Tensor) -> Tensor:
-    """Return positions of all rows, or of one row if all are known to be equal."""
-    return positions[:1] if positions.stride(0) == 0 else positions
 
 
 def _analysed(layout: Layout) -> Layout:

@@ -261,17 +261,14 @@ def _places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
     """Return the places that reach beyond windows, and the paths of rotary modules that follow another config."""
     text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
     for path, module in subject.rotaries:
-        if module.config is not text and not _is_copy(module.config, text):
+        layers = getattr(text, "layer_types", None)
+        is_copy = type(module.config) is type(text) and getattr(module.config, "layer_types", None) == layers
+        if module.config is not text and not is_copy:  # some models hand changed copies to their modules
             elsewhere.append(path)
             continue
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
         places += [RotaryPlace(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
     return places, elsewhere
-
-
-def _is_copy(config: Any, text: Any) -> bool:
-    """Return whether a config is a changed copy of the text config, as some models hand to their modules."""
-    return type(config) is type(text) and getattr(config, "layer_types", None) == getattr(text, "layer_types", None)
 
 
 def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> RopeSpec:

@@ -482,7 +482,10 @@ def _set_buffers(
         old, live = olds[name], lives.get(name)
         if not new.is_meta and old.shape == new.shape and torch.equal(old, new):
             continue
-        if new.is_meta or live is None or not (live.is_meta or _same(live, old)):
+        is_built = live is not None and (
+            live.is_meta or (live.shape == old.shape and torch.equal(live.to("cpu", old.dtype), old))
+        )
+        if new.is_meta or live is None or not is_built:
             raise IncompatibleError(
                 f"The buffer {name} has to grow with the table of positions, but differs from the one that "
                 f"{type(model).__name__} builds from its config. Load the checkpoint again, and extend it first."
@@ -491,10 +494,6 @@ def _set_buffers(
         edits.set(model.get_submodule(path), leaf, new.to(live.device, live.dtype))
         owners.add(path)
     return owners
-
-
-def _same(live: Tensor, built: Tensor) -> bool:
-    return live.shape == built.shape and torch.equal(live.to("cpu", built.dtype), built)
 
 
 def _set_attributes(
