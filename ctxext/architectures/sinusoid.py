@@ -11,12 +11,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.architectures.base import Architecture, refuse_attention_choices
-from ctxext.architectures.table import trained_lengths
+from ctxext.architectures.base import refuse_attention_choices
+from ctxext.architectures.table import LongerTable, TableArchitecture, extension_of, is_stored
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
-from ctxext.methods.parameters import checked_rows
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.code import rotates_by_table
@@ -134,15 +133,13 @@ class Growing:
 
 
 @dataclass(frozen=True)
-class Site:
-    """One table of sinusoids to extend."""
+class Site(LongerTable):
+    """One table of sinusoids to extend, with the formula of its rows."""
 
-    table: PositionTable
     formula: Sinusoid
-    trained: int
 
 
-class Sinusoids(Architecture):
+class Sinusoids(TableArchitecture):
     """Tables of sinusoids, whose rows are recomputed at the frequencies of a method for rotations.
 
     If the table is saved among the weights, plain transformers loads the result. If transformers computes the table
@@ -156,35 +153,30 @@ class Sinusoids(Architecture):
         return twins_of(subject.model).has_sinusoids and not rotates_by_table(subject.model)
 
     def tables(self, subject: Subject) -> list[PositionTable]:
-        """Return the tables that ``apply`` recomputes.
-
-        Raises:
-            IncompatibleError: if there is no table whose rows can be assigned to positions.
-        """
         return twins_of(subject.model).sinusoids
 
-    def trained_length(self, subject: Subject) -> int | None:
-        try:
-            return max(_positions(subject, table) for table in self.tables(subject))
-        except IncompatibleError:  # apply raises it; the length in the config holds all the same
-            return super().trained_length(subject)
+    def counted(self, subject: Subject, table: PositionTable) -> int:
+        stated: int = getattr(*field_of(subject.config, table.field))
+        return min(stated, table.positions)
 
     def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
-        rotation = _checked(subject, method, request)
-        tables, twins = self.tables(subject), twins_of(subject.model)
-        lengths = trained_lengths({table.name: _positions(subject, table) for table in tables}, request)
-        sites = [Site(table, _formula(subject, table), lengths[table.name]) for table in tables]
+        rotation, twins = _checked(subject, method, request), twins_of(subject.model)
+        longer = self.longer(subject, method, request)
+        tables = [each.table for each in longer]
+        sites = [Site(each.table, each.trained, each.target, _formula(subject, each.table)) for each in longer]
         inv_freq = {site.table.name: _frequencies(subject, rotation, site) for site in sites}
-        targets = {name: checked_rows(method.name, method.target_length(length)) for name, length in lengths.items()}
-        fields = _fields(subject, tables, targets)
+        fields: dict[str, int] = {}
+        for site in sites:  # a table with enough rows keeps its field
+            more = max(0, site.target - self.counted(subject, site.table))
+            fields[site.table.field] = getattr(*field_of(subject.config, site.table.field)) + more
         original: dict[str, Any] = {name: getattr(*field_of(subject.config, name)) for name in fields}
         has_reserved = any(table.first for table in tables)
         after = _as_built(subject, tables, fields) if has_reserved else twin_of(subject.model, fields)
         new = {
             name: _recomputed(site, table_of(after, name).detach(), table_of(subject.model, name), inv_freq[name])
-            for name, site in zip(lengths, sites, strict=True)
+            for name, site in ((site.table.name, site) for site in sites)
         }
-        stored = all(_is_stored(subject, table.name) for table in tables)
+        stored = all(is_stored(subject, table.name) for table in tables)
         guarded = None if stored else _guarded_field(subject)
         replace_tables(twins, new, fields, edits, after=after)
         prove(after, [table.of_rows(len(new[table.name])) for table in tables])
@@ -197,16 +189,14 @@ class Sinusoids(Architecture):
         if guarded is not None:
             original[guarded] = getattr(subject.config, guarded)
             edits.set_unchecked(subject.config, guarded, GUARD)
-        longest = max(lengths, key=lambda name: lengths[name])
-        return Extension(
-            trained_length=lengths[longest],
-            target_length=targets[longest],
-            stored_as=", ".join(f"{name}={value}" for name, value in fields.items())
-            + (" and another table of weights" if stored else " and config.ctxext; stock code refuses the checkpoint"),
+        return extension_of(
+            longer,
+            fields,
+            original=original,
+            stored_as="another table of weights" if stored else "config.ctxext; stock code refuses the checkpoint",
             stock=stored,
             fingerprint=_fingerprint(sites, inv_freq),
-            notes=_notes(subject, sites, targets, stored),
-            original=original,
+            notes=_notes(subject, sites, stored),
         )
 
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
@@ -226,15 +216,11 @@ class Sinusoids(Architecture):
         Raises:
             IncompatibleError: as for ``tables``, and if the table has no known formula.
         """
-        table = max(self.tables(subject), key=lambda each: _positions(subject, each))
-        return _formula(subject, table).spec(_positions(subject, table))
+        table = max(self.tables(subject), key=lambda each: self.counted(subject, each))
+        return _formula(subject, table).spec(self.counted(subject, table))
 
     def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
-        return any(_is_stored(subject, name) for growth in twins_of(subject.model).growths for name in growth.tables)
-
-    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
-        names = [table.name for table in self.tables(subject)]
-        return {name: weight_of(subject.model, name) for name in names if _is_stored(subject, name)}
+        return any(is_stored(subject, name) for growth in twins_of(subject.model).growths for name in growth.tables)
 
 
 def usable_methods() -> list[str]:
@@ -271,12 +257,6 @@ def _checked(subject: Subject, method: Method, request: Request) -> RopeMethod:
         f"This {subject.kind} adds sinusoids to its input. Method {method.name!r} {reason}. Methods for "
         f"it: {', '.join(usable_methods())}, and yarn with attention_factor=1.0."
     )
-
-
-def _positions(subject: Subject, table: PositionTable) -> int:
-    """Return the tokens of a table: the number in its config field, at most its number of positions."""
-    stated: int = getattr(*field_of(subject.config, table.field))
-    return min(stated, table.positions)
 
 
 def _formula(subject: Subject, table: PositionTable) -> Sinusoid:
@@ -319,15 +299,6 @@ def _frequencies(subject: Subject, method: RopeMethod, site: Site) -> Tensor:
     return frequencies.inv_freq
 
 
-def _fields(subject: Subject, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
-    """Return the config fields of the tables, by dotted name; a table with enough rows keeps its field."""
-    return {
-        table.field: getattr(*field_of(subject.config, table.field))
-        + max(0, targets[table.name] - _positions(subject, table))
-        for table in tables
-    }
-
-
 def _as_built(subject: Subject, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
     """Return a twin with other fields, whose tables the model's class has filled."""
     more = {each.name: fields[each.field] - getattr(*field_of(subject.config, each.field)) for each in tables}
@@ -342,12 +313,6 @@ def _recomputed(site: Site, built: Tensor, old: Tensor, inv_freq: Tensor) -> Ten
     if first:
         rows = torch.cat([built[:first].to(rows), rows])
     return rows.to(old.dtype).to(old.device)
-
-
-def _is_stored(subject: Subject, name: str) -> bool:
-    """Return whether a checkpoint holds the table, so that a reload reads it instead of computing it."""
-    weights = dict(subject.model.named_parameters(remove_duplicate=False))
-    return name in weights and name not in (subject.model._keys_to_ignore_on_save or ())
 
 
 def _guarded_field(subject: Subject) -> str:
@@ -381,19 +346,15 @@ def _fingerprint(sites: list[Site], inv_freq: dict[str, Tensor]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _notes(subject: Subject, sites: list[Site], targets: dict[str, int], stored: bool) -> tuple[str, ...]:
+def _notes(subject: Subject, sites: list[Site], stored: bool) -> list[str]:
     """Return the notes for a user of the model, one or two sentences each."""
-    notes = []
-    if len({site.trained for site in sites}) > 1:
-        each = ", ".join(f"{s.table.name} {s.trained:,} -> {targets[s.table.name]:,} tokens" for s in sites)
-        notes.append(f"Its tables differ in length: {each}.")
-    notes.append("Positions of short texts change too: train before use, or compare.")
-    grows = any(remaker_of(subject.model.get_submodule(site.table.name.rpartition(".")[0])) for site in sites)
-    if grows and stored:
-        notes.append(
-            f"Beyond {max(targets.values()):,} tokens the table continues with the extension. Plain transformers "
-            f"recomputes it there without the extension, and keeps that. Use ctxext.load for such texts."
-        )
-    elif grows:
-        notes.append(f"Beyond {max(targets.values()):,} tokens the table continues with the extension.")
-    return tuple(notes)
+    notes = ["Positions of short texts change too: train before use, or compare."]
+    end = max(site.target for site in sites)
+    if any(remaker_of(subject.model.get_submodule(site.table.name.rpartition(".")[0])) for site in sites):
+        notes.append(f"Beyond {end:,} tokens the table continues with the extension.")
+        if stored:
+            notes[-1] += (
+                " Plain transformers recomputes it there without the extension, and keeps that. Use ctxext.load for "
+                "such texts."
+            )
+    return notes

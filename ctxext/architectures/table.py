@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +35,94 @@ from ctxext.surgery.tables import (
 SAID_TWICE = "n_ctx"
 
 
-class LearnedTable(Architecture):
-    """Tables of learned positions, found by twins of the model that differ in one length.
+@dataclass(frozen=True)
+class LongerTable:
+    """A table of positions, with its trained length and its length under a method, in tokens."""
+
+    table: PositionTable
+    trained: int
+    target: int
+
+
+class TableArchitecture(Architecture):
+    """Tables with a row for each position, found by twins of the model that differ in one length."""
+
+    @abstractmethod
+    def tables(self, subject: Subject) -> list[PositionTable]:
+        """Return the tables that ``apply`` makes longer.
+
+        Raises:
+            IncompatibleError: if there is no table whose rows can be assigned to positions.
+        """
+
+    def counted(self, subject: Subject, table: PositionTable) -> int:
+        """Return the number of tokens that a table was made for."""
+        return table.positions
+
+    def trained_length(self, subject: Subject) -> int | None:
+        try:
+            return max(self.counted(subject, table) for table in self.tables(subject))
+        except IncompatibleError:  # apply raises it; the length in the config holds all the same
+            return super().trained_length(subject)
+
+    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
+        names = [table.name for table in self.tables(subject)]
+        return {name: weight_of(subject.model, name) for name in names if is_stored(subject, name)}
+
+    def longer(self, subject: Subject, method: Method, request: Request) -> list[LongerTable]:
+        """Return the tables with their lengths; trained is what the user passed, or else all of each table.
+
+        Raises:
+            InvalidParameterError: if the length that the user passed contradicts the tables.
+        """
+        known = {table: self.counted(subject, table) for table in self.tables(subject)}
+        longest, is_one, given = max(known.values()), len(set(known.values())) == 1, request.trained_length
+        if given is not None and (given > longest or (given < longest and not is_one)):
+            raise InvalidParameterError(
+                f"trained_length={given}: {' and '.join(table.name for table in known)} have rows for "
+                f"{' and '.join(f'{length:,}' for length in known.values())} tokens. Leave trained_length out"
+                f"{', or pass less, if not all of them were trained' if is_one else ''}."
+            )
+        if given is not None and is_one:
+            known = dict.fromkeys(known, given)
+        lengths = {table: (length, method.target_length(length)) for table, length in known.items()}
+        return [LongerTable(table, old, checked_rows(method.name, new)) for table, (old, new) in lengths.items()]
+
+
+def extension_of(
+    longer: list[LongerTable],
+    fields: dict[str, int],
+    *,
+    original: dict[str, Any],
+    stored_as: str,
+    stock: bool,
+    fingerprint: str,
+    notes: Iterable[str],
+) -> Extension:
+    """Return the record of an extension of tables, whose lengths are those of the longest one."""
+    longest = max(longer, key=lambda each: each.trained)
+    if len({each.trained for each in longer}) > 1:
+        each = ", ".join(f"{one.table.name} {one.trained:,} -> {one.target:,} tokens" for one in longer)
+        notes = [f"Its tables differ in length: {each}.", *notes]
+    return Extension(
+        trained_length=longest.trained,
+        target_length=longest.target,
+        stored_as=f"{', '.join(f'{name}={value}' for name, value in fields.items())} and {stored_as}",
+        stock=stock,
+        fingerprint=fingerprint,
+        notes=tuple(notes),
+        original=original,
+    )
+
+
+def is_stored(subject: Subject, name: str) -> bool:
+    """Return whether a checkpoint holds the table, so that a reload reads it instead of computing it."""
+    weights = dict(subject.model.named_parameters(remove_duplicate=False))
+    return name in weights and name not in (subject.model._keys_to_ignore_on_save or ())
+
+
+class LearnedTable(TableArchitecture):
+    """Tables of learned positions.
 
     The longer table is an ordinary weight, and the config states its length, so plain transformers loads the result.
     """
@@ -45,43 +133,28 @@ class LearnedTable(Architecture):
         return twins_of(subject.model).has_learned
 
     def tables(self, subject: Subject) -> list[PositionTable]:
-        """Return the tables that ``apply`` lengthens.
-
-        Raises:
-            IncompatibleError: if there is no table whose rows can be assigned to positions.
-        """
         return twins_of(subject.model).tables
-
-    def trained_length(self, subject: Subject) -> int | None:
-        try:
-            return max(table.positions for table in self.tables(subject))
-        except IncompatibleError:  # apply raises it; the length in the config holds all the same
-            return super().trained_length(subject)
 
     def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
         _refuse(subject, method, request)
         assert isinstance(method, TableMethod)
-        tables = self.tables(subject)
-        lengths = trained_lengths({table.name: table.positions for table in tables}, request)
-        targets = {name: checked_rows(method.name, method.target_length(length)) for name, length in lengths.items()}
-        rows = {table.name: method.rows(lengths[table.name], targets[table.name]) for table in tables}
-        fields = _fields(subject, tables, targets)
+        longer = self.longer(subject, method, request)
+        rows = {each.table.name: method.rows(each.trained, each.target) for each in longer}
+        fields = _fields(subject, longer)
         original = {name: getattr(*field_of(subject.config, name)) for name in fields}
-        new = {
-            table.name: mixed(weight_of(subject.model, table.name), table.first, rows[table.name]) for table in tables
-        }
+        tables = {each.table: weight_of(subject.model, each.table.name) for each in longer}
+        new = {table.name: mixed(weight, table.first, rows[table.name]) for table, weight in tables.items()}
         after, others = replace_tables(twins_of(subject.model), new, fields, edits)
-        longer = [table.of_rows(len(new[table.name])) for table in tables]
-        prove(after, longer)
-        longest = max(tables, key=lambda table: lengths[table.name]).name
-        return Extension(
-            trained_length=lengths[longest],
-            target_length=targets[longest],
-            stored_as=f"{', '.join(f'{name}={value}' for name, value in fields.items())} and a longer table of weights",
-            stock=True,
-            fingerprint=fingerprint(tables, rows),
-            notes=_notes(tables, lengths, targets, rows, others),
+        prove(after, [table.of_rows(len(new[table.name])) for table in tables])
+        longest = max(longer, key=lambda each: each.trained)
+        return extension_of(
+            longer,
+            fields,
             original=original,
+            stored_as="a longer table of weights",
+            stock=True,
+            fingerprint=fingerprint(list(tables), rows),
+            notes=_notes(longest.trained, rows[longest.table.name], others),
         )
 
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
@@ -96,9 +169,6 @@ class LearnedTable(Architecture):
 
     def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
         return True
-
-    def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
-        return {table.name: weight_of(subject.model, table.name) for table in self.tables(subject)}
 
     def kept_rows(self, subject: Subject) -> dict[str, Bool[Tensor, " rows"]]:
         """Mark the rows in tables of an extended model that are learned rows from before the extension.
@@ -125,37 +195,15 @@ def _refuse(subject: Subject, method: Method, request: Request) -> None:
     refuse_attention_choices(request, "a longer table of positions leaves")
 
 
-def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
-    """Return the trained length of each table, as the user passed it, or else its number of positions.
-
-    Args:
-        known: the number of positions of each table, by its name.
-        request: the request of the user.
-
-    Raises:
-        InvalidParameterError: if the length that the user passed contradicts the tables.
-    """
-    longest, is_one = max(known.values()), len(set(known.values())) == 1
-    if request.trained_length in (None, longest):
-        return known
-    if not is_one or request.trained_length > longest:
-        raise InvalidParameterError(
-            f"trained_length={request.trained_length}: {' and '.join(known)} have rows for "
-            f"{' and '.join(f'{length:,}' for length in known.values())} tokens. Leave trained_length out"
-            f"{', or pass less, if not all of them were trained' if is_one else ''}."
-        )
-    return dict.fromkeys(known, request.trained_length)
-
-
-def _fields(subject: Subject, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
+def _fields(subject: Subject, longer: list[LongerTable]) -> dict[str, int]:
     """Return the config fields of the longer tables, by dotted name."""
     fields: dict[str, int] = {}
-    for table in tables:
+    for table, target in ((each.table, each.target) for each in longer):
         part, leaf = field_of(subject.config, table.field)
-        more = targets[table.name] - table.positions
+        more = target - table.positions
         if more < 0:
             raise InvalidParameterError(
-                f"The target of {targets[table.name]:,} tokens is below the {table.positions:,} that {table.name} has "
+                f"The target of {target:,} tokens is below the {table.positions:,} that {table.name} has "
                 f"rows for. Pass a larger target_length or factor."
             )
         value = getattr(part, leaf) + more
@@ -178,24 +226,12 @@ def fingerprint(tables: list[PositionTable], rows: dict[str, Rows]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _notes(
-    tables: list[PositionTable],
-    lengths: dict[str, int],
-    targets: dict[str, int],
-    rows: dict[str, Rows],
-    others: tuple[str, ...],
-) -> tuple[str, ...]:
+def _notes(trained: int, rows: Rows, others: tuple[str, ...]) -> list[str]:
     """Return the notes for a user of the model, one or two sentences each."""
     notes = []
-    if len(set(lengths.values())) > 1:
-        names = [table.name for table in tables]
-        each = ", ".join(f"{name} {lengths[name]:,} -> {targets[name]:,} tokens" for name in names)
-        notes.append(f"Its tables differ in length: {each}.")
-    name = max(lengths, key=lambda key: lengths[key])
-    trained = lengths[name]
-    if is_kept(rows[name], trained) and not others:
+    if is_kept(rows, trained) and not others:
         notes.append(f"Texts of up to {trained:,} tokens are read exactly as before.")
-    elif is_kept(rows[name], trained):
+    elif is_kept(rows, trained):
         notes.append(f"The rows of the first {trained:,} tokens are the trained ones.")
     else:
         notes.append("Positions of short texts change too: train before use, or compare.")
@@ -204,7 +240,7 @@ def _notes(
             f"{others[0]} depends on the length too ({len(others)} such attributes), so its layers compute "
             f"differently, on short texts as well: compare before use."
         )
-    return tuple(notes)
+    return notes
 
 
 def is_kept(rows: Rows, trained: int) -> bool:
