@@ -153,9 +153,6 @@ def judge(advantages: Sequence[PairedDifference]) -> str:
     A claim is reproduced where every rival is beaten, which needs no correction. It is contradicted where some rival is
     better, which among many happens by luck: the 5 percent, to both sides, are divided among them (Bonferroni).
 
-    Args:
-        advantages: advantages of the better one over each rival, at least one.
-
     Source: Berger, Technometrics 24 (1982), 295-300, for what holds against every rival.
     """
     if all(gap.mean > gap.margin for gap in advantages):

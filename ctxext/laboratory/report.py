@@ -35,7 +35,8 @@ def lab_page(result: LabResult) -> Page:
     """Return who learned order, the figures and the verdicts on published claims; in the details all numbers."""
     judged, has_text = verdicts(result), TEXT in result.tasks
     parts: list[Part] = [Heading("Did it learn order at all?"), learned_table(result)]
-    parts += [Heading("Beyond the trained length"), *figures(result)]
+    parts += [Heading("Beyond the trained length")] if has_text else []
+    parts += figures(result)
     parts += [classic_table(result)] if has_text else []
     parts += [Heading("What was published"), claims_table(judged), Headline(headline(judged))]
     details: list[Part] = [

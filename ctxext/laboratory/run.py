@@ -114,15 +114,7 @@ PRESETS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LabJob(Job):
-    """One subject that is trained on one task from one seed and then tested.
-
-    Args:
-        task: name of the task.
-        subject: model to train.
-        seed: seed of the weights and of what is drawn in training; what is tested is the same for all.
-        settings: amount of training and testing.
-        text: the text, where text is read.
-    """
+    """One subject that is trained on one task from one seed and then tested."""
 
     reader: Any = None  # it trains its model itself
     task: str
@@ -294,12 +286,7 @@ def _steps(task: str, subject: Variant, settings: LabSettings) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class Laboratory(Survey[LabJob]):
-    """The survey of all jobs.
-
-    Args:
-        workers: processes that work at once; 1: this one alone.
-        preset: name of the settings.
-    """
+    """The survey of all jobs."""
 
     made_by: str = "ctxext lab"
     checkpoint: Any = None  # every job trains its own

@@ -24,13 +24,7 @@ EXTENSIONS = ("pi", "ntk", "yarn", "self_extend", "nope")
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """Sizes that all models have in common.
-
-    Args:
-        hidden: width of the states between layers; a multiple of 16.
-        layers: number of layers.
-        heads: number of attention heads.
-    """
+    """Sizes that all models have in common; ``hidden`` is a multiple of 16."""
 
     hidden: int
     layers: int
@@ -65,14 +59,7 @@ class Variant:
     is_slow: bool = False
 
     def build(self, body: Body, *, vocabulary: int, trained_length: int, seed: int) -> PreTrainedModel:
-        """Build a new model, its weights drawn from the seed; encodings are put on by ``ctxext.patch``.
-
-        Args:
-            body: its sizes.
-            vocabulary: number of tokens.
-            trained_length: tokens of the longest text in training.
-            seed: seed of the weights.
-        """
+        """Build a new model, its weights drawn from the seed; encodings are put on by ``ctxext.patch``."""
         torch.manual_seed(seed)
         if self.kind == "recurrent":
             return _built(_recurrent_config(self.name, body, vocabulary, trained_length))

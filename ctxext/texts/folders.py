@@ -61,10 +61,6 @@ def read_folder(path: Path, is_table: Callable[[Path], bool]) -> Folder:
 
     A file that links lead to as well is read once. Links are followed inside the folder, and in the hub's cache to
     its own files; see ``ctxext.files.followed``.
-
-    Args:
-        path: path of the folder.
-        is_table: whether a file holds a table of texts, which is read whatever its size.
     """
     folder = Folder(path)
     _walk(path, folder, is_table, set())

@@ -58,10 +58,6 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
     From a checkpoint that was saved extended, the extension is taken off where ``extension.trained_length`` is given:
     the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
 
-    Args:
-        settings: settings of the run.
-        device: where to put it.
-
     Raises:
         CheckpointError: as ``load_checkpoint``; also for an adapter, or for a checkpoint that was saved extended where
             no trained length is given.
@@ -125,13 +121,7 @@ def _require_whole(source: str, trained_length: int | None) -> None:
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
-    """Return the trained model to be merged, built anew on the CPU where this process has no whole weights of it.
-
-    Args:
-        model: the ``peft.PeftModel`` that was trained.
-        settings: settings of the run.
-        adapter: the directory that it was saved in.
-    """
+    """Return the trained model to be merged, built anew on the CPU where this process has no whole weights of it."""
     if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more
         return model
     with _without_deepspeed():

@@ -40,12 +40,6 @@ def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
 def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: int, trained_length: int) -> Sequences:
     """Build the training sequences of a run, all its stages together.
 
-    Args:
-        settings: settings of the run.
-        documents: tokenised documents.
-        per_step: sequences per step, in all processes together.
-        trained_length: tokens that the checkpoint was trained for.
-
     Raises:
         InvalidParameterError: if sequences exceed a stage's window, or the documents do not fill one sequence.
     """
@@ -69,11 +63,7 @@ def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: in
 
 
 class StagedSequences(Sequences):
-    """Sequences of several stages, one stage after the other.
-
-    Args:
-        parts: sequences of each stage, in order.
-    """
+    """Sequences of several stages, one stage after the other."""
 
     def __init__(self, parts: Sequence[Sequences]) -> None:
         self.parts = parts

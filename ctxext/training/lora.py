@@ -125,10 +125,6 @@ def attach_lora(
 def reattach_lora(model: nn.Module, directory: Path) -> Any:
     """Wrap a model with an adapter that was saved with its extension.
 
-    Args:
-        model: extended as the one that the adapter was trained on.
-        directory: of the adapter.
-
     Returns:
         A ``peft.PeftModel``.
 
@@ -189,11 +185,7 @@ def encodings(model: nn.Module) -> list[str]:
 
 
 def merged(adapted: Any) -> PreTrainedModel:
-    """Merge the adapter into the weights and return the model, in its own dtype; the adapter is gone afterwards.
-
-    Args:
-        adapted: a ``peft.PeftModel``.
-    """
+    """Merge the adapter into the weights and return the model, in its own dtype; the adapter is gone afterwards."""
     dtype = adapted.base_model.model.dtype
     model: PreTrainedModel = adapted.merge_and_unload()
     return model.to(dtype)

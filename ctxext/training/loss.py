@@ -120,13 +120,7 @@ def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
 
 @dataclass
 class ChunkedForward(ForwardOverride):
-    """Stands in for a causal model's ``forward`` and returns its loss without its logits.
-
-    Args:
-        module: the model.
-        inner: None; it is the innermost.
-        chunk: tokens per chunk, over all rows.
-    """
+    """Stands in for a causal model's ``forward`` and returns its loss without its logits."""
 
     chunk: int = 1024
 

@@ -145,13 +145,7 @@ def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 
 @dataclass
 class TiledForward(ForwardOverride):
-    """Stands in for the ``forward`` of a module that treats every token alike, and computes it a tile at a time.
-
-    Args:
-        module: the module.
-        inner: what stood here before.
-        tile: tokens, over all rows.
-    """
+    """Stands in for the ``forward`` of a module that treats every token alike, and computes it a tile at a time."""
 
     tile: int = 1
 
@@ -215,10 +209,6 @@ class RecomputedForward(ForwardOverride):
 
 def recompute_layers(base: PreTrainedModel, edits: Edits) -> None:
     """Let a model in evaluation mode keep no more of each layer than its input for a backward pass.
-
-    Args:
-        base: a transformers model; it stays in evaluation mode.
-        edits: that undoes it.
 
     Raises:
         IncompatibleError: as ``layers_of``.

@@ -426,10 +426,6 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
 def checked_settings(values: dict[str, Any], source: str) -> Settings:
     """Build settings from nested dictionaries, perhaps written by an earlier version.
 
-    Args:
-        values: values by name.
-        source: origin of the values, for messages.
-
     Raises:
         UnknownNameError: for a key that does not exist, with a suggestion.
         InvalidParameterError: for a missing, ill-typed or contradictory value.

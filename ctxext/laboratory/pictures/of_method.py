@@ -24,11 +24,7 @@ TOKENS = 16  # of a matrix whose cells hold their numbers
 
 
 def picture_of(method: Method | None, request: PictureRequest) -> Picture:
-    """Choose and compute the picture of a method, of the kind that its form asks for.
-
-    Args:
-        method: the method; None for rotation as it is.
-        request: what it is shown on.
+    """Compute the picture of a method, or of rotation as it is (None), of the kind that its form asks for.
 
     Raises:
         CheckpointError: there is no such checkpoint.
