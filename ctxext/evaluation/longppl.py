@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
@@ -286,10 +286,7 @@ def _extensions(own: Readings, methods: Sequence[Method], longest: int) -> list[
     names = [name_for(method) for method in methods]
     if len(set(names)) < len(names):
         raise InvalidParameterError(f"Give each method once; found {', '.join(names)}.")
-    (saved, *others), refusals = own.find(methods)
-    if refusals:
-        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
-    extensions = [reading for reading in others if not reading.is_reference]
+    saved, extensions = own.extensions(methods)
     if not methods:
         extensions = [replace(saved, name=AS_SAVED, label=AS_SAVED)]
     for reading in extensions:

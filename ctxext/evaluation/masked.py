@@ -28,7 +28,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,15 @@ from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.readings import Reader, find_readers, known_trained_length
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.survey import Answer, Job, Survey
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_reference, window_name, windows_of
+from ctxext.evaluation.truncation import (
+    TRUNCATED,
+    UNPATCHED,
+    best_window,
+    is_reference,
+    window_name,
+    window_of,
+    windows_of,
+)
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.subject import Subject, base_model
 from ctxext.texts.corpus import Corpus, special_suffix
@@ -104,7 +112,7 @@ class MaskedText:
     @property
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of tokens and masks."""
-        content = [self.input_ids.tolist(), [one.tolist() for one in self.passes], self.mask]
+        content = [self.input_ids.tolist(), [masked.tolist() for masked in self.passes], self.mask]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
     def views(self, window: int | None = None) -> list[View]:
@@ -118,13 +126,19 @@ class MaskedText:
             return [View(first, last, masked, masked) for masked in self.passes]
         room = window - self.prefix - self.suffix
         middle = max(1, room // 2)
-        found = []
+        views = []
         for masked, begin in itertools.product(self.passes, range(first, last, middle)):
             asked = masked[(masked >= begin) & (masked < begin + middle)]
             start = min(max(begin - (room - middle) // 2, first), last - room)
             seen = masked[(masked >= start) & (masked < start + room)]
-            found += [View(start, start + room, seen, asked)] if len(asked) else []
-        return found
+            views += [View(start, start + room, seen, asked)] if len(asked) else []
+        return views
+
+    def at_positions(self, losses: Float[Tensor, " masked"]) -> Float[Tensor, " tokens"]:
+        """Put the losses of masked tokens, pass by pass, at their positions; NaN where none was masked."""
+        places = torch.full((self.length,), torch.nan)
+        places[torch.cat(self.passes)] = losses
+        return places
 
     def row(self, view: View) -> Int[Tensor, " tokens"]:
         """Return the token ids of a view, masked, with the special tokens around it."""
@@ -171,7 +185,7 @@ def masked_texts(
         taken = document.take(length - len(suffix))
         ids = torch.cat([taken.input_ids[0], taken.input_ids.new_tensor(suffix)])
         place = torch.arange(document.prefix, length - len(suffix))
-        offsets = [order[(number * passes + one) % every] for one in range(passes)]
+        offsets = [order[(number * passes + turn) % every] for turn in range(passes)]
         masks = tuple(place[(place - document.prefix) % every == offset] for offset in offsets)
         texts.append(MaskedText(document.name, ids, document.prefix, len(suffix), masks, tokenizer.mask_token_id))
     return tuple(texts)
@@ -234,26 +248,18 @@ class MaskedJob(Job):
     """One reader and one text.
 
     Args:
-        text: what is read.
-        index: its number among the texts of its length.
+        text: that is read.
     """
 
     text: MaskedText
-    index: int
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """Return the losses of all masked tokens."""
+        """Return the losses of all masked tokens, pass by pass."""
         window = self.reader.reading.window
         with ticking(model, self.name, self.cost / len(_batches(self.text, window)), progress):
             losses = masked_losses(model, self.text, window=window)[torch.cat(self.text.passes)]
         check_finite(losses, self.name)
-        return Answer({"item": self.text.name, "length": self.text.length, "masked": losses.tolist()})
-
-    def losses(self, line: Mapping[str, Any]) -> Float[Tensor, " tokens"]:
-        """Return the result of ``masked_losses``, read from the finished line."""
-        losses = torch.full((self.text.length,), torch.nan)
-        losses[torch.cat(self.text.passes)] = torch.tensor(line["masked"])
-        return losses
+        return Answer({"item": self.text.name}, losses)
 
 
 def masked_readers(
@@ -283,7 +289,7 @@ def masked_readers(
         UnknownNameError: an unknown method.
     """
     trained = known_trained_length(checkpoint.model, trained_length)
-    found = find_readers(
+    asked = find_readers(
         checkpoint,
         methods=methods,
         factors=factors,
@@ -293,7 +299,7 @@ def masked_readers(
         trained_length=trained_length,
     )
     readers: list[Reader] = []
-    for reader in found:
+    for reader in asked:
         if reader.reading.name != TRUNCATED:
             readers.append(reader)
             continue
@@ -301,7 +307,7 @@ def masked_readers(
         special = checkpoint.tokenizer.num_special_tokens_to_add()
         sizes = [size for size in windows_of(trained) if size >= special + LEAST]
         named = [replace(reader.reading, name=window_name(size), label=f"{size:,} around") for size in sizes]
-        readers += [Reader(one, reader.readings, beyond) for one in named if beyond]
+        readers += [Reader(reading, reader.readings, beyond) for reading in named if beyond]
     return tuple(readers)
 
 
@@ -316,25 +322,23 @@ def masked_jobs(
         checkpoint: what is measured.
     """
     point = turning_point(checkpoint.model)
-    made = {length: texts(length) for length in sorted({one for reader in readers for one in reader.lengths})}
-    jobs = []
-    for reader, (length, own) in itertools.product(readers, made.items()):
-        for index, text in enumerate(own if length in reader.lengths else ()):
-            reading = reader.reading
-            rows = len(text.views(reading.window))
-            jobs.append(
-                MaskedJob(
-                    key=reader.readings.key(
-                        [reading.name, reading.method, reading.fingerprint], task=["masked", text.sha256]
-                    ),
-                    cost=rows * pass_cost(reading.window or length, point),
-                    reader=reader,
-                    name=f"{reading.label}, {text.name}, {length:,} tokens",
-                    text=text,
-                    index=index,
-                )
-            )
-    return jobs
+    lengths = sorted({length for reader in readers for length in reader.lengths})
+    pairs = itertools.product(readers, [(length, texts(length)) for length in lengths])
+    return [
+        MaskedJob(
+            key=reader.readings.key(
+                [reader.reading.name, reader.reading.method, reader.reading.fingerprint],
+                task=["losses of masked tokens", text.sha256],
+            ),
+            cost=len(text.views(reader.reading.window)) * pass_cost(reader.reading.window or length, point),
+            reader=reader,
+            name=f"{reader.reading.label}, {text.name}, {length:,} tokens",
+            text=text,
+        )
+        for reader, (length, of_length) in pairs
+        if length in reader.lengths
+        for text in of_length
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,12 +420,12 @@ class MaskedReport(Report):
 
     def find(self, name: str) -> MaskedReading | None:
         """Return the reading of one name; None where it was not made."""
-        return next((one for one in self.readings if one.name == name), None)
+        return next((reading for reading in self.readings if reading.name == name), None)
 
     @property
     def extensions(self) -> tuple[MaskedReading, ...]:
         """The readings of extended models."""
-        return tuple(one for one in self.readings if not is_reference(one.name))
+        return tuple(reading for reading in self.readings if not is_reference(reading.name))
 
 
 def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: int, passes: int) -> MaskedReport:
@@ -433,109 +437,70 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
         every: as for ``masked_texts``.
         passes: as for ``masked_texts``.
     """
-    trained = survey.readers[0].readings.trained_length
-    lengths = sorted({job.text.length for job in survey.jobs})
-    found: dict[str, MaskedReading] = {}
-    for length in lengths:
-        for name, label, scores in _Finished.of(survey, length, trained).scored():
-            before = found.get(name, MaskedReading(name=name, label=label, scores=()))
-            found[name] = replace(before, scores=before.scores + scores)
-    order = [UNPATCHED, TRUNCATED, *(reader.reading.name for reader in survey.readers)]
+    trained, losses = survey.readers[0].readings.trained_length, survey.losses()
+    labels = {TRUNCATED: "best window around"} | {one.reading.name: one.reading.label for one in survey.readers}
+    scores: dict[str, list[MaskedScore]] = {name: [] for name in (UNPATCHED, *labels)}
+    for length in sorted({job.text.length for job in survey.jobs}):
+        texts: dict[str, list[Tensor]] = {}
+        for job in survey.jobs:
+            if job.text.length == length:
+                texts.setdefault(job.reader.reading.name, []).append(job.text.at_positions(losses[job.key]))
+        for name, score in _scores(texts, length, trained):
+            scores[name].append(score)
     return MaskedReport(
         trained_length=trained,
         every=every,
         passes=passes,
-        readings=tuple(found[name] for name in dict.fromkeys(order) if name in found),
+        readings=tuple(
+            MaskedReading(name=name, label=labels[name], scores=tuple(own)) for name, own in scores.items() if own
+        ),
         provenance=survey.with_extensions(provenance),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Finished:
-    """The losses of all readings at one length.
+def _scores(texts: Mapping[str, list[Tensor]], length: int, trained: int) -> Iterator[tuple[str, MaskedScore]]:
+    """Yield the scores of every reading at one length, with its name; those of the best windows first.
 
     Args:
-        length: tokens.
+        texts: by the name of a reading, the losses of each text, [tokens], NaN where nothing was masked.
+        length: tokens of the texts.
         trained: tokens that the model was trained for.
-        losses: by the name of a reading: [tokens] of each text, NaN where nothing was masked.
-        labels: by the same names.
-        windows: by tokens, those of the windows around masked tokens; empty within the trained length.
     """
+    windows = [window for name in texts if (window := window_of(name)) is not None]
+    for kind, start, stop in _spans(length, trained):
+        span = slice(length - stop, length - start) if kind == END else slice(start, stop)
+        masked = {name: [text[span][~text[span].isnan()] for text in of_reading] for name, of_reading in texts.items()}
+        if not any(map(len, next(iter(masked.values())))):
+            continue
+        place = {"length": length, "kind": kind, "start": start, "stop": stop}
+        baseline = masked.get(UNPATCHED)
+        if windows:
+            best = best_window({window: masked[window_name(window)] for window in windows})
+            baseline = masked[window_name(best)]
+            yield TRUNCATED, _score(place, baseline, window=best)
+        for name, losses in masked.items():
+            versus = None
+            # A single token has no standard error.
+            if baseline is not None and losses is not baseline and kind != CURVE and sum(map(len, losses)) > 1:
+                versus = document_difference(losses, baseline, baselines=max(1, len(windows)))
+            yield name, _score(place, losses, versus=versus)
 
-    length: int
-    trained: int
-    losses: dict[str, list[Tensor]]
-    labels: dict[str, str]
-    windows: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, survey: Survey[MaskedJob], length: int, trained: int) -> _Finished:
-        lines = survey.journal.finished()
-        made = cls(length, trained, {}, {})
-        for job in survey.jobs:
-            if job.text.length == length:
-                reading = job.reader.reading
-                made.losses.setdefault(reading.name, []).append(job.losses(lines[job.key]))
-                made.labels[reading.name] = reading.label
-                if reading.window is not None:
-                    made.windows[reading.window] = made.losses[reading.name]
-        return made
+def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, start and stop of every score of a length."""
+    step = trained * max(1, -(-length // (SPANS * trained)))
+    fine = max(1, -(-length // (FINE * SPANS)), trained // FINE)
+    edges = {
+        WHOLE: [0, length],
+        POSITION: [*range(0, length, step), length],
+        CURVE: [*range(0, length, fine), length],
+        END: [*(distance for distance in NEAR if distance < length), length],
+    }
+    for kind, places in edges.items():
+        for start, stop in itertools.pairwise(places):
+            yield kind, start, stop
 
-    def scored(self) -> Iterator[tuple[str, str, tuple[MaskedScore, ...]]]:
-        """Yield name, label and scores of each reading, the best windows among them."""
-        if self.windows:
-            yield TRUNCATED, "best window around", tuple(self._score(None, *span) for span in self._spans())
-        for name, own in self.losses.items():
-            yield name, self.labels[name], tuple(self._score(own, *span) for span in self._spans())
 
-    def _spans(self) -> Iterator[tuple[str, int, int]]:
-        """Yield kind, start and stop of every score that has masked tokens."""
-        step = self.trained * max(1, -(-self.length // (SPANS * self.trained)))
-        fine = max(1, -(-self.length // (FINE * SPANS)), self.trained // FINE)
-        ends = [*(one for one in NEAR if one < self.length), self.length]
-        edges = {
-            WHOLE: [0, self.length],
-            POSITION: [*range(0, self.length, step), self.length],
-            CURVE: [*range(0, self.length, fine), self.length],
-            END: ends,
-        }
-        some = next(iter(self.losses.values()))
-        for kind, own in edges.items():
-            for start, stop in itertools.pairwise(own):
-                if any(len(part) for part in self._parts(some, kind, start, stop)):
-                    yield kind, start, stop
-
-    def _parts(self, losses: Sequence[Tensor], kind: str, start: int, stop: int) -> list[Tensor]:
-        """Return the losses of the masked tokens of a span, for each text."""
-        span = slice(self.length - stop, self.length - start) if kind == END else slice(start, stop)
-        return [one[span][~one[span].isnan()] for one in losses]
-
-    def _score(self, losses: Sequence[Tensor] | None, kind: str, start: int, stop: int) -> MaskedScore:
-        """Score a span; score the best windows where no losses are given."""
-        window = best_window(self._windows_at(kind, start, stop)) if self.windows else None
-        baseline = self.losses.get(UNPATCHED) if window is None else self.windows[window]
-        mine = baseline if losses is None else losses
-        assert mine is not None, "where none are given, there are windows"
-        own = self._parts(mine, kind, start, stop)
-        values = torch.cat(own).double()
-        compared = baseline is not None and mine is not baseline and kind != CURVE
-        return MaskedScore(
-            length=self.length,
-            kind=kind,
-            start=start,
-            stop=stop,
-            tokens=len(values),
-            loss=values.mean().item(),
-            versus=self._versus(own, self._parts(baseline or [], kind, start, stop)) if compared else None,
-            window=window if losses is None else None,
-        )
-
-    def _windows_at(self, kind: str, start: int, stop: int) -> dict[int, list[Tensor]]:
-        """Return the losses of a span, by the window in which they were read."""
-        return {window: self._parts(own, kind, start, stop) for window, own in self.windows.items()}
-
-    def _versus(self, own: Sequence[Tensor], baseline: Sequence[Tensor]) -> PairedDifference | None:
-        """Return the paired difference, None where a single masked token counts."""
-        if sum(map(len, own)) < 2:
-            return None
-        return document_difference(own, baseline, baselines=max(1, len(self.windows)))
+def _score(place: dict[str, Any], losses: Sequence[Tensor], **compared: Any) -> MaskedScore:
+    values = torch.cat(list(losses)).double()
+    return MaskedScore(**place, tokens=len(values), loss=values.mean().item(), **compared)

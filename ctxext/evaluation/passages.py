@@ -291,10 +291,7 @@ def passage_readers(
     trained = of_checkpoint.trained_length
     needed = (max(lengths, default=trained) / trained,)
     wanted = chosen_methods(of_checkpoint.model, methods, factors or needed) if methods else ()
-    readings, refusals = of_checkpoint.find(wanted)
-    if refusals:
-        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
-    candidates = [reading for reading in readings if not reading.is_reference]
+    _, candidates = of_checkpoint.extensions(wanted)
     reaches = {reading.reach for reading in candidates if reading.reach is not None}
     all_lengths = tuple(sorted({*lengths} or {trained, *reaches}))
     require_reached(all_lengths[-1], reaches, trained)

@@ -239,6 +239,17 @@ class Readings:
         progress(len(methods), len(methods))
         return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
+    def extensions(self, methods: Sequence[Method]) -> tuple[Reading, list[Reading]]:
+        """Try methods all of which have to apply; return the checkpoint's own reading, and theirs.
+
+        Raises:
+            IncompatibleError: a method that cannot be right on this model.
+        """
+        (plain, *others), refusals = self.find(methods)
+        if refusals:
+            raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+        return plain, [reading for reading in others if not reading.is_reference]
+
     def _references(self) -> tuple[Reading, ...]:
         description = patching.describe(self.model)
         how = f" ({description.method['method']} {TIMES}{description.method['factor']:g})" if description.method else ""
@@ -476,13 +487,9 @@ def find_readers(
     of_checkpoint = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
     trained = of_checkpoint.trained_length
     factors = factors_for(methods, factors, lengths, trained)
-    (plain, *others), refusals = of_checkpoint.find(
-        chosen_methods(of_checkpoint.model, methods, factors) if methods else ()
-    )
-    if refusals:
-        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+    chosen = chosen_methods(of_checkpoint.model, methods, factors) if methods else ()
+    plain, candidates = of_checkpoint.extensions(chosen)
     original = of_checkpoint if reference is None else _original(of_checkpoint, reference)
-    candidates = [reading for reading in others if not reading.is_reference]
     last = label_of(window_name(trained))
     references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=last)]
     if of_checkpoint.extended is not None:

@@ -202,8 +202,9 @@ class Survey(Generic[Work]):
 
     def losses(self) -> dict[str, Float[Tensor, " positions"]]:
         """Return the losses of all finished jobs that give some, by the jobs' keys."""
-        finished = self.journal.finished()
-        return {job.key: self.journal.losses(finished[job.key]) for job in self.jobs if isinstance(job, LossJob)}
+        keys, finished = self.keys, self.journal.finished()
+        lines = {key: line for key, line in finished.items() if {"file", "losses"} & line.keys()}
+        return {key: self.journal.losses(line) for key, line in lines.items() if key in keys}
 
     def with_extensions(self, provenance: Provenance) -> Provenance:
         """Return a provenance that says how every reader reads."""
