@@ -23,6 +23,7 @@ from transformers import (
 
 import ctxext
 from ctxext.architectures.mpt import Mpt
+from ctxext.attention import flex
 from ctxext.errors import BackendUnavailableError, IncompatibleError, InvalidParameterError, UnknownNameError
 
 TRAINED = 32
@@ -36,6 +37,12 @@ every_method = pytest.mark.parametrize(
     [{"method": "alibi"}, {"method": "pi"}, {"method": "dynamic_pi"}, {"method": "dynamic_pi", "growth": "doubling"}],
 )
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "reference", "flex"])
+
+
+@pytest.fixture(autouse=True)
+def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling costs seconds on CPU; tests/attention/test_flex.py compiles a few."""
+    monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
 
 
 def build(family: str, heads: int = 4, **changes: Any) -> PreTrainedModel:

@@ -32,6 +32,11 @@ RIGHT = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _with_the_sessions_stock_process(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_stock", stock)
+
+
 def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:
     findings = check_model(tiny(model_type), walked_methods(METHODS), stock, folder)
     return {finding.method: (finding.outcome, finding.detail) for finding in findings}

@@ -20,6 +20,11 @@ from tests.walk.tiny import KINDS, kind_of, tiny_config, tiny_model
 pytestmark = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 
 
+@pytest.fixture(autouse=True)
+def _with_the_sessions_stock_process(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_stock", stock)
+
+
 def walked(model_type: str, *methods: str) -> dict[str, Any]:
     return run.walk_type(model_type, list(methods))
 

@@ -54,7 +54,7 @@ def logits(model: Any, ids: Tensor, written: Tensor, **arguments: Any) -> Tensor
 
 
 @every_type
-def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, tmp_path: Path) -> None:
+def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, stock: Stock, tmp_path: Path) -> None:
     model, inputs = model_of(model_type), tokens(LENGTH)
     before = saved_once(model, tmp_path / "plain")
     ctxext.patch(model, "yarn", factor=4.0)
@@ -66,8 +66,7 @@ def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, 
     assert not torch.equal(extended, before.logits)
     model.save_pretrained(tmp_path / "extended")
     save_file({"input_ids": inputs}, tmp_path / "inputs.safetensors")
-    with Stock() as stock:
-        found = stock.logits(tmp_path / "extended", tmp_path / "inputs.safetensors")
+    found = stock.logits(tmp_path / "extended", tmp_path / "inputs.safetensors")
     assert isinstance(found, Tensor), found
     assert torch.equal(found, extended)
     loaded = ctxext.load(tmp_path / "extended")
@@ -117,11 +116,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     return ctxext.load(checkpoint(tmp_path_factory.mktemp("mixed")))
 
 
-def test_stock_code_refuses_what_it_cannot_express(mixed: PreTrainedModel, tmp_path: Path) -> None:
+def test_stock_code_refuses_what_it_cannot_express(mixed: PreTrainedModel, stock: Stock, tmp_path: Path) -> None:
     mixed.save_pretrained(tmp_path)
     save_file({"input_ids": tokens(20)}, tmp_path / "inputs.safetensors")
-    with Stock() as stock:
-        assert "ctxext_unrotated" in str(stock.logits(tmp_path, tmp_path / "inputs.safetensors"))
+    assert "ctxext_unrotated" in str(stock.logits(tmp_path, tmp_path / "inputs.safetensors"))
 
 
 def test_the_decoder_stays_causal_and_the_encoder_sees_both_ways(mixed: PreTrainedModel) -> None:
