@@ -1,4 +1,4 @@
-"""One process of a distributed run of the recipe: ``python engine_program.py CASES.json``.
+"""One process of a distributed run of the recipe: ``main(cases, environment, log)``.
 
 Each case is a name, an engine, the words of a command line, and whether it is interrupted or resumed. What is left of
 it lies in its output directory, and beside ``run.json``, ``recorded.pt``: every weight's whole gradient in every step,
@@ -7,9 +7,7 @@ and the buffers after the last.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +90,15 @@ def run(case: dict[str, Any]) -> None:
         GradientState._reset_state()
 
 
-if __name__ == "__main__":
+def main(cases: list[dict[str, Any]], environment: dict[str, str], log: Path) -> None:
+    """Run cases one after the other, with all that is said in a file."""
+    os.environ.update(environment)
+    with log.open("w", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
     admit_ring_attention()
-    for case in json.loads(Path(sys.argv[1]).read_text()):
+    for case in cases:
         print("case", case["name"], flush=True)
         run(case)
     if torch.distributed.is_initialized():

@@ -6,14 +6,13 @@ gradients, saving.
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from tests._models import logits, tiny, tokens
+from tests.training import engine_program
 from tests.training._recipe import CONFIG, SMALL, losses, words_of
 
 ROOT = Path(__file__).parents[2]
@@ -73,54 +73,55 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
 
     two, four = (("--training.accumulation", count) for count in "24")  # sequences in a step, as so many processes read
     ones = [case(f"one-{setup}", "none", setup, *two) for setup in SETUPS]
-    start([*ones, case("one-untied-four", "none", "untied", *four)], 1, root)
+    ones.append(case("one-untied-four", "none", "untied", *four))
     several = {name: parts for name, parts in CASES.items() if parts[0] != "machines"}
     cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in several.items()]
     cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
     cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
-    start(cases, 2, root)
-    start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
+    read = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "HF_DATASETS_CACHE": str(root / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with mock.patch.dict(os.environ, read):  # packages read it as they are imported
+        start(ones, 1, root)
+        start(cases, 2, root)
+        start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
     return {path.name: path for path in (root / "runs").iterdir()}
 
 
 def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: int = 1) -> None:
     """Run cases one after the other, each in all processes; where one fails, the others wait for it and are ended."""
-    listed = root / f"cases-{processes}.json"
-    listed.write_text(json.dumps(cases), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "HF_DATASETS_CACHE": str(root / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(processes),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("engine_program.py")), str(listed)]
+    common = {"WORLD_SIZE": str(processes)}
+    forks = multiprocessing.get_context("forkserver")  # all are forks of one that has imported the program
+    forks.set_forkserver_preload([engine_program.__name__, "datasets", "peft", "matplotlib.pyplot"])
     started = []
     for rank in range(processes):
         here = processes // machines
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank % here), "LOCAL_WORLD_SIZE": str(here)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        log = (root / f"log-{processes}-{rank}.txt").open("w+", encoding="utf-8")
-        environment = common | (own if processes > 1 else {})
-        started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
+        log, environment = root / f"log-{processes}-{rank}.txt", common | (own if processes > 1 else {})
+        process = forks.Process(target=engine_program.main, args=(cases, environment, log))
+        process.start()
+        started.append((process, log))
     deadline = time.monotonic() + HANGING
     try:
-        codes = [process.poll() for process, _ in started]
+        codes = [process.exitcode for process, _ in started]
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(0.2)
-            codes = [process.poll() for process, _ in started]
+            codes = [process.exitcode for process, _ in started]
     finally:
         for process, _ in started:
             process.kill()
-            process.wait()
+            process.join()
     ended = zip(codes, started, strict=True)
     for code, (_, log) in sorted(ended, key=lambda process: process[0] is None):  # those that failed first
-        log.seek(0)
-        assert code == 0, f"exit status {code} (None: it hung, or another process failed)\n{log.read()[-4000:]}"
-        log.close()
+        said = log.read_text(encoding="utf-8")[-4000:]
+        assert code == 0, f"exit status {code} (None: it hung, or another process failed)\n{said}"
 
 
 def recorded(run: Path) -> dict[str, Any]:
