@@ -251,8 +251,13 @@ def test_what_is_scaled_is_extended_from_its_window(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ELSEWHERE | NO_REACH | OTHER_KINDS | OWN_CODE | OUTDATED))
 def test_what_cannot_be_extended_is_refused_with_a_sentence(
-    name: str, place: Callable[[str], Path], tmp_path: Path, cli: Callable[..., Result]
+    name: str,
+    place: Callable[[str], Path],
+    tmp_path: Path,
+    cli: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {"yarn": METHODS["yarn"]})
     extension = ("--method", "yarn", "--factor", 4)
     planned = [] if name in ELSEWHERE | NO_REACH else [("plan", place(name), "--length", 256)]
     for arguments in (

@@ -70,7 +70,6 @@ def test_at_least_sixty_are_the_published_file() -> None:
     assert all(entry.documented for entry in PUBLISHED.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", able(NATIVE))
 def test_its_lengths_are_those_of_its_documentation(name: str, inspected: Inspect) -> None:
     found, entry = inspected(name), PUBLISHED[name]

@@ -20,6 +20,7 @@ from ctxext.methods import METHODS, known_methods
 from ctxext.spec import LLAMA
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
+from tests._programs import command
 
 Cli = Callable[..., Result]
 
@@ -32,13 +33,25 @@ def config_only(directory: Path, config: PretrainedConfig) -> Path:
 # --- inspect ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def inspected(llama: Path) -> tuple[str, Any]:
+    """What is printed of a Llama, and what is printed for programs: every method is tried for each."""
+    return command("inspect", llama).stdout, json.loads(command("inspect", llama, "--json").stdout)
+
+
+@pytest.fixture
+def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``inspect`` try some of its methods, where a test does not ask for all of them."""
+    few = {name: known_methods()[name] for name in ("fox", "pi", "string", "yarn")}
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: few)
+
+
 @pytest.mark.slow
-def test_inspect_llama(cli: Cli, llama: Path) -> None:
-    text = cli("inspect", llama).stdout
+def test_inspect_llama(inspected: tuple[str, Any]) -> None:
+    text, found = inspected
     assert "default, base 10000, 16 rotary dimensions" in text
     assert f"{TRAINED} tokens" in text
     assert all(name in text for name in known_methods())
-    found = json.loads(cli("inspect", llama, "--json").stdout)
     verdicts = {verdict["method"]: verdict for verdict in found["verdicts"]}
     assert verdicts.keys() == known_methods().keys()
     assert verdicts["yarn"]["target_length"] == 4 * TRAINED
@@ -48,12 +61,14 @@ def test_inspect_llama(cli: Cli, llama: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
 def test_inspect_reads_no_weights(cli: Cli, llama: Path, tmp_path: Path) -> None:
     config_only(tmp_path / "bare", LlamaConfig.from_pretrained(llama))
     assert cli("inspect", tmp_path / "bare").exit_code == 0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
 def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path]) -> None:
     gemma = json.loads(cli("inspect", checkpoints["gemma3"], "--json").stdout)
     assert [site["layer_type"] for site in gemma["positions"]] == ["full_attention"]
@@ -70,6 +85,7 @@ def tried_at_four(found: Any) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
 def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "--method", "dynamic_yarn", "--factor", 4)
     result = cli("inspect", tmp_path / "long")
@@ -82,6 +98,7 @@ def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
 def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = TRAINED
@@ -126,6 +143,7 @@ def test_inspect_adapter(cli: Cli, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
 def test_inspect_reads_the_scaling_in_a_gguf_file(cli: Cli, tmp_path: Path) -> None:
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -268,8 +286,8 @@ def test_methods_come_from_the_methods(cli: Cli) -> None:
     assert {name for name, row in each.items() if row["dynamic"] == "yes"} == {
         name for name, kind in known_methods().items() if kind.example(LLAMA).dynamic
     }
-    for command, names in ((("methods",), rows), (("lab", "methods"), to_train)):
-        lines = cli(*command, "--markdown").stdout.splitlines()
+    for words, names in ((("methods",), rows), (("lab", "methods"), to_train)):
+        lines = cli(*words, "--markdown").stdout.splitlines()
         assert len(lines) == 2 + len(names)
         assert len({line.count(" | ") for line in lines[2:]}) == 1
         assert all(name in cli(*command).stdout for name in names)
@@ -392,10 +410,10 @@ def test_bands_of_the_spectrum() -> None:
 def test_version_and_help(cli: Cli) -> None:
     assert cli("--version").stdout.strip() == ctxext.__version__
     listed = cli("--help").stdout
-    for command in ("inspect", "patch", "export", "methods", "plot", "demo"):
-        assert command in listed
-        assert cli(command, "--help").exit_code == 0
-    for command in (["inspect"], ["patch"], ["export"], ["methods"], ["plot", "frequencies"]):
+    for name in ("inspect", "patch", "export", "methods", "plot", "demo"):
+        assert name in listed
+        assert cli(name, "--help").exit_code == 0
+    for name in (["inspect"], ["patch"], ["export"], ["methods"], ["plot", "frequencies"]):
         assert "Example" in cli(*command, "--help").stdout
 
 
@@ -425,17 +443,14 @@ def test_pictures_without_a_name_never_write_over_each_other(
 
 
 @pytest.mark.slow
-def test_inspect_says_what_must_be_trained_and_sends_nobody_in_a_circle(cli: Cli, llama: Path) -> None:
-    said = cli("inspect", str(llama))
-    assert "ctxext inspect" not in said.stdout
-    found = json.loads(cli("inspect", str(llama), "--json").stdout)["verdicts"]
-    trained = {one["method"] for one in found if one["needs_training"]}
+def test_inspect_says_what_must_be_trained_and_sends_nobody_in_a_circle(inspected: tuple[str, Any]) -> None:
+    text, found = inspected
+    assert "ctxext inspect" not in text
+    trained = {one["method"] for one in found["verdicts"] if one["needs_training"]}
     assert {"fox", "fire", "path", "nope", "t5_bias"} <= trained
     assert not trained & {"yarn", "self_extend", "pi"}
     for name in ("fox", "yarn"):
-        row = said.stdout[
-            said.stdout.index(f"\n {name} ") if f"\n {name} " in said.stdout else said.stdout.index(f"\n{name} ") :
-        ]
+        row = text[text.index(f"\n {name} ") if f"\n {name} " in text else text.index(f"\n{name} ") :]
         assert ("once trained" in row.split("\n", 3)[1] + row.split("\n", 3)[2]) == (name == "fox")
 
 

@@ -25,6 +25,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from ctxext.training import Memory, return_freed_memory
 from tests._models import tiny, tokens
+from tests._products import crossed
 from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTH = 60
@@ -100,8 +101,7 @@ def test_attention_is_computed_again_or_kept(memory: Memory, times: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ON_LLAMA)
+@pytest.mark.parametrize(("dtype", "name"), crossed([torch.float32, torch.bfloat16], ON_LLAMA))
 def test_every_method_may_keep_its_attention(name: str, dtype: torch.dtype) -> None:
     """What was kept is given back in the backward pass: whoever computes with it must leave it as it was."""
     model = tiny().to(dtype)
