@@ -15,6 +15,7 @@ import os
 import re
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,7 @@ def pages() -> list[Path]:
     ]
 
 
+@cache
 def blocks() -> dict[str, tuple[str, Path]]:
     """Return the text of every block by its name, with the folder that links in it start from."""
     measured = {name: ((RESULTS / f"{name}.md").read_text(), RESULTS) for name in ("demo", "coverage", "bloom")}

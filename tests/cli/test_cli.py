@@ -290,7 +290,7 @@ def test_methods_come_from_the_methods(cli: Cli) -> None:
         lines = cli(*words, "--markdown").stdout.splitlines()
         assert len(lines) == 2 + len(names)
         assert len({line.count(" | ") for line in lines[2:]}) == 1
-        assert all(name in cli(*command).stdout for name in names)
+        assert all(name in cli(*words).stdout for name in names)
 
 
 @pytest.mark.slow
@@ -413,8 +413,8 @@ def test_version_and_help(cli: Cli) -> None:
     for name in ("inspect", "patch", "export", "methods", "plot", "demo"):
         assert name in listed
         assert cli(name, "--help").exit_code == 0
-    for name in (["inspect"], ["patch"], ["export"], ["methods"], ["plot", "frequencies"]):
-        assert "Example" in cli(*command, "--help").stdout
+    for words in (["inspect"], ["patch"], ["export"], ["methods"], ["plot", "frequencies"]):
+        assert "Example" in cli(*words, "--help").stdout
 
 
 def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
