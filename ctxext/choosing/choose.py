@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import nn
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
 from ctxext.checkpoints.export import export_config
-from ctxext.choosing.budget import Budget, Costs, SearchSizes, parse_budget
+from ctxext.choosing.budget import Costs, SearchSizes, parse_budget
 from ctxext.choosing.candidates import candidates, distinct
 from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
 from ctxext.choosing.halving import Finish, Halving
 from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.search import Search, SearchResult
-from ctxext.choosing.texts import SplitTexts, TextStretch, corpus_from, split_texts
+from ctxext.choosing.texts import TextStretch, corpus_from, split_texts
 from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -36,11 +35,13 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import patched_state
 from ctxext.runtimes import RUNTIMES
 from ctxext.saved import already_extended
-from ctxext.surgery.rotary import RotarySite, find_sites
+from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject, base_model, text_of
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
 
+# Which runtimes can load a candidate, and what plain transformers calls it.
+LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
 # Positions beyond the window that a target must add, so that there is something to measure.
 LEAST_BEYOND = 16
 # Candidates whose first reading says how long a pass takes.
@@ -61,57 +62,69 @@ class ChoiceSettings:
     sliding_window: str | None = None
 
 
-@dataclass(eq=False, kw_only=True)
 class PlannedChoice:
     """A choice before anything is read; ``run`` it once.
 
-    The published YaRN is the first candidate. ``sites`` are the model's frequencies as they were trained, and ``plain``
-    reads with them as extended to the target, for a search; it is None for no search.
+    Args:
+        checkpoint: not extended.
+        corpus: texts, whole, of any length.
+        settings: what is asked for.
+        folder: that keeps finished jobs; None keeps them in memory.
+        group: the processes that share the work; None for this one alone.
+        trying: called with methods tried and methods in all.
+
+    Attributes:
+        candidates: all that apply, the published YaRN first.
+        costs: of its parts, before anything is timed.
+        progress: called with what is being done and the cost done since the last call.
+
+    Raises:
+        CtxextError: whatever cannot be right, before anything is computed.
     """
 
-    checkpoint: Checkpoint
-    corpus: Corpus
-    settings: ChoiceSettings
-    readings: Readings
-    candidates: tuple[Candidate, ...]
-    refusals: tuple[Refusal, ...]
-    sites: tuple[RotarySite, ...]
-    split: SplitTexts
-    journal: Journal
-    group: ProcessGroup
-    plain: Reading | None
-    progress: Progress
-    _runtimes: dict[str, tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]] = field(
-        init=False, default_factory=dict
-    )
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        corpus: Corpus,
+        settings: ChoiceSettings,
+        *,
+        folder: Path | None = None,
+        group: ProcessGroup | None = None,
+        trying: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        self.checkpoint, self.corpus, self.settings = checkpoint, corpus, settings
+        self.budget = parse_budget(settings.budget)
+        self.group = group or ProcessGroup()
+        self.progress: Progress = lambda *_: None
+        subject = _choosable(checkpoint)
+        own_length, window = settings.trained_length, settings.sliding_window
+        self.readings = Readings(checkpoint, trained_length=own_length, sliding_window=window)
+        self.trained = trained = self.readings.trained_length
+        self.length = length = checked_tokens("target_length", settings.target_length)
+        if length < trained + LEAST_BEYOND:
+            raise InvalidParameterError(
+                f"A target of {length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
+                f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
+            )
+        if settings.search:
+            require_searchable(checkpoint.model)
+        given = {"seed": settings.seed, "search": settings.search, "tokenizer": checkpoint.tokenizer}
+        self.split = split_texts(corpus.documents, tokens=length + 1, **given)
+        if settings.keys:  # it says what is too short for one
+            make_prompts(checkpoint.tokenizer, [length], DEPTHS[:1], seed=settings.seed)
+        self.sites = tuple(find_sites(subject, trained, scaled=own_length is not None))
+        self.rope = self.sites[0].spec
+        self.candidates, self.refusals = self._tried(trying)
+        self.plain = self._plain() if settings.search else None
+        assert self.readings.setting, "asked for before any method brings an attention of its own"
+        cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
+        self.journal = Journal(cells, self.group.process, identity=identity)
+        self._runtimes: dict[str, LoadedBy] = {}
+        self.costs = self._costs()
         if self.budget.seconds is None:
             self.costs.sizes(self.budget.passes)  # what is too small is said before anything is read
 
-    @property
-    def trained(self) -> int:
-        """Tokens of the window."""
-        return self.readings.trained_length
-
-    @property
-    def length(self) -> int:
-        """Tokens of the target."""
-        return self.settings.target_length
-
-    @property
-    def done(self) -> str:
-        """Finished work, in words: what is left depends on what was read."""
-        return f"{len(self.journal.finished())} jobs"
-
-    @cached_property
-    def budget(self) -> Budget:
-        """The budget, parsed."""
-        return parse_budget(self.settings.budget)
-
-    @cached_property
-    def costs(self) -> Costs:
-        """Costs of the parts, in passes over the target."""
+    def _costs(self) -> Costs:
         judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates)
         return Costs(
             trained=self.trained,
@@ -119,12 +132,46 @@ class PlannedChoice:
             judged=judged,
             others=len(self.candidates) - judged,
             windows=self.readings.windows,
-            turning_point=turning_point(self.readings.model),
+            turning_point=turning_point(self.checkpoint.model),
             choosing=len(self.split.choosing),
             held_out=len(self.split.held_out),
             keys=self.settings.keys,
             accepting=len(self.split.accepting) if self.settings.search else None,
         )
+
+    def _tried(self, trying: Callable[[int, int], None]) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
+        """Return the candidates that apply to the model, each set of frequencies once, and what does not apply."""
+        rope = self.rope
+        methods = candidates(self.length / self.trained, rope)
+        if self.settings.stock:
+            methods = tuple(method for method in methods if method.rope_parameters(rope) is not None)
+        applicable, refusals = self.readings.find(methods, progress=trying)
+        entered, twins = distinct(reading for reading in applicable if not reading.is_reference)
+        if not entered or entered[0].method != methods[0].to_dict():
+            reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
+            raise IncompatibleError(f"Others are compared with YaRN as published, which does not apply here. {reasons}")
+        found = [Candidate.of(reading, rope, self.length, twins=twins.get(reading.name, ())) for reading in entered]
+        return tuple(found), refusals
+
+    def _plain(self) -> Reading:
+        """Return the model ready for the target with its own frequencies, in the form of what a search finds.
+
+        Raises:
+            IncompatibleError: the model's config cannot hold a number for each frequency.
+        """
+        zeros = torch.zeros(self.rope.rotary_dim // 2 + 1, dtype=torch.float64)
+        applicable, refused = self.readings.find([as_method(zeros, self.length / self.trained)])
+        if refused:
+            raise IncompatibleError(
+                f"What a search finds is a number for each frequency, which this model does not take. Choose without "
+                f"--search. {refused[0].reason}"
+            )
+        return applicable[-1]
+
+    @property
+    def done(self) -> str:
+        """Finished work, in words: what is left depends on what was read."""
+        return f"{len(self.journal.finished())} jobs"
 
     @property
     def passes(self) -> float:
@@ -168,7 +215,7 @@ class PlannedChoice:
         search: SearchResult | None = None
         if search_sizes is not None:
             search, finish, result = self._searched(losses, finish, search_sizes)
-            candidates.append(Candidate.of(result, self.sites[0].spec, self.length, title=result.label))
+            candidates.append(Candidate.of(result, self.rope, self.length, title=result.label))
         choice = Choice(
             candidates=tuple(replace(each, course=finish.course(each.reading.name)) for each in candidates),
             finish=finish,
@@ -226,7 +273,7 @@ class PlannedChoice:
     ) -> tuple[SearchResult, Finish, Reading]:
         """Search from the trained frequencies, and from the best finalist that is one set of frequencies."""
         assert self.plain is not None
-        rope = self.sites[0].spec
+        rope = self.rope
         starts: dict[str, Vector] = {
             "the trained frequencies": torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
         }
@@ -254,7 +301,7 @@ class PlannedChoice:
         del values["extensions"]
         return values | {"trained_length": self.trained}
 
-    def _loaded_by(self, candidate: Candidate) -> tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]:
+    def _loaded_by(self, candidate: Candidate) -> LoadedBy:
         """Return which runtimes can load a candidate, and what plain transformers calls it."""
         name = candidate.reading.name
         if name not in self._runtimes:
@@ -274,99 +321,25 @@ class PlannedChoice:
         return self._runtimes[name]
 
 
-def prepare(
-    checkpoint: Checkpoint,
-    corpus: Corpus,
-    settings: ChoiceSettings,
-    *,
-    folder: Path | None = None,
-    group: ProcessGroup | None = None,
-    progress: Progress = lambda *_: None,
-    trying: Callable[[int, int], None] = lambda *_: None,
-) -> PlannedChoice:
-    """Plan a choice, before anything is read.
-
-    Args:
-        checkpoint: not extended.
-        corpus: texts, whole, of any length.
-        settings: what is asked for.
-        folder: that keeps finished jobs; None keeps them in memory.
-        group: the processes that share the work; None for this one alone.
-        progress: called with what is being done and the cost done since the last call.
-        trying: called with methods tried and methods in all.
+def _choosable(checkpoint: Checkpoint) -> Subject:
+    """Return the model of a checkpoint.
 
     Raises:
-        CtxextError: whatever cannot be right, before anything is computed.
+        PatchStateError: it is extended already.
+        IncompatibleError: it has no rotary positions.
     """
-    parse_budget(settings.budget)
-    seed, group = settings.seed, group or ProcessGroup()
     subject = Subject.of(checkpoint.model)
-    base = subject.model
-    if patched_state(base) is not None or already_extended(base.config):
+    if patched_state(subject.model) is not None or already_extended(subject.config):
         raise PatchStateError(
             f"{checkpoint.name} is extended already; what is chosen is how to extend the original. Call "
             f"ctxext.unpatch(model) first, or give the original checkpoint."
         )
     if not isinstance(architecture_of(subject), Rope):
         raise IncompatibleError(
-            f"What is chosen among are rotary positions, and this {base.config.model_type} has others. Compare its "
+            f"What is chosen among are rotary positions, and this {subject.kind} has others. Compare its "
             f"methods with `ctxext eval compare`."
         )
-    readings = Readings(checkpoint, trained_length=settings.trained_length, sliding_window=settings.sliding_window)
-    trained, length = readings.trained_length, checked_tokens("target_length", settings.target_length)
-    if length < trained + LEAST_BEYOND:
-        raise InvalidParameterError(
-            f"A target of {length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
-            f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
-        )
-    if settings.search:
-        require_searchable(checkpoint.model)
-    split = split_texts(
-        corpus.documents, tokens=length + 1, seed=seed, search=settings.search, tokenizer=checkpoint.tokenizer
-    )
-    if settings.keys:
-        make_prompts(checkpoint.tokenizer, [length], DEPTHS[:1], seed=seed)  # it says what is too short for one
-    sites = tuple(find_sites(subject, trained, scaled=settings.trained_length is not None))
-    rope, factor = sites[0].spec, length / trained
-    methods = candidates(factor, rope)
-    if settings.stock:
-        methods = tuple(method for method in methods if method.rope_parameters(rope) is not None)
-    applicable, refusals = readings.find(methods, progress=trying)
-    entered, twins = distinct(reading for reading in applicable if not reading.is_reference)
-    if not entered or entered[0].method != methods[0].to_dict():
-        reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
-        raise IncompatibleError(f"Others are compared with YaRN as published, which does not apply here. {reasons}")
-    assert readings.setting, "asked for before any method brings an attention of its own"
-    cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
-    return PlannedChoice(
-        checkpoint=checkpoint,
-        corpus=corpus,
-        settings=replace(settings, target_length=length),
-        readings=readings,
-        candidates=tuple(Candidate.of(one, rope, length, twins=twins.get(one.name, ())) for one in entered),
-        refusals=refusals,
-        sites=sites,
-        split=split,
-        journal=Journal(cells, group.process, identity=identity),
-        group=group,
-        plain=_plain_for(readings, rope.rotary_dim // 2, factor) if settings.search else None,
-        progress=progress,
-    )
-
-
-def _plain_for(readings: Readings, pairs: int, factor: float) -> Reading:
-    """Return the model ready for the target with its own frequencies, in the form of what a search finds.
-
-    Raises:
-        IncompatibleError: the model's config cannot hold a number for each frequency.
-    """
-    applicable, refused = readings.find([as_method(torch.zeros(pairs + 1, dtype=torch.float64), factor)])
-    if refused:
-        raise IncompatibleError(
-            f"What a search finds is a number for each frequency, which this model does not take. Choose without "
-            f"--search. {refused[0].reason}"
-        )
-    return applicable[-1]
+    return subject
 
 
 def choose(
@@ -434,4 +407,6 @@ def choose(
     )
     place = None if folder is None else Path(folder)
     corpus = corpus_from(texts, tokenizer)
-    return prepare(Checkpoint(name, model, tokenizer), corpus, settings, folder=place, progress=progress).run()
+    planned = PlannedChoice(Checkpoint(name, model, tokenizer), corpus, settings, folder=place)
+    planned.progress = progress
+    return planned.run()

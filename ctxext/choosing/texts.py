@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise
+from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import Document, read_documents
 
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
@@ -47,9 +47,7 @@ def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpu
             documents += read_documents([text])
         else:
             documents.append(Document(f"text {number}", text) if isinstance(text, str) else text)
-    prefix = special_prefix(tokenizer)
-    tokenised = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
-    return Corpus(tokenised, prefix_label(tokenizer, prefix), len(tokenised))
+    return corpus_of(documents, tokenizer, tokens=2, whole=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,7 +97,7 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
     [bold]Example[/]: ctxext choose Llama-3-8B -t mine.txt --target 32768 -o choice.json -o choice.png -o choice.md
     """
     from ctxext.choosing.budget import parse_budget
-    from ctxext.choosing.choose import prepare
+    from ctxext.choosing.choose import PlannedChoice
     from ctxext.choosing.report import choice_page
 
     parse_budget(asked.budget)
@@ -107,7 +107,7 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
     corpus = read.read(session.checkpoint, tokens=2, whole=True)
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
         group, folder = session.group, results.folder
-        planned = prepare(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
+        planned = PlannedChoice(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
     choice = _run(session, planned)
     if not session.group.is_main:
         return

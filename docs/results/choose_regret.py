@@ -23,7 +23,7 @@ from typer import Option
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.choosing.choice import Choice
-from ctxext.choosing.choose import ChoiceSettings, PlannedChoice, prepare
+from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
 from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
 from ctxext.evaluation.journal import Journal
@@ -129,7 +129,7 @@ def main(
     found = []
     for length in sorted(target):
         folder = output / f"chosen-{length}"
-        planned = prepare(
+        planned = PlannedChoice(
             checkpoint, corpus, ChoiceSettings(target_length=length, seed=seed, stock=stock), folder=folder
         )
         choice = planned.run()
