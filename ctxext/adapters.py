@@ -472,11 +472,6 @@ def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: 
 def require_trained_on(saved: dict[str, Any], directory: Path, model: Any) -> None:
     """Refuse to put an adapter on a model that is extended otherwise than the one that it was trained on.
 
-    Args:
-        saved: the extension that the adapter was trained with.
-        directory: the directory of the adapter.
-        model: a transformers model, or a wrapper around one.
-
     Raises:
         CheckpointError: with every choice that differs, and both values.
     """

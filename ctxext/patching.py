@@ -245,14 +245,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
 def _resolved(
     subject: Subject, asked: ExtensionArguments, saved: dict[str, Any] | None, edits: Edits
 ) -> tuple[Method, Architecture, Request]:
-    """Turn arguments into a method and a request, and take off the extension that the model was saved with.
-
-    Args:
-        subject: a model, or one side of an encoder-decoder.
-        asked: the arguments of ``patch``.
-        saved: the extension that the model was loaded with; None for a plain one.
-        edits: journal of all changes.
-    """
+    """Turn arguments into a method and a request, and take off the extension that the model was saved with."""
     architecture, trained_length, taken_off = architecture_of(subject), asked.trained_length, None
     if trained_length is not None:
         trained_length = checked_tokens("trained_length", trained_length)

@@ -99,12 +99,7 @@ def version_of(saved: dict[str, Any]) -> str:
 def arguments_of(
     saved: dict[str, Any], attention: str | None = None
 ) -> ExtensionArguments | dict[str, ExtensionArguments]:
-    """Return the arguments that give a model this extension again; of an encoder-decoder, those of each side by name.
-
-    Args:
-        saved: the extension.
-        attention: the backend that takes the place of the saved one, where there is one.
-    """
+    """Return the arguments that give a model this extension again; for an encoder-decoder, those of each side."""
     if sides := saved_sides(saved):
         each = {name: choices(side, attention if side["attention"] else None) for name, side in sides.items()}
         return {name: ExtensionArguments(method=saved_method(sides[name]), **each[name]) for name in sides}
@@ -207,9 +202,6 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     """Return every choice in a saved extension that logits depend on.
 
     The same weights compute the same logits under two extensions of equal identity.
-
-    Args:
-        saved: ``config.ctxext`` of a model, or what was stored of it.
     """
     if "sides" in saved:
         return {name: identity(side) for name, side in saved_sides(saved).items()}
@@ -222,12 +214,7 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str:
-    """Say how two saved extensions differ in what logits depend on, with both values; empty if in nothing.
-
-    Args:
-        there: what was saved, None for a model that was not extended.
-        here: what is compared with it, None for a model that is not extended.
-    """
+    """Say how two saved extensions differ in what logits depend on, with both values; empty if in nothing."""
     if (there and saved_sides(there)) or (here and saved_sides(here)):
         sides = [saved_sides(saved or {}) for saved in (there, here)]
         each = {name: differences(*(side.get(name) for side in sides)) for name in sides[0] | sides[1]}

@@ -12,7 +12,7 @@ from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
-from ctxext.surgery.attend import Backends, Tried, install_attention, try_install, why_no_custom_attention
+from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.surgery.config import CHUNKED, REFUSALS, window_fields, window_note
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
@@ -60,7 +60,11 @@ def replace_rotation(
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     if isinstance(method, EncodingMethod):
         spec = spec_of(subject, trained_length)
-        if reason := _why_no_encoding(trial) or why_not_run(rebuild, place, method, spec):
+        if trial.crossing:
+            raise IncompatibleError(f"{refusal}: its layers attend to the text of an encoder too.")
+        if trial.sees_both_ways:
+            raise IncompatibleError(f"{refusal}: its tokens see both ways, and this encoding knows the past alone.")
+        if reason := why_not_run(rebuild, place, method, spec):
             raise IncompatibleError(f"{refusal}: {reason}.")
     elif not trial.sees_both_ways:
         refuse_halves(text.model_type, method)
@@ -92,13 +96,6 @@ def replace_rotation(
         attention=request.attention or "auto",
         original=original,
     )
-
-
-def _why_no_encoding(trial: Tried) -> str | None:
-    """Return why an encoding, which knows the past alone, cannot serve the attention of a model; None if it can."""
-    if trial.crossing:
-        return "its layers attend to the text of an encoder too"
-    return "its tokens see both ways, and this encoding knows the past alone" if trial.sees_both_ways else None
 
 
 def _unrotated(

@@ -87,10 +87,6 @@ def sinusoid_of(table: Tensor, first: int) -> Sinusoid | None:
     Both published spectra fall from 1 to 1/10000. The spectrum of the Transformer's paper would reach 1/10000 one
     frequency after its last; fairseq's reaches it with the last one, as the same series with a slightly larger base.
 
-    Args:
-        table: rows in any dtype, not on the meta device.
-        first: the row of the first token.
-
     Source: Vaswani et al., arXiv:1706.03762, section 3.5; facebookresearch/fairseq@05625e3,
         fairseq/modules/sinusoidal_positional_embedding.py, ``get_embedding``.
     """

@@ -507,10 +507,6 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     A form is returned only if transformers reads it correctly, both alone and beside ``rope_parameters``. Nothing is
     returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
     not know it.
-
-    Args:
-        text: the text part of an extended config.
-        of_any_type: only accept a form that the base class of configs reads too.
     """
     rope = getattr(text, "rope_parameters", None)
     if not rope or not is_dataclass(text):
@@ -569,14 +565,7 @@ def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool = False) -> bool:
-    """Return whether transformers reads ``rope`` from a config with these old fields, and consumes them.
-
-    Args:
-        text: the text part of a config.
-        form: the old fields.
-        rope: the rope dict, or one for each layer type.
-        alone: leave out ``rope_parameters``, as in a file of transformers 4.
-    """
+    """Return whether transformers reads ``rope`` from these old fields, ``alone`` or beside the new ones."""
     try:
         built = _read(text, form, without=("rope_parameters",) if alone else ())
     except REFUSALS:

@@ -240,10 +240,6 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
 
     transformers builds a model, and then reads the weights that the model has; so a model that is built with its
     encodings gets their weights with all others. For a checkpoint without encodings the class is ``chosen`` itself.
-
-    Args:
-        chosen: a class of transformers, or one of its auto classes.
-        config: the config of the checkpoint.
     """
     saved = (getattr(config, "ctxext", None) or {}).get("method") or {}
     kind = method_class(saved["method"]) if "method" in saved else None

@@ -105,12 +105,6 @@ def learn_rotation(
 ) -> None:
     """Make a model rotate by ``rotation`` until ``edits`` is undone.
 
-    Args:
-        model: a model that rotates by the present numbers of ``rotation``.
-        sites: its frequencies to search.
-        rotation: the trainable rotation.
-        edits: the journal.
-
     Raises:
         IncompatibleError: if a module arranges its angles in an unknown way.
     """

@@ -97,14 +97,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:
-    """Return the rows of a table that a text looks up, one tensor for each lookup.
-
-    Args:
-        twin: a model from ``twin_of``.
-        name: the name of the weight or buffer.
-        text: the token ids.
-        only_first: whether to stop at the first lookup.
-    """
+    """Return the rows of a table that a text looks up, one tensor for each lookup."""
     owner = twin.get_submodule(name.rpartition(".")[0])
     readers = [reader for reader in readers_of(twin, name) if reader is not owner]
     reads_two = [BOTH_SIDES in inspect.signature(reader.forward).parameters for reader in readers]

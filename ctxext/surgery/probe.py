@@ -64,10 +64,6 @@ def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
 
     The twin depends on the model's class and config alone, so results are cached by both. Trying one method after
     another on a model of many layers would spend most of its time here otherwise.
-
-    Args:
-        model: any model; it is not touched.
-        paths: its rotary modules, all of one decoder.
     """
     try:
         key = (type(model), model.config.to_json_string(use_diff=False), tuple(paths))

@@ -88,12 +88,7 @@ class Lost:
 
 
 def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
-    """Return the values of a published config.json about rotation of text that the built config lacks.
-
-    Args:
-        published: the JSON object.
-        config: the config that transformers built from it.
-    """
+    """Return the values of a published config.json about rotation of text that the built config lacks."""
     text = text_of(config)
     ropes = [rope for _, rope in rope_dicts(text)]
     if not ropes or "ctxext" in published:  # extended checkpoints have their own checks

@@ -55,9 +55,6 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 def replaced_in(home: str) -> dict[str, str]:
     """Return the functions, classes and methods of a module of transformers that another program replaced.
 
-    Args:
-        home: name of the module.
-
     Returns:
         Their names, each with the package of the replacement.
     """

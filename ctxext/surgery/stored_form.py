@@ -66,12 +66,6 @@ def find_stored_form(
 ) -> StoredForm:
     """Find the first saved form from which transformers rebuilds the frequencies of the method.
 
-    Args:
-        subject: the live model; it is not touched.
-        method: the extension.
-        sites: the frequencies that it extends.
-        windows: other config fields that the extension changes.
-
     Raises:
         IncompatibleError: if there is none; the message lists the forms that were tried.
     """

@@ -417,13 +417,6 @@ def replace_tables(
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Replace tables of a model, and change everything that depends on their number of rows.
 
-    Args:
-        twins: twins of the model, which is changed through ``edits`` only.
-        tables: the new values of weights and buffers, by name.
-        fields: the new config fields, by dotted name.
-        edits: the journal.
-        after: the twin with these fields, if it exists already.
-
     Returns:
         A twin of the changed model, and the attributes that changed in layers without a table or grown buffer, which
         may compute differently now.
@@ -452,13 +445,7 @@ def replace_tables(
 
 
 def put_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], edits: Edits) -> None:
-    """Replace weights under all their names; a value that is a parameter is used itself.
-
-    Args:
-        model: the model, which is changed through ``edits`` only.
-        weights: the new values, by name.
-        edits: the journal.
-    """
+    """Replace weights under all their names; a value that is a parameter is used itself."""
     names = dict(model.named_parameters(remove_duplicate=False))
     for name, value in weights.items():
         old = names[name]
@@ -531,12 +518,7 @@ def _set_fields(model: PreTrainedModel, after: PreTrainedModel, fields: dict[str
 
 
 def prove(twin: PreTrainedModel, tables: Iterable[PositionTable]) -> None:
-    """Raise ``VerificationError`` unless a text that fills each table reads it to its last row.
-
-    Args:
-        twin: a twin of the extended model.
-        tables: its lengthened tables.
-    """
+    """Raise ``VerificationError`` unless a text that fills each table reads it to its last row."""
     for table in tables:
         if reason := unread(twin, table):
             raise VerificationError(f"The extended {type(twin).__name__} would not read its positions: {reason}.")
