@@ -70,7 +70,7 @@ class Architecture(ABC):
         return None
 
     def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
-        """Return whether an extension replaces weights: the one ``saved`` in a config, or None for any of this family."""
+        """Return whether an extension replaces weights: the one ``saved`` in a config, or any of this family."""
         return False
 
     def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
