@@ -391,7 +391,11 @@ ENDINGS = (".json", ".md", ".png")
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Files that a result is written to."""
+    """Files that a result is written to.
+
+    Raises:
+        InvalidParameterError: a figure without matplotlib, a folder that does not exist, or another ending.
+    """
 
     output: list[Path] | None = option(
         "Also write a file: .json, .md (the tables and sentences) or .png (the figure). Repeatable.",
@@ -402,12 +406,7 @@ class OutputOptions:
     )
     as_json: Json = False
 
-    def check(self) -> None:
-        """Refuse outputs that could not be written, before anything is computed.
-
-        Raises:
-            InvalidParameterError: a figure without matplotlib, a folder that does not exist, or another ending.
-        """
+    def __post_init__(self) -> None:
         for path in self.output or ():
             check_output(path)
 
@@ -454,10 +453,9 @@ def check_output(path: Path, endings: Sequence[str] = ENDINGS) -> None:
         InvalidParameterError: another ending, no such folder, or no matplotlib, which draws pictures.
     """
     if path.suffix not in endings:
-        kinds = " or ".join(endings)
-        raise InvalidParameterError(
-            f"{path} cannot be written: ctxext writes {kinds} files. The JSON of a report has all numbers."
-        )
+        kinds = " or ".join([*filter(None, [", ".join(endings[:-1])]), endings[-1]])
+        numbers = " The JSON of a report has all numbers." if ".json" in endings else ""
+        raise InvalidParameterError(f"{path} cannot be written here: give a file that ends in {kinds}.{numbers}")
     if path.suffix == ".png":
         require_package("matplotlib", "eval", "Plots need")
     if not path.parent.is_dir():

@@ -375,7 +375,7 @@ def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "a.svg"], "a.svg cannot be written: ctxext writes .png files."),
+        (["-o", "a.svg"], "a.svg cannot be written here: give a file that ends in .png."),
         (["-o", "missing/a.png"], "no directory missing"),
         (["-m", "alibi"], "no frequencies"),
         (["--base", "1e4"], "leave them out"),

@@ -34,6 +34,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["show", "yran", "--model", "org/model"], "Did you mean 'yarn'?"),
         (["choose", "org/model", "--target", "4096", "--budget", "small"], "budget"),
         (["choose", "org/model", "--target", "4096", "-t", "./nowhere.txt"], "Cannot read the text './nowhere.txt'"),
+        (["eval", "perplexity", "org/model", "-o", "loss.svg"], "give a file that ends in .json, .md or .png"),
+        (["eval", "passkey", "org/model", "-o", "nowhere/keys.json"], "there is no directory nowhere"),
         (["eval", "masked", "org/model", "-t", "no/such/text.txt"], "Cannot read the text 'no/such/text.txt'"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",

@@ -450,7 +450,7 @@ def test_command_for_programs(folder: Path) -> None:
     [
         (["-l", "5000", "-m", "yarn"], "0 of 2 documents have the 5,001 tokens"),
         (["-n", "3", "-l", "64"], "2 of 2 documents have the 65 tokens asked for, and 3 are wanted"),
-        (["-o", "x.csv"], "ctxext writes .json or .md or .png files. The JSON of a report"),
+        (["-o", "x.csv"], "give a file that ends in .json, .md or .png. The JSON of a report"),
         (["-o", "nowhere/x.json"], "no directory nowhere"),
         (["-o", "x.svg"], "x.svg cannot be written"),
         (["--memory", "2 apples"], "written like 2GiB"),

@@ -69,7 +69,6 @@ class Session:
         from ctxext.evaluation.survey import launched_processes
 
         self.results = results or OutputOptions()
-        self.results.check()
         self.group = launched_processes()
         self.console = terminal(stderr=self.results.as_json, quiet=not self.group.is_main)
         self._source, self._load = source, load or load_checkpoint
