@@ -50,26 +50,31 @@ def _panels(result: LabResult) -> list[Panel]:
     """Sort readings on text into panels: classic kinds, extensions of rotation, other encodings, recurrent models."""
     readings = result.of(TEXT)
     groups = {
-        "What textbooks compare": [one for one in readings if one.name in CLASSIC],
-        "RoPE, extended without training": [one for one in readings if one.subject == ROPE],
-        "Newer encodings": [one for one in readings if one.kind == "encoding" and one.name not in CLASSIC],
-        "Recurrent models, which need no positions": [one for one in readings if one.kind == "recurrent"],
+        "What textbooks compare": [reading for reading in readings if reading.name in CLASSIC],
+        "RoPE, extended without training": [reading for reading in readings if reading.subject == ROPE],
+        "Newer encodings": [
+            reading for reading in readings if reading.kind == "encoding" and reading.name not in CLASSIC
+        ],
+        "Recurrent models, which need no positions": [reading for reading in readings if reading.kind == "recurrent"],
     }
     panels: list[Panel] = []
     for title, group in groups.items():
         count = math.ceil(len(group) / len(LOOKS))
         for place in range(count):
             part = group[place * len(group) // count : (place + 1) * len(group) // count]
-            panels.append((title, part, [one for one in readings if one.name in GREY and one not in part]))
+            panels.append(
+                (title, part, [reading for reading in readings if reading.name in GREY and reading not in part])
+            )
     return panels
 
 
 def _by_position(result: LabResult) -> Figure:
     panels, readings = _panels(result), result.of(TEXT)
     ends = "; ".join(
-        f"{name_of(one)} {result.at(one, 1).mean():.2f} and {result.at(one, REACH).mean():.2f}" for one in readings
+        f"{name_of(reading)} {result.at(reading, 1).mean():.2f} and {result.at(reading, REACH).mean():.2f}"
+        for reading in readings
     )
-    seeds = max(len(one.seeds) for one in readings)
+    seeds = max(len(reading.seeds) for reading in readings)
     band = f" Bands: one standard error over {seeds} seeds." if seeds > 1 else ""
     return Figure(
         name="loss-by-position",
@@ -78,7 +83,9 @@ def _by_position(result: LabResult) -> Figure:
         f"{band} RoPE and ALiBi in grey stand in every panel. What is off the scale is named with its last value.",
         alternative=f"Loss inside the trained length and at {REACH} times it, in nats per byte: {ends}.",
         size=(10.4, 0.3 + 3.5 * math.ceil(len(panels) / 2)),
-        draw=lambda figure: _draw_positions(figure, panels, {one.name: _curve(result, one) for one in readings}),
+        draw=lambda figure: _draw_positions(
+            figure, panels, {reading.name: _curve(result, reading) for reading in readings}
+        ),
     )
 
 
@@ -150,8 +157,8 @@ def _by_length(result: LabResult) -> Figure:
     shares = "; ".join(
         f"{name_of(readings[name][0])}: "
         + ", ".join(
-            f"{one.task} {result.at(one, 1).mean():.0%} and {result.at(one, REACH).mean():.0%}"
-            for one in readings[name]
+            f"{reading.task} {result.at(reading, 1).mean():.0%} and {result.at(reading, REACH).mean():.0%}"
+            for reading in readings[name]
         )
         for name in names
     )

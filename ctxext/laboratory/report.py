@@ -90,7 +90,8 @@ def classic_table(result: LabResult) -> TextTable:
     """Return the table that textbooks and documents have, beside the published order."""
     wanted = ("sinusoidal", "learned", "t5_bias", ROPE, f"{ROPE} + pi", f"{ROPE} + ntk", f"{ROPE} + yarn", "alibi")
     readings = [reading for name in wanted if (reading := result.find(TEXT, name)) is not None]
-    measured = {one.name: result.at(one, REACH).mean().item() for one in readings if one.name in PUBLISHED}
+    known = [reading for reading in readings if reading.name in PUBLISHED]
+    measured = {reading.name: result.at(reading, REACH).mean().item() for reading in known}
     places, published = (
         {name: str(place) for place, name in enumerate(sorted(losses, key=losses.__getitem__), start=1)}
         for losses in (measured, PUBLISHED)

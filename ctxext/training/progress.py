@@ -60,9 +60,9 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._earlier_seconds = stored.get("total_seconds", 0.0)
             self._earlier_tokens = stored.get("total_tokens", 0)
         if state.is_world_process_zero and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}", markup=False))
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}", markup=False))
             self._bar = Progress(*columns, console=terminal(stderr=True))
-            self._bar.add_task("training", total=state.max_steps, completed=state.global_step, said="")
+            self._bar.add_task("training", total=state.max_steps, completed=state.global_step, state="")
             self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -71,7 +71,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.steps, self.seconds = self.steps + 1, time.monotonic() - self._started
         self.tokens += self.tokens_of(state.global_step - 1)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=state.global_step, said=self._said(state))
+            self._bar.update(self._bar.task_ids[0], completed=state.global_step, state=self._line(state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Write a line with the state of training, where no bar shows it."""
@@ -79,7 +79,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         self.loss = logs["loss"]
         if self._bar is None and state.is_world_process_zero:
-            sys.stderr.write(f"{self._said(state)}  learning rate {logs['learning_rate']:.2e}\n")
+            sys.stderr.write(f"{self._line(state)}  learning rate {logs['learning_rate']:.2e}\n")
             sys.stderr.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -92,7 +92,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bar.stop()
             self._bar = None
 
-    def _said(self, state: Any) -> str:
+    def _line(self, state: Any) -> str:
         left = (state.max_steps - state.global_step) * self.seconds / self.steps if self.steps else 0.0
         time_left = datetime.timedelta(seconds=round(left))
         return (

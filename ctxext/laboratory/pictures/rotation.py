@@ -91,7 +91,7 @@ class RotationPicture(Picture):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the method leaves rotation as it was trained."""
+        """True if the method leaves rotation as it was trained."""
         return torch.equal(self.turns, self.plain_turns) and self.attention_scale == 1
 
     @property
