@@ -8,31 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.report.figures import BAND, COLOURS, INK, NOTE, Figure, draw_grid
+from ctxext.evaluation.report.figures import INK, Figure, Line, Panel, lines_panel, paneled
+from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
 
 CLASSIC = ("sinusoidal", "learned", "t5_bias", ROPE, "alibi", "nope")
 """The kinds that textbooks compare."""
-# A hue, a dash and a mark each, so that no line is known by its hue alone: as many as can be told apart in a panel.
-LOOKS: tuple[tuple[str, Any, str], ...] = (
-    (COLOURS["unpatched"], "-", "o"),
-    (COLOURS["yarn"], "-", "s"),
-    (COLOURS["ntk"], (0, (5, 1.5)), "^"),
-    (COLOURS["dynamic_ntk"], (0, (2, 1.2)), "D"),
-    (COLOURS["dynamic_yarn"], (0, (6, 1.5, 1.5, 1.5)), "v"),
-    (COLOURS["ntk_by_parts"], (0, (1, 1)), "P"),
-    (COLOURS["truncated"], (0, (4, 1, 1, 1, 1, 1)), "X"),
-)
-FIRST = 2  # blocks at the very beginning, where no model knows anything, may leave the scale
-# Drawn in every panel, to compare panels by.
-GREY: dict[str, tuple[str, Any]] = {ROPE: (NOTE, "-"), "alibi": (NOTE, (0, (3, 2)))}
-
-Panel = tuple[str, Sequence[LabReading], Sequence[LabReading]]
-"""Title, readings in colour, and readings in grey to compare panels by."""
-Curve = tuple[Sequence[float], Sequence[float], Sequence[float]]
-"""Middles of blocks over the trained length, the mean loss there, and its standard error over seeds."""
+REFERENCES = (ROPE, "alibi")
+"""Readings in every panel, to compare panels by."""
+HUES = ("unpatched", "yarn", "ntk", "dynamic_ntk", "dynamic_yarn", "ntk_by_parts", "llama3")
+"""Methods whose colours the lines of a panel get: as many as can be told apart."""
+TICKS = {1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1", 2: "2", 4: "4", 8: "8"}
 
 
 def name_of(reading: LabReading) -> str:
@@ -46,106 +34,50 @@ def figures(result: LabResult) -> list[Figure]:
     return [*drawn, *([_by_length(result)] if result.puzzles else [])]
 
 
-def _panels(result: LabResult) -> list[Panel]:
-    """Sort readings on text into panels: classic kinds, extensions of rotation, other encodings, recurrent models."""
+def _by_position(result: LabResult) -> Figure:
+    """Draw readings on text in panels: classic kinds, extensions of rotation, other encodings, recurrent models."""
     readings = result.of(TEXT)
     groups = {
-        "What textbooks compare": [reading for reading in readings if reading.name in CLASSIC],
-        "RoPE, extended without training": [reading for reading in readings if reading.subject == ROPE],
-        "Newer encodings": [
-            reading for reading in readings if reading.kind == "encoding" and reading.name not in CLASSIC
-        ],
-        "Recurrent models, which need no positions": [reading for reading in readings if reading.kind == "recurrent"],
+        "What textbooks compare": lambda reading: reading.name in CLASSIC,
+        "RoPE, extended without training": lambda reading: reading.subject == ROPE,
+        "Newer encodings": lambda reading: reading.kind == "encoding" and reading.name not in CLASSIC,
+        "Recurrent models, which need no positions": lambda reading: reading.kind == "recurrent",
     }
     panels: list[Panel] = []
-    for title, group in groups.items():
-        count = math.ceil(len(group) / len(LOOKS))
+    for title, belongs in groups.items():
+        group = list(filter(belongs, readings))
+        count = math.ceil(len(group) / len(HUES))
         for place in range(count):
             part = group[place * len(group) // count : (place + 1) * len(group) // count]
-            panels.append(
-                (title, part, [reading for reading in readings if reading.name in GREY and reading not in part])
-            )
-    return panels
-
-
-def _by_position(result: LabResult) -> Figure:
-    panels, readings = _panels(result), result.of(TEXT)
-    ends = "; ".join(
-        f"{name_of(reading)} {result.at(reading, 1).mean():.2f} and {result.at(reading, REACH).mean():.2f}"
-        for reading in readings
-    )
+            others = [reading for reading in readings if reading.name in REFERENCES and reading not in part]
+            lines = [_line(result, reading, hue) for reading, hue in zip(part, HUES, strict=False)]
+            lines += [_line(result, reading, TRUNCATED) for reading in others]
+            words: dict[str, Any] = {"x_label": "position / trained length", "y_label": "nats per byte"}
+            scale: dict[str, Any] = {"ticks": TICKS, "doubling": True, "log": False, "trained_length": 1}
+            panels.append(lines_panel(lines, title=title, **words, **scale))
     seeds = max(len(reading.seeds) for reading in readings)
     band = f" Bands: one standard error over {seeds} seeds." if seeds > 1 else ""
-    return Figure(
-        name="loss-by-position",
-        title="Loss by position over the trained length",
-        caption=f"Nats per byte, by where a byte stands; the line marks the trained length, {result.trained} bytes."
-        f"{band} RoPE and ALiBi in grey stand in every panel. What is off the scale is named with its last value.",
-        alternative=f"Loss inside the trained length and at {REACH} times it, in nats per byte: {ends}.",
-        size=(10.4, 0.3 + 3.5 * math.ceil(len(panels) / 2)),
-        draw=lambda figure: _draw_positions(
-            figure, panels, {reading.name: _curve(result, reading) for reading in readings}
-        ),
+    return paneled(
+        "loss-by-position",
+        "Loss by position over the trained length",
+        panels,
+        across=2,
+        caption=f"Nats per byte, by where a byte stands; the trained length is {result.trained} bytes.{band} RoPE and "
+        f"ALiBi stand in every panel, dashed where it is not about them; scales differ.",
     )
 
 
-def _curve(result: LabResult, reading: LabReading) -> Curve:
-    edges = blocks_of(result.trained)
-    x = [math.sqrt(max(start, stop / 2) * stop) / result.trained for start, stop in itertools.pairwise(edges)]
-    means = [over_seeds(reading.values[:, :, place]) for place in range(len(x))]
-    return x, [mean for mean, _ in means], [error or 0.0 for _, error in means]
-
-
-def _draw_positions(figure: Any, panels: Sequence[Panel], curves: dict[str, Curve]) -> None:
-    columns = min(2, len(panels))
-    grid = figure.subplots(math.ceil(len(panels) / 2), columns, squeeze=False, sharex=True, sharey=True)
-    # From the best to a little above what RoPE reaches beyond its window, so that a catastrophe hides nothing.
-    low = min(y for _, losses, _ in curves.values() for y in losses[FIRST:])
-    plain = sorted(y for name, curve in curves.items() if " + " not in name for y in curve[1][2 * FIRST :])
-    high = plain[int(0.97 * (len(plain) - 1))]
-    low, high = low - 0.05 * (high - low), high + 0.08 * (high - low)
-    named = max(math.ceil(len([*lines, *references]) / 3) for _, lines, references in panels)
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        _draw_panel(axes, panel, curves, high, named)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    grid[0, 0].set_xticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
-    grid[0, 0].set_ylim(low, high)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("nats per byte")
-    for axes in list(grid.flat)[max(0, len(panels) - columns) : len(panels)]:
-        axes.set_xlabel("position / trained length")
-        axes.tick_params(labelbottom=True)
-
-
-def _draw_panel(axes: Any, panel: Panel, curves: dict[str, Curve], high: float, named: int) -> None:
-    """Draw one panel; ``named`` lines of names fit between its title and its axes."""
-    title, lines, references = panel
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1 / 8, REACH)
-    axes.axvspan(1 / 8, 1, color=BAND, lw=0, zorder=0)
-    axes.axvline(1, color=INK, lw=1.1, zorder=2)
-    axes.minorticks_off()
-    for reading, (colour, dashes, mark) in zip(lines, LOOKS, strict=False):
-        x, y, error = curves[reading.name]
-        if any(error):
-            lower, upper = ([mean + side * e for mean, e in zip(y, error, strict=True)] for side in (-1, 1))
-            axes.fill_between(x, lower, upper, color=colour, alpha=0.16, lw=0, zorder=3)
-        name = f"+ {label_of(reading.extension)}" if reading.extension else name_of(reading)
-        label = name + (f" (up to {max(y[FIRST:]):.1f})" if max(y[FIRST:]) > high else "")
-        axes.plot(x, y, color=colour, ls=dashes, lw=1.7, marker=mark, ms=4, markevery=(2, 3), label=label, zorder=4)
-    for reading in references:
-        x, y, _ = curves[reading.name]
-        colour, dashes = GREY[reading.name]
-        axes.plot(x, y, color=colour, ls=dashes, lw=1.1, label=name_of(reading), zorder=2.5)
-    # Above the axes, where it hides no line; the title stands above it and makes the room for it.
-    legend = axes.legend(
-        frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=3, handlelength=3.2,
-        columnspacing=1.0, labelspacing=0.25, borderpad=0.1,
-    )  # fmt: skip
-    legend.set_in_layout(False)
-    draw_grid(axes)
-    axes.set_title(title, loc="left", fontsize=10.5, pad=5 + 13.2 * named)
+def _line(result: LabResult, reading: LabReading, hue: str) -> Line:
+    """Return the mean loss of each block from 1/8 of the trained length on; before, no model knows anything."""
+    points, band = [], []
+    for place, (start, stop) in enumerate(itertools.pairwise(blocks_of(result.trained))):
+        middle = math.sqrt(max(start, stop / 2) * stop) / result.trained
+        if middle >= 1 / REACH:
+            mean, error = over_seeds(reading.values[:, :, place])
+            points.append((middle, mean))
+            band.append((mean - (error or 0.0), mean + (error or 0.0)))
+    name = f"+ {label_of(reading.extension)}" if reading.extension else name_of(reading)
+    return Line(hue, name, points, band if len(reading.seeds) > 1 else ())
 
 
 def _by_length(result: LabResult) -> Figure:
@@ -165,9 +97,9 @@ def _by_length(result: LabResult) -> Figure:
     return Figure(
         name="right-by-length",
         title="What is right, by length",
-        caption="Percent of the answers, dark: all, light: as many as chance gives; the mean of all seeds. Left of the "
-        "rule: lengths of training. The best in the mean over tasks and longer lengths stands first (mean reciprocal "
-        "rank, in brackets).",
+        caption="Percent of the answers, dark: all, light: as many as chance gives; the mean of all seeds; columns: "
+        "length / trained length. Left of the rule: lengths of training. The best in the mean over tasks and longer "
+        "lengths stands first (mean reciprocal rank, in brackets).",
         alternative=f"Percent right at the trained length and at {REACH} times it. {shares}.",
         size=(2.4 + 1.75 * len(result.puzzles), 1.15 + 0.215 * len(names)),
         draw=lambda figure: _draw_lengths(figure, result, [readings[name][0] for name in names]),
@@ -200,4 +132,3 @@ def _draw_lengths(figure: Any, result: LabResult, rows: Sequence[LabReading]) ->
         axes.set_title(task, fontsize=10.5, loc="left", pad=6)
     labels = [f"{name_of(reading)} ({result.reciprocal_rank(reading.name):.2f})" for reading in rows]
     grid[0].set_yticks(range(len(rows)), labels, fontsize=9)
-    figure.supxlabel("length / trained length", fontsize=9, color=NOTE)
