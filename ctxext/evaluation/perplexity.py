@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -223,9 +223,9 @@ class Perplexity(Survey[LossJob]):
     Args:
         plan: what is measured.
         readings: the references, then the measured model.
-        windows: the truncations among them, by window; empty where nothing lies beyond the trained window.
+        windows: of the truncations among them, in tokens; empty where nothing lies beyond the trained window.
         inside: positions inside the trained window that are compared with the unpatched model's.
-        own_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
+        measured_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
         plain_inside: the same of the unpatched model.
         known_inside: instead of these, the unpatched model's losses, known from before.
         provenance: of the measurement.
@@ -234,9 +234,9 @@ class Perplexity(Survey[LossJob]):
 
     plan: PerplexityPlan
     readings: tuple[LossesAt, ...]
-    windows: Mapping[int, LossesAt]
+    windows: tuple[int, ...]
     inside: int
-    own_inside: Sequence[Sequence[LossJob]]
+    measured_inside: Sequence[Sequence[LossJob]]
     plain_inside: Sequence[Sequence[LossJob]]
     known_inside: Sequence[Tensor] | None
     provenance: Provenance
@@ -248,8 +248,15 @@ class Perplexity(Survey[LossJob]):
         Raises:
             ResultsError: losses cannot be read.
         """
-        scoring = _Scoring(self, self.losses())
-        lines = self.journal.finished()
+        losses, lines = self.losses(), self.journal.finished()
+        scores: dict[str, list[PerplexityScore]] = {reading.name: [] for reading in self.readings}
+        spans = [(LENGTH, 0, length) for length in self.plan.lengths]
+        if self.plan.mode == "position":
+            spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.plan.lengths))] + spans
+        for span in spans:
+            for name, score in self._scores(losses, *span):
+                scores[name].append(score)
+        measured = self.readings[-1]
         return PerplexityResult(
             mode=self.plan.mode,
             trained_length=self.plan.trained_length,
@@ -258,9 +265,9 @@ class Perplexity(Survey[LossJob]):
             readings=tuple(
                 PerplexityReading(
                     name=reading.name,
-                    scores=scoring.scores(reading),
-                    in_window=scoring.in_window() if reading is self.readings[-1] else None,
-                    dynamic=self.plan.dynamic and reading is self.readings[-1],
+                    scores=tuple(scores[reading.name]),
+                    in_window=self._in_window(losses) if reading is measured else None,
+                    dynamic=self.plan.dynamic and reading is measured,
                     passes=sum(len(job.windows) for job in reading.counted),
                     tokens=sum(window.positions for job in reading.counted for window in job.windows),
                     seconds=sum(lines[job.key]["seconds"] for job in reading.counted),
@@ -271,73 +278,55 @@ class Perplexity(Survey[LossJob]):
             provenance=self.provenance,
         )
 
-
-@dataclass(frozen=True, eq=False)
-class _Scoring:
-    """Averages losses as the protocol does, and holds them against the best truncation.
-
-    Args:
-        survey: whose jobs are finished.
-        losses: by the jobs' keys.
-    """
-
-    survey: Perplexity
-    losses: Mapping[str, Tensor]
-
-    def scores(self, reading: LossesAt) -> tuple[PerplexityScore, ...]:
-        """Return all scores of a reading: in position mode those between consecutive lengths, then the lengths'."""
-        spans = [(LENGTH, 0, length) for length in reading.at]
-        if self.survey.plan.mode == "position":
-            spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.survey.plan.lengths))] + spans
-        return tuple(self._score(reading, *span) for span in spans)
-
-    def in_window(self) -> PairedDifference | None:
+    def _in_window(self, losses: Mapping[str, Tensor]) -> PairedDifference | None:
         """Return the loss inside the trained window minus the unpatched model's; None without a comparison."""
-        survey = self.survey
-        if not survey.own_inside:
+        if not self.measured_inside:
             return None
-        plain = survey.known_inside
-        plain = self._joined(survey.plain_inside, 0, survey.inside) if plain is None else plain
-        return document_difference(self._joined(survey.own_inside, 0, survey.inside), plain)
+        plain = self.known_inside
+        plain = _joined(losses, self.plain_inside, 0, self.inside) if plain is None else plain
+        return document_difference(_joined(losses, self.measured_inside, 0, self.inside), plain)
 
-    def _joined(self, texts: Sequence[Sequence[LossJob]], start: int = 0, stop: int | None = None) -> list[Tensor]:
-        return [torch.cat([self.losses[job.key] for job in jobs])[start:stop] for jobs in texts]
+    def _scores(
+        self, losses: Mapping[str, Tensor], kind: str, start: int, stop: int
+    ) -> Iterator[tuple[str, PerplexityScore]]:
+        """Yield the score of each reading that has the length ``stop``, with its name.
 
-    def _counted(self, reading: LossesAt, start: int, stop: int) -> list[Tensor]:
-        """Return the losses of the tokens that the protocol scores of the measured model, by text."""
-        measured = self._joined(self.survey.readings[-1].at[stop])
-        end = stop if self.survey.plan.mode == "position" else None
-        texts = self._joined(reading.at[stop], reading.skip)
-        return [own[start : len(whole[:end])] for own, whole in zip(texts, measured, strict=True)]
+        The tokens that the protocol scores of the measured model are those of the others too. Between two lengths, a
+        dynamic method's losses come from the pass at the greater one.
+        """
+        plan, measured = self.plan, self.readings[-1].at[stop]
+        ends = [len(text) for text in _joined(losses, measured, 0, stop if plan.mode == "position" else None)]
+        texts = {
+            reading.name: [
+                text[start:end] for text, end in zip(_joined(losses, reading.at[stop], reading.skip), ends, strict=True)
+            ]
+            for reading in self.readings
+            if stop in reading.at
+        }
+        best, compared = None, {name: self._compared(of_reading) for name, of_reading in texts.items()}
+        if self.windows and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length)):
+            best = best_window({window: compared[window_name(window)] for window in self.windows})
+            texts[TRUNCATED] = texts[window_name(best)]
+        for name, of_reading in texts.items():
+            versus = None
+            if best is not None and name != TRUNCATED:
+                baseline = compared[window_name(best)]
+                versus = document_difference(compared[name], baseline, baselines=len(self.windows))
+            scored = PerplexityScore(
+                kind=kind,
+                start=start,
+                stop=stop,
+                tokens=sum(map(len, of_reading)),
+                loss=self._average(of_reading, measured),
+                versus_truncation=versus,
+                window=None if best is None else best if name == TRUNCATED else window_of(name),
+            )
+            yield name, scored
 
-    def _score(self, reading: LossesAt, kind: str, start: int, stop: int) -> PerplexityScore:
-        # Between two lengths, a dynamic method's losses come from the pass at the greater one.
-        texts, versus, window = self._counted(reading, start, stop), None, None
-        windows, trained = self.survey.windows, self.survey.plan.trained_length
-        if windows and (start >= trained or (kind == LENGTH and stop > trained)):
-            truncated = {size: self._counted(one, start, stop) for size, one in windows.items()}
-            compared = {size: self._compared(one) for size, one in truncated.items()}
-            window = best_window(compared)
-            if reading.name == TRUNCATED:
-                texts = truncated[window]
-            else:
-                versus = document_difference(self._compared(texts), compared[window], baselines=len(windows))
-                window = window_of(reading.name)
-        return PerplexityScore(
-            kind=kind,
-            start=start,
-            stop=stop,
-            tokens=sum(map(len, texts)),
-            loss=self._average(texts, stop),
-            versus_truncation=versus,
-            window=window,
-        )
-
-    def _average(self, texts: list[Tensor], length: int) -> float:
+    def _average(self, texts: list[Tensor], measured: Sequence[Sequence[LossJob]]) -> float:
         """Average as the protocol does: published ones count windows, the others tokens."""
-        if self.survey.plan.mode in ("position", "sliding"):
+        if self.plan.mode in ("position", "sliding"):
             return torch.cat(texts).double().mean().item()
-        measured = self.survey.readings[-1].at[length]
         return mean_of_windows(texts, [[window.scored for job in jobs for window in job.windows] for jobs in measured])
 
     def _compared(self, losses: list[Tensor]) -> list[Tensor]:
@@ -345,16 +334,22 @@ class _Scoring:
 
         Neighbouring windows hold the same tokens, so that they would be no independent groups.
         """
-        plan = self.survey.plan
-        if plan.mode != "longlora":
+        if self.plan.mode != "longlora":
             return losses
-        stride = plan.stride or len(losses[0])
+        stride = self.plan.stride or len(losses[0])
         places = torch.cat([torch.arange(len(part)) + number * stride for number, part in enumerate(losses)])
         total, count = (
             torch.zeros(int(places.max()) + 1, dtype=torch.float64).index_add_(0, places, part)
             for part in (torch.cat(losses).double(), torch.ones(len(places), dtype=torch.float64))
         )
         return [(total / count)[count > 0]]
+
+
+def _joined(
+    losses: Mapping[str, Tensor], texts: Sequence[Sequence[LossJob]], start: int = 0, stop: int | None = None
+) -> list[Tensor]:
+    """Return the losses of each text, those of its jobs one after the other, from ``start`` to ``stop``."""
+    return [torch.cat([losses[job.key] for job in jobs])[start:stop] for jobs in texts]
 
 
 def prepare(
@@ -397,25 +392,28 @@ def prepare(
     records = {measured: plan.extension if plan.method else ExtensionRecord.of(checkpoint.model)}
     if plain is not None and measured != UNPATCHED:
         records = {UNPATCHED: ExtensionRecord.of(plain.model)} | records
-    own = _Layout.of(checkpoint, corpus, plan)
-    originals = own if plain is None or plain is checkpoint else _Layout.of(plain, corpus, plan)
+    layout = _Layout.of(checkpoint, corpus, plan)
+    originals = layout if plain is None or plain is checkpoint else _Layout.of(plain, corpus, plan)
     apply = partial(patching.patched, checkpoint.model, plan.method, **plan.arguments) if plan.method else None
-    extended = own.reader(measured, records[measured], apply)
+    extended = layout.reader(measured, records[measured], apply)
     unpatched = originals.reader(window_name(plan.trained_length) if plain is None else UNPATCHED)
 
     windows = originals.truncations(unpatched)
-    readings = [*windows.values(), own.whole(extended, dynamic=plan.dynamic)]
-    control = None
-    if UNPATCHED in records and plan.mode == "position" and plan.unpatched and plan.length > plan.trained_length:
-        control = originals.whole(unpatched, dynamic=False) if measured != UNPATCHED else None
+    readings = [*windows.values(), layout.whole(extended, dynamic=plan.dynamic)]
     if windows:  # each score takes the best window there
-        readings.insert(-1, LossesAt(TRUNCATED, windows[plan.trained_length].at, skip=own.skip))
-    compared = measured != UNPATCHED and (inside is not None or plain is not None)
-    own_inside = own.inside(extended, readings[-1]) if compared else []
-    plain_inside = originals.inside(unpatched, control) if compared and inside is None else []
-    readings = ([control] if control else []) + readings
+        readings.insert(-1, LossesAt(TRUNCATED, windows[plan.trained_length].at, skip=layout.skip))
+    control: LossesAt | None = None
+    measured_inside: Sequence[Sequence[LossJob]] = ()
+    plain_inside: Sequence[Sequence[LossJob]] = ()
+    if measured != UNPATCHED and plain is not None:
+        if plan.mode == "position" and plan.unpatched and windows:
+            control = originals.whole(unpatched, dynamic=False)
+            readings.insert(0, control)
+        plain_inside = originals.inside(unpatched, control)
+    if measured != UNPATCHED and (inside is not None or plain is not None):
+        measured_inside = layout.inside(extended, readings[-1])
     jobs = [job for reading in readings for texts in reading.at.values() for text in texts for job in text]
-    jobs += [job for text in (*plain_inside, *own_inside) for job in text]
+    jobs += [job for text in (*plain_inside, *measured_inside) for job in text]
     order = {job.reader: number for number, job in reversed(list(enumerate(jobs)))}  # a model is patched once
     unique = {job.key: job for job in sorted(jobs, key=lambda job: order[job.reader])}
     return Perplexity(
@@ -427,9 +425,9 @@ def prepare(
         group=group or ProcessGroup(),
         plan=plan,
         readings=tuple(readings),
-        windows=windows,
-        inside=own.window,
-        own_inside=own_inside,
+        windows=tuple(windows),
+        inside=layout.window,
+        measured_inside=measured_inside,
         plain_inside=plain_inside,
         known_inside=inside,
         provenance=replace(provenance_of(checkpoint, corpus, trained_length=plan.trained_length), extensions=records),
@@ -522,20 +520,18 @@ class _Layout:
         """
         plan, trained = self.plan, self.plan.trained_length
         beyond = [length for length in plan.lengths if length > trained]
-        groups = [[length] for length in beyond] if plan.mode == "longlora" else [beyond] if beyond else []
-        if plan.mode == "position" and beyond:
-            groups = [list(plan.lengths)]
-        found: dict[int, LossesAt] = {}
-        for window in windows_of(trained) if beyond else ():
+        lengths = plan.lengths if plan.mode == "position" and beyond else beyond
+        truncations: dict[int, LossesAt] = {}
+        for window in windows_of(trained) if lengths else ():
             reader = self.reader(window_name(window))
-            at: dict[int, Sequence[Sequence[LossJob]]] = {}
-            for lengths in groups:
-                pairs = [self._truncated(unpatched, reader, window, text) for text in self.texts[lengths[-1]]]
-                at |= dict.fromkeys(lengths, pairs)
+            at = {
+                length: [self._truncated(unpatched, reader, window, text) for text in self.texts[length]]
+                for length in lengths
+            }
             jobs = {job.key: job for texts in at.values() for head, tail in texts for job in (head, tail)}
             counted = [job for job in jobs.values() if window == trained or job.reader is reader]
-            found[window] = LossesAt(reader.reading.name, at, counted, self.skip)
-        return found
+            truncations[window] = LossesAt(reader.reading.name, at, counted, self.skip)
+        return truncations
 
     def inside(self, reader: Reader, known: LossesAt | None = None) -> Sequence[Sequence[LossJob]]:
         """Lay out the positions inside the trained window, for each text; in position mode ``known`` has them."""
@@ -569,29 +565,29 @@ def _notes(
     reference: Checkpoint | None,
     remembered: bool,
 ) -> tuple[str, ...]:
-    found = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
+    notes = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
     if plan.dynamic and plan.mode == "position":
-        found.append("Positions follow the length here: every length has a pass of its own, at that length.")
+        notes.append("Positions follow the length here: every length has a pass of its own, at that length.")
     if plan.mode == "yarn":
         form = "texts cut to the length" if plan.truncate else f"windows every {plan.stride} tokens"
-        found.append(f"YaRN's published protocol ({form}): the mean loss of each window counts the same.")
+        notes.append(f"YaRN's published protocol ({form}): the mean loss of each window counts the same.")
     if plan.mode == "longlora":
-        found.append(
+        notes.append(
             "LongLoRA's published protocol: texts joined, every window scores all its tokens, so this is the mean over "
             "all context lengths below the window's."
         )
     if remembered:
-        found.append("The truncations are read by the extended model itself.")
+        notes.append("The truncations are read by the extended model itself.")
     elif plain is None:
-        found.append(
+        notes.append(
             "The checkpoint came extended, so the extended model itself reads the truncations; name the original "
             "with --reference to compare with that, inside the window too."
         )
     elif reference is not None:
-        found.append(f"The references are read by {reference.name}.")
+        notes.append(f"The references are read by {reference.name}.")
     if plan.cached is not None:
-        found.append(f"To fit the memory budget, texts were read {plan.cached:,} tokens at a time with a KV cache.")
-    return tuple(found)
+        notes.append(f"To fit the memory budget, texts were read {plan.cached:,} tokens at a time with a KV cache.")
+    return tuple(notes)
 
 
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
@@ -689,7 +685,7 @@ class PerplexityResult(Report):
     @property
     def extension(self) -> PerplexityReading | None:
         """The reading of the extended model, None where the checkpoint was measured as it is."""
-        return next((one for one in self.readings if not is_reference(one.name)), None)
+        return next((reading for reading in self.readings if not is_reference(reading.name)), None)
 
     def sentence(self) -> str:
         """Say in one sentence whether the extended model uses its window."""
@@ -710,7 +706,8 @@ class PerplexityResult(Report):
 
     def _best_window(self, score: PerplexityScore) -> int:
         """Return the window of the best truncation on the tokens of a score."""
-        best = self.find(TRUNCATED)
-        same = (score.kind, score.start, score.stop)
-        found = [one.window for one in (best.scores if best else ()) if (one.kind, one.start, one.stop) == same]
-        return found[0] if found and found[0] is not None else self.trained_length
+        best, place = self.find(TRUNCATED), (score.kind, score.start, score.stop)
+        windows = [
+            other.window for other in (best.scores if best else ()) if (other.kind, other.start, other.stop) == place
+        ]
+        return windows[0] if windows and windows[0] is not None else self.trained_length
