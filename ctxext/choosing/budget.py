@@ -97,15 +97,11 @@ class Costs:
     """Costs of a choice, in passes over the whole target, and the sizes that a budget lasts for.
 
     Args:
-        trained: tokens of the window.
-        length: tokens of the target.
         judged: candidates that are read inside the window.
         others: candidates that are not.
         windows: of the truncations, in tokens.
         turning_point: of the model, see ``pass_cost``.
-        choosing: texts to choose on that there are.
-        held_out: texts to judge on that there are.
-        keys: whether hidden keys are asked for.
+        choosing: texts to choose on that there are; ``held_out`` are those to judge on.
         accepting: texts kept for accepting the result of a search that there are; None for no search.
     """
 

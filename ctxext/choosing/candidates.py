@@ -40,12 +40,7 @@ CRITICAL_TURNS, CRITICAL = 10.0, 4
 
 
 def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
-    """Return all methods that are tried; the first is YaRN as published, which the others are compared with.
-
-    Args:
-        factor: target length over trained length, above 1.
-        rope: frequencies of the model as they were trained.
-    """
+    """Return all methods that are tried; the first is YaRN as published, which the others are compared with."""
     formulas = [
         cls(factor=factor)
         for name, cls in METHODS.items()
@@ -86,10 +81,6 @@ def critical(factor: float, rope: RopeSpec) -> list[LongRoPE]:
 
     High dimensions completed few turns in training, so they are trained worse than expected: the dimension from which
     a frequency must be divided in full may lie below the one that turned once. Its place differs by model.
-
-    Args:
-        factor: target length over trained length, above 1.
-        rope: frequencies of the model as they were trained.
 
     Source: Shang et al., arXiv:2502.20082, section 3.2 and table 5 (NTK-rcd). Authors' code for the first point of
         their search: J-shang/LongRoPE@61de922, evolution/algorithms/dim_mono.py.
@@ -167,13 +158,7 @@ class CandidateReach:
 
     @classmethod
     def of(cls, method: Method, rope: RopeSpec, length: int) -> CandidateReach:
-        """Return the reach of a method.
-
-        Args:
-            method: a candidate.
-            rope: frequencies of the model as they were trained.
-            length: the target, tokens.
-        """
+        """Return the reach of a method on a model whose trained frequencies are ``rope``, at the target length."""
         if not isinstance(method, RopeMethod) or not method.is_table:
             return cls(dynamic=method.dynamic)
         plain = plain_inv_freq(rope)

@@ -27,9 +27,6 @@ class Candidate:
     """One candidate and how far it came.
 
     Args:
-        reading: its name, method and fingerprint.
-        reach: how far it stretches positions.
-        course: through the rounds.
         twins: names of others whose frequencies at the target are the same, and which were not read themselves.
         title: a short name, where its method says too little.
     """
@@ -42,14 +39,7 @@ class Candidate:
 
     @classmethod
     def of(cls, reading: Reading, rope: RopeSpec, length: int, **about: Any) -> Candidate:
-        """Return a candidate before it is read.
-
-        Args:
-            reading: of a method.
-            rope: frequencies of the model as they were trained.
-            length: the target, tokens.
-            **about: ``twins`` and ``title``.
-        """
+        """Return a candidate, perhaps with ``twins`` and ``title``, before it is read; see ``CandidateReach.of``."""
         candidate = cls(reading=reading, reach=CandidateReach(), course=Course(name=reading.name), **about)
         return replace(candidate, reach=CandidateReach.of(candidate.method, rope, length))
 

@@ -120,11 +120,7 @@ class Course:
     def beside(self, usual: Sequence[Tensor], own: Sequence[Tensor], *, trained: int, length: int) -> Course:
         """Return the course with its differences to the published YaRN.
 
-        Args:
-            usual: losses of the published YaRN, one tensor [tokens] per text.
-            own: losses of the candidate on the same texts, as far as it has read.
-            trained: tokens of the window.
-            length: tokens of a whole text.
+        Losses are one tensor [tokens] per text; the candidate's ``own`` end where it was stopped.
         """
         usual = [theirs[: len(mine)] for mine, theirs in zip(own, usual, strict=False)]
         mine, theirs = (torch.cat([losses[trained:] for losses in side]) for side in (own, usual))
@@ -169,12 +165,7 @@ class Finish:
 
 
 def end_of(trained: int, length: int) -> int:
-    """Return where the end of a text begins, in tokens: the distances that come last.
-
-    Args:
-        trained: tokens of the window.
-        length: tokens of a whole text.
-    """
+    """Return where the end of a text begins, in tokens: the distances that come last."""
     return max(trained, length - max(LEAST_END, length // ENDS))
 
 
@@ -202,10 +193,6 @@ class Halving:
 
     Args:
         reaches: of the candidates, by name; the first is the published YaRN, which reads whatever any other reads.
-        losses: of the candidates.
-        sizes: how much is read.
-        trained: tokens of the window.
-        length: tokens of a whole text.
         runtimes: returns how many runtimes load a candidate, given its name.
     """
 
@@ -425,11 +412,7 @@ def _mean(losses: Sequence[Tensor]) -> float:
 
 
 def keys_lost(keys: Mapping[str, Sequence[float]]) -> dict[str, int]:
-    """Count the hidden keys that each candidate has lost and that another one reads.
-
-    Args:
-        keys: loss of each key, nats, by candidate; the same keys for all.
-    """
+    """Count the hidden keys that each candidate has lost and that another one reads, by the losses of the keys."""
     best = [min(column) for column in zip(*keys.values(), strict=True)]
     return {
         name: sum(least < READ < own and own - least > LOST for own, least in zip(losses, best, strict=True))
@@ -450,13 +433,6 @@ def chosen(
     First come those that keep the window, and hold to the end of the texts, as well as the published YaRN does. Among
     them come those first that lose the fewest keys, and then the lowest loss beyond the window. Among those as good as
     that, by less than ``AS_GOOD`` and not shown to be worse, it is the one that most runtimes load.
-
-    Args:
-        beyond: losses beyond the window, one tensor per text, by name.
-        keys: loss of each hidden key, by name.
-        harmful: names of those that keep the window or hold to the end less well.
-        runtimes: returns how many runtimes load a candidate, given its name.
-        chance: of calling one worse that is not.
     """
     lost = keys_lost(keys)
     left = dict(beyond)

@@ -43,12 +43,7 @@ def vector_of(method: RopeMethod, rope: RopeSpec, length: int) -> Vector:
 
 
 def as_method(vector: Vector, factor: float) -> LongRoPE:
-    """Return a vector as a method that plain transformers loads: one set of factors, for short texts and long ones.
-
-    Args:
-        vector: logarithms of divisors and of the scale.
-        factor: target length over trained length.
-    """
+    """Return a vector as a method that plain transformers loads: one set of factors, for short texts and long ones."""
     *divisors, scale = (round(value, DECIMALS) for value in vector.exp().tolist())
     return LongRoPE(factor=factor, short_factor=tuple(divisors), long_factor=tuple(divisors), attention_factor=scale)
 
@@ -63,7 +58,6 @@ class Example:
     """Texts of one length and how much the loss of each of their tokens counts.
 
     Args:
-        input_ids: whole texts.
         weights: of the loss of every token but the first.
     """
 

@@ -263,12 +263,7 @@ class Search:
         return self.losses.costs.length / self.losses.costs.trained
 
     def run(self, starts: Mapping[str, Vector], finish: Finish, *, label: str) -> tuple[SearchResult, Finish, Reading]:
-        """Search from each start, and compare the best result with the choice of the rounds.
-
-        Args:
-            starts: vectors by name.
-            finish: of the rounds.
-            label: of their choice, to show.
+        """Search from each start, and compare the best result with the choice of the rounds, which ``label`` names.
 
         Returns:
             The result; the finish with it, as its choice where it was taken; and its reading.
@@ -360,15 +355,10 @@ def why_not(
     name: str,
     label: str,
 ) -> str:
-    """Return why the result of a search is not taken; empty where it is.
+    """Return why the result ``name`` of a search is not taken; empty where it is.
 
-    Args:
-        gain: beyond the window, its loss minus that of the rounds' choice.
-        damage: inside, its loss minus that of the published YaRN.
-        end: likewise at the end of the texts.
-        keys: loss of each hidden key, of both.
-        name: of the result.
-        label: of the rounds' choice.
+    Its loss is compared beyond the window with the rounds' choice, ``label``; inside it and at the end of the texts
+    with the published YaRN. The losses of hidden keys are of both.
     """
     if not gain.mean < -max(NEEDED, gain.errors_needed()) * gain.standard_error:
         return f"not better than {label} by two standard errors: {gain}"

@@ -52,12 +52,7 @@ def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpu
 
 @dataclass(frozen=True, eq=False)
 class TextStretch:
-    """A part of a document, as long as the target.
-
-    Args:
-        text: its tokens.
-        document: name that no other document has.
-    """
+    """A part of a document, as long as the target; no other document has its name."""
 
     text: TokenisedDocument
     document: str

@@ -62,12 +62,7 @@ class HeldOut:
 
 
 def by_document(texts: Sequence[Tensor], documents: Sequence[str]) -> list[Tensor]:
-    """Join the losses of texts that are of one document.
-
-    Args:
-        texts: nats per token, [tokens] each.
-        documents: name of each text's document.
-    """
+    """Join the losses of texts, [tokens] each, that are of one document."""
     return [
         torch.cat([text for text, own in zip(texts, documents, strict=True) if own == name])
         for name in dict.fromkeys(documents)
@@ -88,16 +83,9 @@ def judge_held_out(
 ) -> HeldOut:
     """Compare the choice with others on texts that it was not chosen on.
 
-    Args:
-        losses: of whole texts, nats per token, one tensor per text, of the three readings.
-        choice: name of the choice.
-        usual: name of the published YaRN.
-        runner_up: name of the runner-up; empty where there is none.
-        unpatched: losses of the unextended model inside the window, one tensor per text.
-        truncations: losses at the end of the texts, one tensor per text, by window.
-        documents: name of each text's document; the texts of one document count as one.
-        trained: tokens of the window.
-        same_documents: see ``HeldOut``.
+    Losses are in nats per token, one tensor per text: of whole texts by the names of readings, of the unpatched model
+    inside the window, and of truncations at the end of the texts by their windows. The texts of one document count as
+    one. An empty ``runner_up`` is none.
     """
     window = best_window(truncations)
     end = len(truncations[window][0])
