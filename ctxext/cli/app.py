@@ -80,7 +80,7 @@ def inspect(
     """
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-    from ctxext.cli import show as printed
+    from ctxext.cli.show import show_inspection
 
     place = Path(checkpoint)
     if is_adapter(place):
@@ -91,7 +91,7 @@ def inspect(
     if gguf and not place.is_file():
         raise CheckpointError(f"There is no file {place}.")
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
-        found = inspect_checkpoint(
+        inspection = inspect_checkpoint(
             place.parent if gguf else checkpoint,
             trained_length=trained_length,
             trust_remote_code=trust,
@@ -99,9 +99,9 @@ def inspect(
             **({"gguf_file": place.name} if gguf else {}),
         )
     if as_json:
-        _print_json(asdict(found))
+        _print_json(inspection)
     else:
-        printed.show_inspection(found, checkpoint, terminal())
+        show_inspection(inspection, checkpoint, terminal())
 
 
 @app.command(cls=StrictCommand)
@@ -134,7 +134,7 @@ def patch(
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
     from ctxext.checkpoints.write import patch_checkpoint
-    from ctxext.cli import show as printed
+    from ctxext.cli.show import show_written
 
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         written = patch_checkpoint(
@@ -146,7 +146,7 @@ def patch(
             progress=progress,
             **extension.arguments(),
         )
-    _print_json(written) if as_json else printed.show_written(written)
+    _print_json(written) if as_json else show_written(written)
 
 
 @app.command(cls=StrictCommand)
@@ -192,7 +192,7 @@ def export(
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
     from ctxext.checkpoints.export import export as make
-    from ctxext.cli import show as printed
+    from ctxext.cli.show import show_export
 
     given = extension.arguments()
     if method is None and any(value is not None for value in given.values()):
@@ -200,7 +200,7 @@ def export(
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         made = make(checkpoint, to=to, method=method, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
-    _print_json(made) if as_json else printed.show_export(made, checkpoint, terminal())
+    _print_json(made) if as_json else show_export(made, checkpoint, terminal())
 
 
 app.command(cls=StrictCommand)(plan)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from typer import Option
 
-from ctxext.cli.options import Checkpoint, Json, Trust
+from ctxext.cli.options import Checkpoint, Json, Trust, grouped, option
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.progress import terminal
 
@@ -36,46 +34,58 @@ ROWS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Memory to fill or length to reach, and how the weights are stored."""
+
+    memory: str | None = option(
+        "Memory of the device, such as 80GiB: plan the longest context that it holds.",
+        show_default="none, with --length",
+    )
+    length: int | None = option(
+        "Tokens of a sequence: plan the memory that they take.",
+        "--length",
+        "-l",
+        min=1,
+        show_default="what --memory holds",
+    )
+    dtype: str = option("bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.", default="auto")
+    quantisation: str | None = option("nf4: 4-bit weights, as in QLoRA.", show_default="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedOptions:
+    """Weights that are trained; see ``plan_training``."""
+
+    lora_rank: int = option("Rank of LoRA on all linear layers.", default=16, min=1)
+    norms: bool = option("Train normalisation weights too.", default=True)
+    embeddings: bool = option("Train the embedding too.", default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Storage of activations; see ``Memory``."""
+
+    loss_chunk: int = option("Tokens whose logits exist at a time; 0 for all.", default=1024, min=0)
+    checkpointing: bool = option(
+        "Compute layers again in the backward pass, instead of keeping what they made.", default=True
+    )
+    save_attention: bool = option(
+        "Keep attention's output for the backward pass all the same.", "--save-attention", default=False
+    )
+    offload: bool = option(
+        "Move what is kept for the backward pass, the layers' inputs, to the host.", "--offload", default=False
+    )
+    mlp_tile: int | None = option("Tokens that pass through an MLP at a time.", show_default="all")
+
+
+@grouped
 def plan(
     checkpoint: Checkpoint,
-    memory: Annotated[
-        str | None,
-        Option(
-            help="Memory of the device, such as 80GiB: plan the longest context that it holds.",
-            show_default="none, with --length",
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        Option(
-            "--length",
-            "-l",
-            help="Tokens of a sequence: plan the memory that they take.",
-            min=1,
-            show_default="what --memory holds",
-        ),
-    ] = None,
-    lora_rank: Annotated[int, Option(help="Rank of LoRA on all linear layers.", min=1)] = 16,
-    norms: Annotated[bool, Option(help="Train normalisation weights too.")] = True,
-    embeddings: Annotated[bool, Option(help="Train the embedding too.")] = True,
-    dtype: Annotated[str, Option(help="bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.")] = (
-        "auto"
-    ),
-    quantisation: Annotated[str | None, Option(help="nf4: 4-bit weights, as in QLoRA.", show_default="none")] = None,
-    loss_chunk: Annotated[int, Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
-    checkpointing: Annotated[
-        bool, Option(help="Compute layers again in the backward pass, instead of keeping what they made.")
-    ] = True,
-    save_attention: Annotated[
-        bool, Option("--save-attention", help="Keep attention's output for the backward pass all the same.")
-    ] = False,
-    offload: Annotated[
-        bool,
-        Option("--offload", help="Move what is kept for the backward pass, the layers' inputs, to the host."),
-    ] = False,
-    mlp_tile: Annotated[
-        int | None, Option(help="Tokens that pass through an MLP at a time.", show_default="all")
-    ] = None,
+    *,
+    asked: PlanOptions,
+    trained: TrainedOptions,
+    memory: MemoryOptions,
     as_json: Json = False,
     trust: Trust = False,
 ) -> None:
@@ -85,7 +95,7 @@ def plan(
 
     [bold]Example[/]: ctxext plan meta-llama/Llama-3.1-8B --memory 80GiB
     """
-    if memory is None and length is None:
+    if asked.memory is None and asked.length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
     require_package("peft", "train", "Training is planned with", CheckpointError)
 
@@ -96,48 +106,44 @@ def plan(
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
 
-    budget = None if memory is None else parse_bytes(memory)
-    way = Memory(
-        loss_chunk=loss_chunk or None,
-        checkpointing=checkpointing,
-        save_attention=save_attention,
-        offload=offload,
-        mlp_tile=mlp_tile,
-    )
+    size = None if asked.memory is None else parse_bytes(asked.memory)
+    way = Memory(**asdict(memory) | {"loss_chunk": memory.loss_chunk or None})
     if is_adapter(checkpoint):
         base = base_of(checkpoint)
         raise CheckpointError(f"{checkpoint} is an adapter. Plan its base model, {base}; --lora-rank says its size.")
     config = read_any_config(checked_path(checkpoint, {}), trust_remote_code=trust)
-    chosen, name = _dtype(config, dtype)
-    common: dict[str, Any] = {"dtype": chosen, "quantisation": quantisation, "trust_remote_code": trust}
-    trained: dict[str, Any] = {"memory": way, "lora_rank": lora_rank, "norms": norms, "embeddings": embeddings}
+    chosen, dtype = _dtype(config, asked.dtype)
+    common: dict[str, Any] = {"dtype": chosen, "quantisation": asked.quantisation, "trust_remote_code": trust}
     with terminal(stderr=True).status("Planning ..."), warnings.catch_warnings():
         # PEFT reads an attribute that transformers has renamed, and says so.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        serving = _planned(plan_serving(config, **common), budget, length)
+        serving = _planned(plan_serving(config, **common), size, asked.length)
         try:
-            training: Breakdown | str = _planned(plan_training(config, **trained, **common), budget, length)
+            planned = plan_training(config, memory=way, **asdict(trained), **common)
+            training: Breakdown | str = _planned(planned, size, asked.length)
         except (IncompatibleError, InvalidParameterError) as error:
             training = str(error)
-    found, reach, stored = {"training": training, "serving": serving}, reach_of(config), stored_as(config)
+    plans, reach, stored = {"training": training, "serving": serving}, reach_of(config), stored_as(config)
     if as_json:
+        about = {"checkpoint": checkpoint, "dtype": dtype, "memory": size}
         beside = {"reach": reach, "stored_as": stored and stored.method}
-        typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | beside, indent=2))
+        typer.echo(json.dumps(about | {name: _as_json(made, size) for name, made in plans.items()} | beside, indent=2))
         return
     console = terminal(soft_wrap=True)
-    _show(console, found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
-    if stored is not None and quantisation is None:
-        console.print(_told_of_storage(stored, name), style="yellow")
-    _show_reach(console, found, reach, config.model_type)
+    quantisation = f", {asked.quantisation}" if asked.quantisation else ""
+    _show(console, plans, f"{checkpoint}, {dtype}{quantisation}", size)
+    if stored is not None and asked.quantisation is None:
+        console.print(_storage_sentence(stored, dtype), style="yellow")
+    _show_reach(console, plans, reach, config.model_type)
 
 
-def _show_reach(console: Console, found: Mapping[str, Breakdown | str], reach: int | None, model_type: str) -> None:
+def _show_reach(console: Console, plans: Mapping[str, Breakdown | str], reach: int | None, model_type: str) -> None:
     """Say how far the model itself reaches, which no memory changes."""
     if reach is None:
         console.print(f"The config of this {model_type} does not say how far it reaches.", style="yellow")
         return
     console.print(f"This {model_type} is made for {reach:,} tokens.")
-    beyond = [f"{made.length:,}" for made in found.values() if not isinstance(made, str) and made.length > reach]
+    beyond = [f"{made.length:,}" for made in plans.values() if not isinstance(made, str) and made.length > reach]
     if beyond:
         lengths = " and ".join(dict.fromkeys(beyond))
         console.print(
@@ -145,7 +151,7 @@ def _show_reach(console: Console, found: Mapping[str, Breakdown | str], reach: i
         )
 
 
-def _told_of_storage(stored: Stored, dtype: str) -> str:
+def _storage_sentence(stored: Stored, dtype: str) -> str:
     """Say how weights that come quantised were counted."""
     if stored.bits is None:
         return (
@@ -161,17 +167,18 @@ def _told_of_storage(stored: Stored, dtype: str) -> str:
     return f"{counted}." if stored.trains_packed else f"{counted} in use. Training is counted with them in {dtype}."
 
 
-def _planned(made: TrainingPlan | Serving, budget: int | None, length: int | None) -> Breakdown:
+def _planned(plan: TrainingPlan | Serving, size: int | None, length: int | None) -> Breakdown:
+    """Return what a length takes, or the longest one that the memory holds."""
     from ctxext.planning.plan import longest
 
     if length is not None:
-        return made.at(length)
-    assert budget is not None  # one of the two is given
-    return longest(made, budget)
+        return plan.at(length)
+    assert size is not None  # one of the two is given
+    return longest(plan, size)
 
 
 def _dtype(config: Any, dtype: str) -> tuple[Any, str]:
-    """The dtype that a config and a user mean."""
+    """Return the dtype that a config and a user mean, and its name."""
     from ctxext.evaluation.checkpoint import DTYPES
 
     if dtype == "auto":
@@ -181,40 +188,34 @@ def _dtype(config: Any, dtype: str) -> tuple[Any, str]:
     return DTYPES[dtype], dtype
 
 
-def _plain(found: Mapping[str, Breakdown | str], checkpoint: str, dtype: str, budget: int | None) -> dict[str, Any]:
-    """The result for programs, in bytes."""
-    shown: dict[str, Any] = {"checkpoint": checkpoint, "dtype": dtype, "memory": budget}
-    for what, planned in found.items():
-        if isinstance(planned, str):
-            shown[what] = {"refused": planned}
-        else:
-            shown[what] = {"length": planned.length, **{part: getattr(planned, part) for part in ROWS}}
-            if budget is not None:
-                shown[what]["fits"] = planned.total <= budget
-    return shown
+def _as_json(plan: Breakdown | str, size: int | None) -> dict[str, Any]:
+    """Return one plan for programs, in bytes."""
+    if isinstance(plan, str):
+        return {"refused": plan}
+    fits = {} if size is None else {"fits": plan.total <= size}
+    return {"length": plan.length, **{part: getattr(plan, part) for part in ROWS}, **fits}
 
 
-def _show(console: Console, found: Mapping[str, Breakdown | str], title: str, budget: int | None) -> None:
+def _show(console: Console, plans: Mapping[str, Breakdown | str], title: str, size: int | None) -> None:
     """Print the breakdowns side by side."""
-    planned = {what: made for what, made in found.items() if not isinstance(made, str)}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    table.add_column("GiB")
-    for what in planned:
-        table.add_column(what, justify="right")
-    table.add_row("tokens", *(f"{p.length:,}" for p in planned.values()), style="bold")
+    from ctxext.evaluation.report.page import TextTable
+
+    made = {name: plan for name, plan in plans.items() if not isinstance(plan, str)}
+    rows = [["tokens", *(f"{plan.length:,}" for plan in made.values())]]
     for part, name in ROWS.items():
-        amounts = [getattr(p, part) for p in planned.values()]
+        amounts = [getattr(plan, part) for plan in made.values()]
         if any(amounts):
-            style = "bold" if part == "total" else ""
-            table.add_row(name, *(f"{amount / 2**30:.2f}" if amount else "" for amount in amounts), style=style)
-    console.print(table, soft_wrap=False)
-    for what, made in found.items():
-        if isinstance(made, str):
-            console.print(f"{what}: {made}", style="yellow")
-        elif budget is not None and made.total > budget:
-            over = (made.total - budget) / 2**30
-            console.print(f"{what}: {made.length:,} tokens take {over:.2f} GiB more than there is.", style="yellow")
+            rows.append([name, *(f"{amount / 2**30:.2f}" if amount else "" for amount in amounts)])
+    table = TextTable(header=["GiB", *made], rows=rows, styles={"tokens": "best", ROWS["total"]: "best"})
+    console.print(f"{title}\n")
+    console.print(table.for_terminal(), soft_wrap=False)
+    for name, plan in plans.items():
+        if isinstance(plan, str):
+            console.print(f"{name}: {plan}", style="yellow")
+        elif size is not None and plan.total > size:
+            over = (plan.total - size) / 2**30
+            console.print(f"{name}: {plan.length:,} tokens take {over:.2f} GiB more than there is.", style="yellow")
     console.print(
-        "A layer and the loss are at work in turn: the larger counts. A CUDA context takes up to 1 GiB more.",
+        "\nA layer and the loss are at work in turn: the larger counts. A CUDA context takes up to 1 GiB more.",
         style="dim",
     )

@@ -100,7 +100,7 @@ def show_methods(*, to_train: bool, as_json: bool, markdown: bool) -> None:
 
 
 def _pick(kind: type[Method]) -> str:
-    """The sentence of a method's docstring that says when one would pick it."""
+    """Return the sentence of a method's docstring that says when one would pick it."""
     paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
     reason = next((" ".join(one.split()) for one in paragraphs if one.startswith("Pick it ")), "")
     return reason.removeprefix("Pick it ").split(". ")[0].removesuffix(".").replace("``", "`")
@@ -115,35 +115,35 @@ def _stock_form(method: Method) -> str:
     return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])
 
 
-def _facts(found: Inspection) -> list[tuple[str, str]]:
-    """What ``ctxext inspect`` says about a checkpoint, line by line."""
-    trained, longest = found.trained_length, found.longest
-    lines = [("model type", found.model_type)]
-    for site in found.positions:
+def _facts(inspection: Inspection) -> list[tuple[str, str]]:
+    """Return what ``ctxext inspect`` prints about a checkpoint, line by line."""
+    trained, longest = inspection.trained_length, inspection.longest
+    lines = [("model type", inspection.model_type)]
+    for site in inspection.positions:
         known = ", ".join(part for part in (site.side, site.layer_type) if part)
         where = f" ({known})" if known else ""
         lines.append((f"rope{where}", f"{site.rope_type}, base {site.base:g}, {site.rotary_dim} rotary dimensions"))
-    if found.no_positions:
-        lines.append(("rope", found.no_positions))
+    if inspection.no_positions:
+        lines.append(("rope", inspection.no_positions))
     lines.append(("trained length", f"{trained:,} tokens" if trained else "not in the config"))
     if longest and longest != trained:
         lines.append(("max positions", f"{longest:,} tokens (max_position_embeddings)"))
-    lines += [("sliding window", found.window or "none"), ("extended", found.extended or "no")]
-    return [*lines, *(("note", note) for note in found.notes)]
+    lines += [("sliding window", inspection.window or "none"), ("extended", inspection.extended or "no")]
+    return [*lines, *(("note", note) for note in inspection.notes)]
 
 
 def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
-    """Which methods extend a checkpoint."""
+    """Return the table of the methods that extend a checkpoint, and of those that do not."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "reaches", "loaded by", "stored as, or why not"):
         table.add_column(column, overflow="fold", no_wrap=not column.startswith("stored"))
     for verdict in verdicts:
         if verdict.refused is not None:
-            table.add_row(verdict.method, "refused", "", Text(verdict.refused), style="dim")
+            table.add_row(verdict.method, "refused", "", verdict.refused, style="dim")
             continue
         loaded_by = "anyone" if verdict.stock else "ctxext.load"
         reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)" + "\nonce trained" * verdict.needs_training
-        table.add_row(Text(verdict.method, style="bold cyan"), reaches, loaded_by, Text(verdict.stored_as))
+        table.add_row(Text(verdict.method, style="bold cyan"), reaches, loaded_by, verdict.stored_as)
     return table
 
 
@@ -166,53 +166,43 @@ def show_written(written: Written) -> None:
     typer.echo("\n".join(lines))
 
 
-def show_inspection(found: Inspection, checkpoint: str, console: Console) -> None:
+def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -> None:
     """Print what ``ctxext inspect`` found."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    for key, value in _facts(found):
+    for key, value in _facts(inspection):
         table.add_row(Text(key, style="bold"), value)
     console.print(table)
-    if found.description is not None:
-        console.print(Text(f"\n{found.description}"))
+    if inspection.description is not None:
+        console.print(f"\n{inspection.description}")
     console.print(
         Text.assemble(("\nmethods", "bold"), ": each applied to this model without its weights, then taken back")
     )
-    console.print(_verdict_table(found.verdicts))
-    _show_which(found, console)
-    if found.exports is None:
-        _show_how_to_export(found, checkpoint, console)
-        return
-    for target, made in found.exports.items():
-        console.print(target, style="bold")
-        if isinstance(made, str):
-            console.print(Text(f"  cannot: {made}"))
-        else:
-            show_export(made, checkpoint, console)
-
-
-def _show_which(found: Inspection, console: Console) -> None:
-    """Print which method to begin with, where both of those that the measurements favour apply."""
-    extending = {verdict.method for verdict in found.verdicts if verdict.refused is None}
-    if {"self_extend", "yarn"} <= extending:
+    console.print(_verdict_table(inspection.verdicts))
+    extending = [verdict.method for verdict in inspection.verdicts if verdict.refused is None]
+    if {"self_extend", "yarn"} <= {*extending}:
         console.print(
             "Without training begin with self_extend, which reads texts inside the trained window as before; only "
             "ctxext loads it. To train, or for other runtimes, take yarn."
         )
+    if inspection.exports is None and extending and inspection.positions:  # runtimes have flags for rotary positions
+        method = "yarn" if "yarn" in extending else extending[0]
+        window = ("--sliding-window", "lift") if inspection.window_caps else ()
+        _show_how_to_export(checkpoint, ("--method", method, "--factor", "4", *window), console)
+    for target, export in (inspection.exports or {}).items():
+        console.print(target, style="bold")
+        if isinstance(export, str):
+            console.print(f"  cannot: {export}")
+        else:
+            show_export(export, checkpoint, console)
 
 
-def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) -> None:
-    """Print the commands that say what other runtimes must be told, where there is an extension to tell them of."""
-    extending = [verdict.method for verdict in found.verdicts if verdict.refused is None]
-    if not extending or not found.positions:  # runtimes have flags for rotary positions only
-        return
-    method = "yarn" if "yarn" in extending else extending[0]
+def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Console) -> None:
+    """Print the commands that extend a checkpoint for other runtimes."""
     place = "ORIGINAL" if checkpoint.endswith(".gguf") else checkpoint
-    window = ("--sliding-window", "lift") if found.window_caps else ()
     for target, runtime in RUNTIMES.items():
-        asked = ("--method", method, "--factor", "4", *window)
         command = ("patch", place, "NEW") if runtime.files_only else ("export", place, "--to", target)
-        line = shlex.join(("ctxext", *command, *asked))
-        console.print(Text(f"To serve an extension with {target}: {line}"), soft_wrap=True)
+        line = shlex.join(("ctxext", *command, *options))
+        console.print(f"To serve an extension with {target}: {line}", soft_wrap=True)
     if place != checkpoint:
         console.print("ORIGINAL: the checkpoint that this file was converted from.")
 
@@ -221,12 +211,12 @@ def show_export(export: Export, checkpoint: str, console: Console) -> None:
     """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
     file = export.file or ("OUT.gguf" if export.in_file else "MODEL.gguf")
     start = RUNTIMES[export.target].start(checkpoint, file)
-    console.print(Text(shlex.join((*start, *export.flags))), soft_wrap=True)
+    console.print(shlex.join((*start, *export.flags)), soft_wrap=True)
     if export.file is not None:
-        console.print(Text(f"  wrote {export.file}"), soft_wrap=True)
+        console.print(f"  wrote {export.file}", soft_wrap=True)
     if export.exact:
         console.print("  the same positions as in transformers", style="green")
     else:
         console.print("  not the same positions, or not proven", style="yellow")
     for note in export.notes:
-        console.print(Text(f"  - {note}"), soft_wrap=True)
+        console.print(f"  - {note}", soft_wrap=True)

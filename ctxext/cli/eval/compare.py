@@ -54,7 +54,7 @@ class ComparedOptions(MethodOptions):
 class HiddenKeyOptions:
     """Passkeys to ask for."""
 
-    passkey: bool = option("Also ask for passkeys at every length and depth.", "--passkey/--no-passkey", default=True)
+    passkey: bool = option("Also ask for passkeys at every length and depth.", default=True)
     depth: list[float] | None = option(
         "Where in the text passkeys stand, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
     )
