@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import told_on_interrupt
-from ctxext.cli.options import Json, Markdown, StrictCommand
+from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option
 from ctxext.progress import StageBar, terminal
 
 
@@ -49,43 +50,39 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
     show_methods(to_train=True, as_json=as_json, markdown=markdown)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LabOptions:
+    """Encodings to train, tasks and texts."""
+
+    preset: str = option(
+        "quick: text and parity, about 25 minutes on two cores. full: larger, all tasks, five seeds, a night.",
+        default="quick",
+        autocompletion=lambda: ["quick", "full"],
+    )
+    only: list[str] | None = option(
+        "An encoding or a baseline, several with commas: t5_bias,alibi. Repeatable.",
+        show_default="everyone: rope, all encodings, and recurrent models",
+    )
+    task: list[str] | None = option(
+        "text, parity, s3, flipflop, copy, reverse or order, several with commas. Repeatable.",
+        "--task",
+        "-t",
+        show_default="the preset's",
+    )
+    seeds: int | None = option("How many times each is trained, from other weights.", show_default="the preset's")
+    text: list[str] | None = option(
+        "A text to read: a file, a folder or a data set, a fifth of which is tested on. Repeatable.",
+        show_default="the plays that ctxext demo reads",
+    )
+    workers: int = option("Processes at once, of one thread each.", default=2)
+
+
 @lab_app.command(cls=StrictCommand)
+@grouped
 def run(
-    preset: Annotated[
-        str,
-        Option(
-            help="quick: text and parity, about 25 minutes on two cores. full: larger, all tasks, five seeds, a night.",
-            autocompletion=lambda: ["quick", "full"],
-        ),
-    ] = "quick",
-    only: Annotated[
-        list[str] | None,
-        Option(
-            help="An encoding or a baseline, several with commas: t5_bias,alibi. Repeatable.",
-            show_default="everyone: rope, all encodings, and recurrent models",
-        ),
-    ] = None,
-    task: Annotated[
-        list[str] | None,
-        Option(
-            "--task",
-            "-t",
-            help="text, parity, s3, flipflop, copy, reverse or order, several with commas. Repeatable.",
-            show_default="the preset's",
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None, Option(help="How many times each is trained, from other weights.", show_default="the preset's")
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        Option(
-            help="A text to read: a file, a folder or a data set, a fifth of which is tested on. Repeatable.",
-            show_default="the plays that ctxext demo reads",
-        ),
-    ] = None,
-    workers: Annotated[int, Option(help="Processes at once, of one thread each.")] = 2,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the page and the finished cells.")] = Path("lab"),
+    *,
+    asked: LabOptions,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the page and the finished jobs.")] = Path("lab"),
 ) -> None:
     """Train one small model with each kind of position information, test it on 8 times the length, and show it.
 
@@ -105,18 +102,18 @@ def run(
     console = terminal()
     laboratory = prepare(
         output,
-        preset=preset,
-        only=_split(only),
-        tasks=_split(task),
-        seeds=seeds,
-        text=text or (),
-        workers=workers,
+        preset=asked.preset,
+        only=_split(asked.only),
+        tasks=_split(asked.task),
+        seeds=asked.seeds,
+        text=asked.text or (),
+        workers=asked.workers,
     )
     jobs = laboratory.begin()
     console.print(
         f"{len({job.subject for job in laboratory.jobs})} subjects, tasks "
         f"{', '.join(dict.fromkeys(job.task for job in laboratory.jobs))}: {laboratory.done} finished in {output}; "
-        f"{workers} at once, one thread each."
+        f"{asked.workers} at once, one thread each."
     )
     bar = StageBar(terminal(stderr=True), sum(job.cost for job in jobs))
     with told_on_interrupt(console, laboratory), bar, ending_cleanly():

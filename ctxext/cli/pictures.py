@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from ctxext.cli.options import Json, StrictCommand, Trained, Trust, check_output, method_names
+from ctxext.cli.options import Json, StrictCommand, Trained, Trust, check_output, grouped, method_names, option
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
 
@@ -20,16 +21,84 @@ if TYPE_CHECKING:
     from ctxext.spec import RopeSpec
 
 plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-Output = Annotated[
-    Path | None,
-    Option(
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureOptions:
+    """How far a method extends, and the file that its picture goes to."""
+
+    output: Path | None = option(
+        "The PNG file to write.",
         "--output",
         "-o",
-        help="The PNG file to write.",
         show_default="named after the command, with a number where that exists; of show with --json none",
-    ),
-]
-Factor = Annotated[float, Option("--factor", "-f", help="Target length / trained length.")]
+    )
+    factor: float = option("Target length / trained length.", "--factor", "-f", default=4.0)
+    trained_length: Trained = None
+    trust: Trust = False
+
+    def file(self, name: str) -> Path:
+        """Return the file to write to, by default one that does not exist: an earlier picture must stay.
+
+        Args:
+            name: of the command.
+        """
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        path = self.output or next(path for one in names if not os.path.lexists(path := Path(f"{one}.png")))
+        check_output(path, (".png",))
+        return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotationOptions:
+    """Rotation to draw: that of a checkpoint, or the one that numbers describe."""
+
+    checkpoint: Annotated[
+        str | None,
+        Argument(
+            help="A directory or a name on the hub.",
+            show_default="none: --rotary-dim, --base and --trained-length describe it",
+        ),
+    ] = None
+    rotary_dim: int | None = option("Head dimensions that rotate.", show_default="the checkpoint's")
+    base: float | None = option("Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
+
+    def rope(self, trained_length: int | None, trust: bool) -> RopeSpec:
+        """Return the rotation.
+
+        Raises:
+            InvalidParameterError: it is described twice, or in part.
+        """
+        from ctxext.checkpoints.inspect import rope_of_checkpoint
+        from ctxext.spec import RopeSpec
+
+        if self.checkpoint is not None:
+            if self.rotary_dim is not None or self.base is not None:
+                raise InvalidParameterError("A checkpoint says its own --rotary-dim and --base; leave them out.")
+            return rope_of_checkpoint(self.checkpoint, trained_length=trained_length, trust_remote_code=trust)
+        if self.rotary_dim is None or self.base is None or trained_length is None:
+            raise InvalidParameterError(
+                "Give a checkpoint, or all of --rotary-dim, --base and --trained-length (Llama 2: 128, 10000, 4096)."
+            )
+        return RopeSpec(rotary_dim=self.rotary_dim, base=self.base, trained_length=trained_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownOptions:
+    """Checkpoint and text that a method is shown on."""
+
+    model: str | None = option(
+        "A checkpoint to show it on: a directory or a name on the hub.", show_default="an example"
+    )
+    text: str | None = option(
+        "A sentence or a UTF-8 file. What depends on the text is shown of it; of all else, with --model, how far back "
+        "heads look in it before and after.",
+        "--text",
+        "-t",
+        show_default="none; a sentence where one is needed",
+    )
+    layer: int = option("Attention layer, from 0 on, of what each layer has its own of.", default=0)
+    length: int | None = option("Tokens of --text to read.", show_default="all, at most 1,024")
 
 
 @plot_app.callback()
@@ -41,16 +110,10 @@ def plot() -> None:
 
 
 @plot_app.command(cls=StrictCommand)
+@grouped
 def frequencies(
-    checkpoint: Annotated[
-        str | None,
-        Argument(
-            help="A directory or a name on the hub.",
-            show_default="none: --rotary-dim, --base and --trained-length describe it",
-        ),
-    ] = None,
-    output: Output = None,
-    factor: Factor = 4.0,
+    *,
+    rotation: RotationOptions,
     method: Annotated[
         list[str] | None,
         Option(
@@ -60,36 +123,41 @@ def frequencies(
             autocompletion=method_names,
         ),
     ] = None,
-    rotary_dim: Annotated[
-        int | None, Option(help="Head dimensions that rotate.", show_default="the checkpoint's")
-    ] = None,
-    base: Annotated[
-        float | None, Option(help="Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
-    ] = None,
-    trained_length: Trained = None,
-    trust: Trust = False,
+    picture: PictureOptions,
 ) -> None:
     """Draw the spectrum of each method: which frequencies it keeps, ramps, interpolates.
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
-    output = _checked(output, "frequencies")
+    output = picture.file("frequencies")
     from ctxext.evaluation.readings import named_method
     from ctxext.laboratory.pictures.frequencies import SpectrumPicture, shown_by_default
 
-    rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
+    rope, factor = rotation.rope(picture.trained_length, picture.trust), picture.factor
     chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor)
-    _write_picture(output, SpectrumPicture.of(chosen, rope, Path(checkpoint).name if checkpoint else ""))
+    name = Path(rotation.checkpoint).name if rotation.checkpoint else ""
+    _write_picture(output, SpectrumPicture.of(chosen, rope, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionsOptions(PictureOptions):
+    """How far methods remap positions, and the file that the picture goes to."""
+
+    factor: float = option("Target length / trained length.", "--factor", "-f", default=2.0)
+    trained_length: int | None = option(
+        "Tokens that the model was trained for. Up to 18 of them, at twice the length, show their numbers.",
+        show_default="the checkpoint's, or 16",
+    )
 
 
 @plot_app.command(cls=StrictCommand)
+@grouped
 def positions(
+    *,
     checkpoint: Annotated[
         str | None,
         Argument(help="A directory or a name on the hub.", show_default="none: --trained-length says all that counts"),
     ] = None,
-    output: Output = None,
-    factor: Factor = 2.0,
     method: Annotated[
         list[str] | None,
         Option(
@@ -100,31 +168,28 @@ def positions(
             autocompletion=method_names,
         ),
     ] = None,
-    trained_length: Annotated[
-        int | None,
-        Option(
-            help="Tokens that the model was trained for. Up to 18 of them, at twice the length, show their numbers.",
-            show_default="the checkpoint's, or 16",
-        ),
-    ] = None,
-    trust: Trust = False,
+    picture: PositionsOptions,
 ) -> None:
     """Draw how far each key stands from each query, by methods that remap positions.
 
     [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
     """
-    output = _checked(output, "positions")
+    output = picture.file("positions")
     from ctxext.evaluation.readings import named_method
     from ctxext.laboratory.pictures.of_method import rope_for
     from ctxext.laboratory.pictures.positions import PositionsPicture
     from ctxext.laboratory.pictures.request import PictureRequest
 
-    rope = rope_for(PictureRequest(checkpoint=checkpoint, trained_length=trained_length, trust=trust), 16)
+    request = PictureRequest(checkpoint=checkpoint, trained_length=picture.trained_length, trust=picture.trust)
     asked = method or ("self_extend", "rerope", "dual_chunk", "streaming")
-    _write_picture(output, PositionsPicture.of([named_method(text, factor) for text in asked], rope))
+    _write_picture(
+        output, PositionsPicture.of([named_method(text, picture.factor) for text in asked], rope_for(request, 16))
+    )
 
 
+@grouped
 def show(
+    *,
     method: Annotated[
         str,
         Argument(
@@ -133,26 +198,8 @@ def show(
             autocompletion=method_names,
         ),
     ],
-    model: Annotated[
-        str | None,
-        Option(help="A checkpoint to show it on: a directory or a name on the hub.", show_default="an example"),
-    ] = None,
-    text: Annotated[
-        str | None,
-        Option(
-            "--text",
-            "-t",
-            help="A sentence or a UTF-8 file. What depends on the text is shown of it; of all else, with --model, how "
-            "far back heads look in it before and after.",
-            show_default="none; a sentence where one is needed",
-        ),
-    ] = None,
-    output: Output = None,
-    factor: Factor = 4.0,
-    layer: Annotated[int, Option(help="Attention layer, from 0 on, of what each layer has its own of.")] = 0,
-    length: Annotated[int | None, Option(help="Tokens of --text to read.", show_default="all, at most 1,024")] = None,
-    trained_length: Trained = None,
-    trust: Trust = False,
+    shown: ShownOptions,
+    picture: PictureOptions,
     as_json: Json = False,
 ) -> None:
     """Show what a method is: the encoding itself, without training, in one picture.
@@ -162,8 +209,7 @@ def show(
 
     [bold]Example[/]: ctxext show yarn --model Llama-3-8B -o yarn.png
     """
-    if output is not None or not as_json:
-        output = _checked(output, "show")
+    output = None if as_json and picture.output is None else picture.file("show")
     from transformers.utils.logging import disable_progress_bar
 
     from ctxext.evaluation.readings import named_method
@@ -171,21 +217,21 @@ def show(
     from ctxext.laboratory.pictures.request import PictureRequest
 
     request = PictureRequest(
-        checkpoint=model,
-        text=None if text is None else _text_of(text),
-        layer=layer,
-        length=length,
-        trained_length=trained_length,
-        trust=trust,
+        checkpoint=shown.model,
+        text=None if shown.text is None else _text_of(shown.text),
+        layer=shown.layer,
+        length=shown.length,
+        trained_length=picture.trained_length,
+        trust=picture.trust,
     )
     disable_progress_bar()  # of weights that are loaded in a moment
-    picture = picture_of(None if method == "rope" else named_method(method, factor), request)
+    drawn = picture_of(None if method == "rope" else named_method(method, picture.factor), request)
     if as_json:
-        typer.echo(json.dumps(picture.numbers))
+        typer.echo(json.dumps(drawn.numbers))
     if output is not None:
-        _write_picture(output, picture, quiet=as_json)
+        _write_picture(output, drawn, quiet=as_json)
     if not as_json:
-        typer.echo(f"{picture.sentence}. {picture.caption}")
+        typer.echo(f"{drawn.sentence}. {drawn.caption}")
 
 
 def _text_of(given: str) -> str:
@@ -202,14 +248,6 @@ def _text_of(given: str) -> str:
     return given
 
 
-def _checked(output: Path | None, name: str) -> Path:
-    """Return the file to write a picture to, by default one that does not exist: an earlier picture must stay."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    output = output or next(path for unused in names if not os.path.lexists(path := Path(f"{unused}.png")))
-    check_output(output, (".png",))
-    return output
-
-
 def _write_picture(output: Path, picture: Picture, *, quiet: bool = False) -> None:
     """Write a file that takes the place of ``output`` when it is whole."""
     try:
@@ -219,21 +257,3 @@ def _write_picture(output: Path, picture: Picture, *, quiet: bool = False) -> No
         raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
     if not quiet:
         typer.echo(f"Wrote {output}")
-
-
-def _rope_of(
-    checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
-) -> RopeSpec:
-    """Return the rotation of a checkpoint, or the one that three numbers describe; not twice, not by halves."""
-    from ctxext.checkpoints.inspect import rope_of_checkpoint
-    from ctxext.spec import RopeSpec
-
-    if checkpoint is not None:
-        if rotary_dim is not None or base is not None:
-            raise InvalidParameterError("A checkpoint says its own --rotary-dim and --base; leave them out.")
-        return rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
-    if rotary_dim is None or base is None or trained_length is None:
-        raise InvalidParameterError(
-            "Give a checkpoint, or all of --rotary-dim, --base and --trained-length (Llama 2: 128, 10000, 4096)."
-        )
-    return RopeSpec(rotary_dim=rotary_dim, base=base, trained_length=trained_length)
