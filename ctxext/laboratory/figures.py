@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ctxext.evaluation.labels import label_of
@@ -81,41 +81,31 @@ def _line(result: LabResult, reading: LabReading, hue: str) -> Line:
 
 
 def _by_length(result: LabResult) -> Figure:
-    readings: dict[str, list[LabReading]] = {}
-    for reading in result.readings:
-        if reading.task != TEXT:
-            readings.setdefault(reading.name, []).append(reading)
-    names = sorted(readings, key=lambda name: -result.reciprocal_rank(name))  # the best first
-    shares = "; ".join(
-        f"{name_of(readings[name][0])}: "
-        + ", ".join(
-            f"{reading.task} {result.at(reading, 1).mean():.0%} and {result.at(reading, REACH).mean():.0%}"
-            for reading in readings[name]
-        )
-        for name in names
-    )
+    readings = {reading.name: reading for reading in result.readings if reading.task != TEXT}
+    ranks = {name: result.reciprocal_rank(name) for name in readings}
+    labels = {name: f"{name_of(readings[name])} ({ranks[name]:.2f})" for name in sorted(ranks, key=lambda n: -ranks[n])}
     return Figure(
         name="right-by-length",
         title="What is right, by length",
         caption="Percent of the answers, dark: all, light: as many as chance gives; the mean of all seeds; columns: "
         "length / trained length. Left of the rule: lengths of training. The best in the mean over tasks and longer "
         "lengths stands first (mean reciprocal rank, in brackets).",
-        alternative=f"Percent right at the trained length and at {REACH} times it. {shares}.",
-        size=(2.4 + 1.75 * len(result.puzzles), 1.15 + 0.215 * len(names)),
-        draw=lambda figure: _draw_lengths(figure, result, [readings[name][0] for name in names]),
+        alternative=f"Mean reciprocal ranks: {', '.join(labels.values())}.",
+        size=(2.4 + 1.75 * len(result.puzzles), 1.15 + 0.215 * len(labels)),
+        draw=lambda figure: _draw_lengths(figure, result, labels),
     )
 
 
-def _draw_lengths(figure: Any, result: LabResult, rows: Sequence[LabReading]) -> None:
+def _draw_lengths(figure: Any, result: LabResult, labels: Mapping[str, str]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("right", ["#F7F4EC", "#9CC7E3", "#1B5A93"])
     grid = figure.subplots(1, len(result.puzzles), squeeze=False, sharey=True)[0]
     for axes, task in zip(grid, result.puzzles, strict=True):
         chance = TASKS[task].chance
-        above = [[math.nan] * len(MULTIPLES) for _ in rows]
-        for row, subject in enumerate(rows):
-            reading = result.find(task, subject.name)
+        above = [[math.nan] * len(MULTIPLES) for _ in labels]
+        for row, name in enumerate(labels):
+            reading = result.find(task, name)
             if reading is None:
                 continue
             for column, multiple in enumerate(MULTIPLES):
@@ -130,5 +120,4 @@ def _draw_lengths(figure: Any, result: LabResult, rows: Sequence[LabReading]) ->
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(task, fontsize=10.5, loc="left", pad=6)
-    labels = [f"{name_of(reading)} ({result.reciprocal_rank(reading.name):.2f})" for reading in rows]
-    grid[0].set_yticks(range(len(rows)), labels, fontsize=9)
+    grid[0].set_yticks(range(len(labels)), list(labels.values()), fontsize=9)

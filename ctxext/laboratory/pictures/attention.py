@@ -36,6 +36,7 @@ class AttentionPicture(Picture):
     """
 
     kind = "attention"
+    size = 11.5, 4.9
     caption = (
         "Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The first "
         "token of the text, which many heads take for nothing in particular, stands by itself. Right: the mean over "
@@ -86,10 +87,6 @@ class AttentionPicture(Picture):
     @property
     def numbers(self) -> dict[str, Any]:
         return super().numbers | {"model": self.model}
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 11.5, 4.9
 
     @property
     def sentence(self) -> str:

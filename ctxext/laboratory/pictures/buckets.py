@@ -32,6 +32,7 @@ class BucketPicture(Picture):
     """
 
     kind = "buckets"
+    size = 8.4, 4.2
     caption = (
         "Distances that share a bucket share a learned score: no head can tell them apart. Where a line has become "
         "flat, all that lies farther back is one. These are an encoder's buckets for keys before the query; those "
@@ -75,10 +76,6 @@ class BucketPicture(Picture):
             trained=trained[1],
             buckets=stretched[1],
         )
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 8.4, 4.2
 
     @property
     def sentence(self) -> str:

@@ -44,6 +44,7 @@ class RowsPicture(Picture):
     """
 
     kind = "table"
+    size = 9.6, 7.4
     caption = (
         "Top: the vectors themselves, and how alike any two of them are (the cosine of their angle). Bottom: four of "
         "their numbers along the text, from one that changes fast to one that changes slowly, and all vectors in the "
@@ -126,10 +127,6 @@ class RowsPicture(Picture):
             f"{length:,} trained{f', {state}' if state else ''}"
         )
         return cls.of(method, rows, rows[:length], title)
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 9.6, 7.4
 
     def draw(self, figure: Any) -> None:
         (table, alike), (waves, plane) = figure.subplots(2, 2, width_ratios=(1.15, 1))
