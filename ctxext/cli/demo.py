@@ -83,11 +83,11 @@ def faster_dtype() -> str:
         return "auto"
 
     def seconds(dtype: torch.dtype) -> float:
-        one, other = torch.ones(2048, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        F.linear(one, other)
+        states, weights = torch.ones(2048, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        F.linear(states, weights)
         began = time.perf_counter()
         for _ in range(4):
-            F.linear(one, other)
+            F.linear(states, weights)
         return time.perf_counter() - began
 
     return "fp32" if seconds(torch.float32) < seconds(torch.bfloat16) else "auto"
@@ -143,9 +143,9 @@ class Preset:
     def fitting(self, corpus: Corpus, wanted: int, pace: float) -> Comparison:
         """Plan the comparison of ``wanted`` tokens, or of fewer where there is no time for that."""
         for windows in (None, (self.trained,)):
-            found = self.comparison(corpus, wanted, windows)
-            if self.options.everything or cost_of(found.jobs) * pace <= SECONDS:
-                return found
+            comparison = self.comparison(corpus, wanted, windows)
+            if self.options.everything or cost_of(comparison.jobs) * pace <= SECONDS:
+                return comparison
         return self.comparison(corpus, (self.trained + wanted) // 2, (self.trained,))
 
     def comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None = None) -> Comparison:
@@ -170,7 +170,7 @@ class Preset:
         point = turning_point(self.checkpoint.model)
         prompts = make_prompts(self.checkpoint.tokenizer, (length,), depths, turning_point=point)
         extended = [reading for reading in comparison.readings if reading.is_candidate]
-        asked = next((one for one in extended if one.method and one.method["method"] == "yarn"), extended[-1])
+        asked = next((each for each in extended if each.method and each.method["method"] == "yarn"), extended[-1])
         model = comparison.readers[0].readings
         readers = [Reader(reading, model, (length,)) for reading in (comparison.readings[0], asked)]
         return Survey("ctxext demo", self.checkpoint, jobs_of(readers, prompts))
@@ -243,10 +243,10 @@ def _passkeys(keys: Survey[PromptJob] | None) -> tuple[PasskeyRow, ...]:
 
 
 def _plays(documents: int) -> list[Path]:
-    found = installed_texts()
-    if not 1 <= documents <= len(found):
-        raise InvalidParameterError(f"documents must be from 1 to {len(found)}, found {documents}.")
-    return found[:documents]
+    texts = installed_texts()
+    if not 1 <= documents <= len(texts):
+        raise InvalidParameterError(f"documents must be from 1 to {len(texts)}, found {documents}.")
+    return texts[:documents]
 
 
 @dataclass(frozen=True)
@@ -414,10 +414,10 @@ def _truncation_sentence(result: DemoResult) -> str:
 def _passkey_sentence(result: DemoResult) -> str:
     plain, patched = result.passkeys
     distances = sorted({trial.distance for trial in plain.trials})
-    found = [f"{row.name} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)]
+    counts = [f"{row.name} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)]
     return (
         f"A key hidden {all_of([f'{distance:,}' for distance in distances])} tokens back, where no truncation sees "
-        f"it: {found[0]}, {found[1]} found."
+        f"it: {counts[0]}, {counts[1]} found."
     )
 
 

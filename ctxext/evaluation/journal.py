@@ -77,17 +77,17 @@ class Journal:
             return
         place = str(self._identity or self.path)
         with explain_disk_error(self.path, lambda: 0):
-            found = self._claimed(self.path)
-            if found is None:
+            claimed = self._claimed(self.path)
+            if claimed is None:
                 self._write_identity({"made_by": identity["made_by"], "format": FORMAT, **identity})
                 return
-        if (found.get("made_by"), found.get("format")) != (identity["made_by"], FORMAT):
+        if (claimed.get("made_by"), claimed.get("format")) != (identity["made_by"], FORMAT):
             raise ResultsError(
                 f"{place!r} holds no jobs of `{identity['made_by']}` in format {FORMAT} (found made_by="
-                f"{found.get('made_by')!r}, format={found.get('format')!r}). Choose another --output, or delete it."
+                f"{claimed.get('made_by')!r}, format={claimed.get('format')!r}). Choose another --output, or delete it."
             )
         for part in [name for name in identity if name != "made_by"]:
-            theirs, mine = found.get(part), identity[part]
+            theirs, mine = claimed.get(part), identity[part]
             theirs = theirs if isinstance(theirs, dict) else {}
             if theirs.get("sha256") != mine["sha256"]:
                 raise ResultsError(
@@ -110,7 +110,7 @@ class Journal:
                 for field in ("key", "file"):
                     if not isinstance(line.get(field, ""), str):
                         raise _damaged(line.place, f"holds {line[field]!r} as {field!r}")
-            return {one["key"]: one for one in lines if "file" not in one or (self.folder / one["file"]).is_file()}
+            return {line["key"]: line for line in lines if "file" not in line or (self.folder / line["file"]).is_file()}
 
     def keep(self, line: Mapping[str, Any], losses: Float[Tensor, " positions"] | None = None) -> None:
         """Keep what is finished: once this returns, it is on disk.
@@ -174,10 +174,10 @@ class Journal:
                 raise
 
     def _lines(self, path: Path) -> Iterator[JournalLine]:
-        """Every whole line of all processes."""
-        own = re.compile(rf"{re.escape(path.stem)}(\.\d+)?{re.escape(path.suffix)}")
+        """Yield every whole line of all processes."""
+        name = re.compile(rf"{re.escape(path.stem)}(\.\d+)?{re.escape(path.suffix)}")
         for file in sorted(self.folder.glob(f"*{path.suffix}")):
-            if own.fullmatch(file.name):
+            if name.fullmatch(file.name):
                 whole = file.read_bytes().split(b"\n")[:-1]  # what has no newline was torn
                 for number, line in enumerate(whole, start=1):
                     yield _parsed(line, f"Line {number} of {str(file)!r}")

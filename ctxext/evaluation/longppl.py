@@ -143,7 +143,8 @@ class LongPpl(Survey[LossJob]):
         kept, lines = self.losses(), self.journal.finished()
         last = self.key_tokens.searched - 1
         places = [
-            torch.tensor([last - after for after in one.from_end]).sort().values for one in self.key_tokens.passages
+            torch.tensor([last - after for after in passage.from_end]).sort().values
+            for passage in self.key_tokens.passages
         ]
         every = {place: [kept[job.key] for job in jobs] for place, jobs in self.texts.items()}
         on_keys = {
@@ -155,7 +156,7 @@ class LongPpl(Survey[LossJob]):
         on_key_windows = {length: on_keys[reader, length] for reader, length in truncations}
         readings = []
         for reader in self.readers:
-            own = [place for place in self.texts if place[0] is reader]
+            places_of = [place for place in self.texts if place[0] is reader]
             compared = reader.reading.name != UNPATCHED
             scores = tuple(
                 LongPplScore(
@@ -165,9 +166,9 @@ class LongPpl(Survey[LossJob]):
                     versus_truncation=_versus(on_keys[place], on_key_windows) if compared else None,
                     versus_truncation_all=_versus(every[place], on_all_windows) if compared else None,
                 )
-                for place in own
+                for place in places_of
             )
-            seconds = sum(lines[job.key]["seconds"] for place in own for job in self.texts[place])
+            seconds = sum(lines[job.key]["seconds"] for place in places_of for job in self.texts[place])
             readings.append(LongPplReading(reader.reading.name, reader.reading.label, scores, seconds))
         window, window_all = best_window(on_key_windows), best_window(on_all_windows)
         best = LongPplScore(
@@ -223,8 +224,8 @@ def prepare(
             for the references.
         IncompatibleError: a method that cannot be right on this model.
     """
-    own = Readings(checkpoint, trained_length=trained_length, windows=())
-    plain = _plain(own, reference, methods)
+    readings = Readings(checkpoint, trained_length=trained_length, windows=())
+    plain = _plain(readings, reference, methods)
     keys.check(checkpoint, corpus)
     lengths = sorted({*lengths, keys.window})
     if lengths[0] < keys.window:
@@ -232,14 +233,14 @@ def prepare(
             f"A length must be at least the {keys.window:,} tokens in which the key tokens were found, found "
             f"{lengths[0]:,}."
         )
-    trained, longest = own.trained_length, lengths[-1]
+    trained, longest = readings.trained_length, lengths[-1]
     # Where nothing lies beyond the trained window, there is nothing to drop.
     windows = windows_of(trained) if longest > trained else (trained,)
     unpatched = Reader(Reading(name=UNPATCHED, label=label_of(UNPATCHED)), plain, (keys.window,))
     readers = [unpatched]
     for window in windows:
         readers.append(Reader(Reading(name=window_name(window), label=label_of(window_name(window))), plain, (window,)))
-    readers += [Reader(reading, own, tuple(lengths)) for reading in _extensions(own, methods, longest)]
+    readers += [Reader(reading, readings, tuple(lengths)) for reading in _extensions(readings, methods, longest)]
     point = turning_point(checkpoint.model)
 
     def jobs_of(reader: Reader, length: int) -> list[LossJob]:
@@ -266,27 +267,27 @@ def prepare(
     )
 
 
-def _plain(own: Readings, reference: Checkpoint | None, methods: Sequence[Method]) -> Readings:
+def _plain(readings: Readings, reference: Checkpoint | None, methods: Sequence[Method]) -> Readings:
     """Return what reads the references."""
-    if not own.extended and not methods:
+    if not readings.extended and not methods:
         raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
-    if reference is None and own.extended:
+    if reference is None and readings.extended:
         raise InvalidParameterError(
-            f"{own.checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it was "
-            f"made from as the reference, which reads the last tokens only."
+            f"{readings.checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it "
+            f"was made from as the reference, which reads the last tokens only."
         )
     if reference is None:
-        return own
-    check_reference(own.checkpoint, reference)
-    return Readings(reference, trained_length=own.trained_length, windows=())
+        return readings
+    check_reference(readings.checkpoint, reference)
+    return Readings(reference, trained_length=readings.trained_length, windows=())
 
 
-def _extensions(own: Readings, methods: Sequence[Method], longest: int) -> list[Reading]:
+def _extensions(readings: Readings, methods: Sequence[Method], longest: int) -> list[Reading]:
     """Try the methods, and refuse one that does not reach the greatest length; without any, the checkpoint as saved."""
     names = [name_for(method) for method in methods]
     if len(set(names)) < len(names):
         raise InvalidParameterError(f"Give each method once; found {', '.join(names)}.")
-    saved, extensions = own.extensions(methods)
+    saved, extensions = readings.extensions(methods)
     if not methods:
         extensions = [replace(saved, name=AS_SAVED, label=AS_SAVED)]
     for reading in extensions:

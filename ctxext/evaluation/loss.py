@@ -145,7 +145,7 @@ def truncated_loss(
     check_token_ids(input_ids, least=2)
     stride = max(1, (window - prefix) // 4) if stride is None else stride
     windows = truncation_windows(input_ids.shape[1] - 1, window=window, stride=stride, start=start, prefix=prefix)
-    return torch.cat([one.losses(model, input_ids, chunk=chunk, cached=cached) for one in windows], dim=1)
+    return torch.cat([each.losses(model, input_ids, chunk=chunk, cached=cached) for each in windows], dim=1)
 
 
 # Tokens between the starts of windows in both published protocols.

@@ -438,7 +438,9 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
         passes: as for ``masked_texts``.
     """
     trained, losses = survey.readers[0].readings.trained_length, survey.losses()
-    labels = {TRUNCATED: "best window around"} | {one.reading.name: one.reading.label for one in survey.readers}
+    labels = {TRUNCATED: "best window around"} | {
+        reader.reading.name: reader.reading.label for reader in survey.readers
+    }
     scores: dict[str, list[MaskedScore]] = {name: [] for name in (UNPATCHED, *labels)}
     for length in sorted({job.text.length for job in survey.jobs}):
         texts: dict[str, list[Tensor]] = {}
@@ -452,7 +454,9 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
         every=every,
         passes=passes,
         readings=tuple(
-            MaskedReading(name=name, label=labels[name], scores=tuple(own)) for name, own in scores.items() if own
+            MaskedReading(name=name, label=labels[name], scores=tuple(of_reading))
+            for name, of_reading in scores.items()
+            if of_reading
         ),
         provenance=survey.with_extensions(provenance),
     )

@@ -235,8 +235,8 @@ class PassageJob(Job):
             raise IncompatibleError(f"The model computes embeddings that are no numbers: {self.name}.")
         right = scores.diagonal()
         # Two documents that cannot be told apart are not found: a tie counts as lost.
-        found = (scores >= right[:, None]).sum(dim=1) == 1
-        trial = {"length": passages.length, "depths": list(passages.depths), "found": found.tolist()}
+        is_nearest = (scores >= right[:, None]).sum(dim=1) == 1
+        trial = {"length": passages.length, "depths": list(passages.depths), "found": is_nearest.tolist()}
         return Answer({"trial": trial})
 
     @property
@@ -374,10 +374,10 @@ class PassageResult:
 
         The mean is a difference of shares, above 0 where this reading is the better one.
         """
-        own, its = self.at(length), other.at(length)
-        if own is None or its is None:
+        trials = self.at(length), other.at(length)
+        sides = [[torch.tensor([float(found)]) for found in trial.found] for trial in trials if trial is not None]
+        if len(sides) < 2:
             return None
-        sides = [[torch.tensor([float(one)]) for one in trial.found] for trial in (own, its)]
         return grouped_difference(*sides, over="questions")
 
 

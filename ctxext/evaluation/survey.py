@@ -195,9 +195,9 @@ class Survey(Generic[Work]):
 
     def trials(self) -> list[tuple[Reader, list[Trial]]]:
         """Return every reader's answers to prompts, in the order of the prompts."""
-        found = self.journal.finished()
+        lines = self.journal.finished()
         return [
-            (reader, [found[job.key]["trial"] for job in self.jobs if job.reader is reader]) for reader in self.readers
+            (reader, [lines[job.key]["trial"] for job in self.jobs if job.reader is reader]) for reader in self.readers
         ]
 
     def losses(self) -> dict[str, Float[Tensor, " positions"]]:
@@ -208,27 +208,27 @@ class Survey(Generic[Work]):
 
     def with_extensions(self, provenance: Provenance) -> Provenance:
         """Return a provenance that says how every reader reads."""
-        found = {
-            one.reading.name: ExtensionRecord(
-                method=one.reading.method, fingerprint=one.reading.fingerprint, attention=one.reading.attention
+        readings = [reader.reading for reader in self.readers if reader.window is None]
+        extensions = {
+            reading.name: ExtensionRecord(
+                method=reading.method, fingerprint=reading.fingerprint, attention=reading.attention
             )
-            for one in self.readers
-            if one.window is None
+            for reading in readings
         }
         trained = self.readers[0].readings.trained_length
-        return replace(provenance, extensions=found, trained_length=trained)
+        return replace(provenance, extensions=extensions, trained_length=trained)
 
     def _identity(self) -> dict[str, Any]:
         """Say what the journal is of: another checkpoint or corpus needs another journal."""
         dtype = next(self.checkpoint.model.parameters()).dtype
-        found: dict[str, Any] = {
+        identity: dict[str, Any] = {
             "made_by": self.made_by,
             "checkpoint": {"name": f"{self.checkpoint.name} in {dtype}", "sha256": self.checkpoint.sha256},
         }
         if self.corpus is not None:
             names = ", ".join(document.name for document in self.corpus.documents)
-            found["corpus"] = {"name": names, "sha256": self.corpus.sha256}
-        return found
+            identity["corpus"] = {"name": names, "sha256": self.corpus.sha256}
+        return identity
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -116,7 +116,7 @@ def tails_cost(
 ) -> float:
     """Estimate the cost of ``tail_windows`` of several windows for one text, in the units of ``pass_cost``."""
     return sum(
-        pass_cost(one.positions, turning_point)
+        pass_cost(each.positions, turning_point)
         for window in windows
-        for one in tail_windows(window, start=start, positions=positions, prefix=prefix)
+        for each in tail_windows(window, start=start, positions=positions, prefix=prefix)
     )

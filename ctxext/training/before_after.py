@@ -107,8 +107,11 @@ class BeforeAndAfter:
                 name="extended",
             )
             self._finish(keys)
-            (found,) = passkey.passkey_results(keys)
-            results["passkey"] = {"accuracy": found.accuracy, "cells": [asdict(cell) for cell in found.cells]}
+            (result_of_keys,) = passkey.passkey_results(keys)
+            results["passkey"] = {
+                "accuracy": result_of_keys.accuracy,
+                "cells": [asdict(cell) for cell in result_of_keys.cells],
+            }
         return results
 
     def _plan(self) -> PerplexityPlan:

@@ -154,10 +154,10 @@ def prepare(
         CtxextError: whatever cannot be right, before anything is computed.
     """
     model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows)
-    found, refused = model.find(chosen_methods(checkpoint.model, methods, factors), progress=progress)
-    wanted = check_lengths(lengths, model.trained_length, found)
+    tried, refused = model.find(chosen_methods(checkpoint.model, methods, factors), progress=progress)
+    wanted = check_lengths(lengths, model.trained_length, tried)
     texts = corpus(wanted[-1] + 1)
-    readings, refusals = _reaching(found, refused, wanted)
+    readings, refusals = _reaching(tried, refused, wanted)
     point = turning_point(checkpoint.model)
     prompts = make_prompts(checkpoint.tokenizer, wanted, depths, trials=trials, seed=seed, turning_point=point)
     documents = tuple(document.take(wanted[-1] + 1) for document in texts.documents)
@@ -200,7 +200,8 @@ def _reaching(
     readings: Sequence[Reading], refusals: Sequence[Refusal], lengths: Sequence[int]
 ) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
     """Move methods that reach no length beyond the trained one to those that are refused."""
-    short = [one for one in readings if not one.is_reference and one.reach is not None and one.reach < lengths[1]]
+    methods = [reading for reading in readings if not reading.is_reference]
+    short = [reading for reading in methods if reading.reach is not None and reading.reach < lengths[1]]
     refused = [*refusals]
     for reading in short:
         reason = f"it reaches {reading.reach:,} tokens, less than every length asked for"
