@@ -74,7 +74,7 @@ class PlannedChoice:
         trying: called with methods tried and methods in all.
 
     Attributes:
-        candidates: all that apply, the published YaRN first.
+        candidates: all that apply, by name, the published YaRN first.
         costs: of its parts, before anything is timed.
         progress: called with what is being done and the cost done since the last call.
 
@@ -125,7 +125,7 @@ class PlannedChoice:
             self.costs.sizes(self.budget.passes)  # what is too small is said before anything is read
 
     def _costs(self) -> Costs:
-        judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates)
+        judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates.values())
         return Costs(
             trained=self.trained,
             length=self.length,
@@ -139,7 +139,7 @@ class PlannedChoice:
             accepting=len(self.split.accepting) if self.settings.search else None,
         )
 
-    def _tried(self, trying: Callable[[int, int], None]) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
+    def _tried(self, trying: Callable[[int, int], None]) -> tuple[dict[str, Candidate], tuple[Refusal, ...]]:
         """Return the candidates that apply to the model, each set of frequencies once, and what does not apply."""
         rope = self.rope
         methods = candidates(self.length / self.trained, rope)
@@ -149,9 +149,11 @@ class PlannedChoice:
         entered, twins = distinct(reading for reading in applicable if not reading.is_reference)
         if not entered or entered[0].method != methods[0].to_dict():
             reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
-            raise IncompatibleError(f"Others are compared with YaRN as published, which does not apply here. {reasons}")
+            raise IncompatibleError(
+                f"YaRN as published does not apply to this model, and every candidate is compared with it. {reasons}"
+            )
         found = [Candidate.of(reading, rope, self.length, twins=twins.get(reading.name, ())) for reading in entered]
-        return tuple(found), refusals
+        return {candidate.reading.name: candidate for candidate in found}, refusals
 
     def _plain(self) -> Reading:
         """Return the model ready for the target with its own frequencies, in the form of what a search finds.
@@ -193,7 +195,7 @@ class PlannedChoice:
         losses = MeasuredLosses(
             survey=survey,
             readings=self.readings,
-            entered=tuple(candidate.reading for candidate in self.candidates),
+            entered=tuple(candidate.reading for candidate in self.candidates.values()),
             costs=self.costs,
             split=self.split,
             seed=self.settings.seed,
@@ -204,14 +206,14 @@ class PlannedChoice:
         losses.sizes = sizes
         losses.split = replace(self.split, choosing=self.split.choosing[: sizes.texts])
         halving = Halving(
-            reaches={candidate.reading.name: candidate.reach for candidate in self.candidates},
+            reaches={name: candidate.reach for name, candidate in self.candidates.items()},
             losses=losses,
             sizes=sizes,
             trained=self.trained,
             length=self.length,
-            runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self._candidate(name))[0]),
+            runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self.candidates[name])[0]),
         )
-        finish, candidates = halving.run(), list(self.candidates)
+        finish, candidates = halving.run(), list(self.candidates.values())
         search: SearchResult | None = None
         if search_sizes is not None:
             search, finish, result = self._searched(losses, finish, search_sizes)
@@ -243,7 +245,7 @@ class PlannedChoice:
 
     def _judged(self, losses: MeasuredLosses, finish: Finish, stretches: Sequence[TextStretch]) -> HeldOut:
         """Return the verdict on texts that were never read before."""
-        usual = self.candidates[0].reading.name
+        usual = next(iter(self.candidates))
         names = dict.fromkeys([finish.choice, finish.runner_up, usual])
         return judge_held_out(
             losses.texts([name for name in names if name], stretches),
@@ -261,7 +263,7 @@ class PlannedChoice:
         """Return the budget in passes, and the costs; by the clock where the budget is time."""
         if self.budget.seconds is None:
             return self.budget.passes, self.costs
-        judged = [candidate.reading.name for candidate in self.candidates if candidate.reach.is_judged_inside]
+        judged = [name for name, candidate in self.candidates.items() if candidate.reach.is_judged_inside]
         inside = losses.seconds_of_inside(judged[:TIMED])
         # What is far too small is said before a whole text is read.
         self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix))
@@ -277,8 +279,7 @@ class PlannedChoice:
         starts: dict[str, Vector] = {
             "the trained frequencies": torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
         }
-        for name in (*finish.finalists, self.candidates[0].reading.name):
-            candidate = self._candidate(name)
+        for candidate in map(self.candidates.__getitem__, (*finish.finalists, next(iter(self.candidates)))):
             if isinstance(candidate.method, RopeMethod) and candidate.method.is_table:
                 starts[candidate.label] = vector_of(candidate.method, rope, self.length)
                 break
@@ -290,10 +291,7 @@ class PlannedChoice:
             sizes=sizes,
             keys=self.settings.keys,
         )
-        return search.run(starts, finish, label=self._candidate(finish.choice).label)
-
-    def _candidate(self, name: str) -> Candidate:
-        return next(candidate for candidate in self.candidates if candidate.reading.name == name)
+        return search.run(starts, finish, label=self.candidates[finish.choice].label)
 
     def _provenance(self) -> dict[str, Any]:
         """Return what it was measured on and with, as JSON values."""
@@ -336,8 +334,8 @@ def _choosable(checkpoint: Checkpoint) -> Subject:
         )
     if not isinstance(architecture_of(subject), Rope):
         raise IncompatibleError(
-            f"What is chosen among are rotary positions, and this {subject.kind} has others. Compare its "
-            f"methods with `ctxext eval compare`."
+            f"{checkpoint.name} is a {subject.kind} without rotary positions, and all candidates change those. Compare "
+            f"its methods with `ctxext eval compare`."
         )
     return subject
 
