@@ -23,7 +23,7 @@ from ctxext.files import hidden_beside, read_json, write_whole
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
-from ctxext.surgery.subject import EXTENDED_IN_MEMORY, unwrapped
+from ctxext.surgery.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -183,14 +183,14 @@ def _name_base(directory: Path, base: Any) -> None:
                 card.save(path)
 
 
-def keep_extension(model: Any, edits: Edits) -> None:
-    """Save every adapter of ``model``, those to come included, with its extension from now on.
+def keep_extension(subject: Subject, edits: Edits) -> None:
+    """Save every adapter of a model, those to come included, with its extension from now on.
 
     Adapters that put layers into the base model are found on it, whoever adds and saves them. Those that only put
-    virtual tokens before the text leave no trace there: they are found where ``model`` is their PEFT model.
+    virtual tokens before the text leave no trace there: they are found where their PEFT model is among the wrappers.
     """
-    *wrappers, base = unwrapped(model)
-    for module in (*wrappers, base):
+    base = subject.model
+    for module in (*subject.wrappers, base):
         if isinstance(getattr(type(module), "peft_config", None), property):
             edits.set(module, "save_pretrained", ExtendedSave(module))
         _adopt(getattr(module, "peft_config", None), base, edits)
@@ -451,7 +451,7 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
     if arguments.get("is_trainable"):
         for key in adapter.trained:
             known[key].requires_grad_()
-    keep_extension(outer, edits)
+    keep_extension(Subject.of(outer), edits)
     return outer
 
 

@@ -237,7 +237,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             write_old_form(part.config, edits, of_any_type=True)
         _raise_limits(subject, state, edits)
         edits.set(base, "_ctxext", state)
-        keep_extension(model, edits)
+        keep_extension(subject, edits)
         _guard_caches(subject, state, edits)
     return model
 

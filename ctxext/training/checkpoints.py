@@ -18,7 +18,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateErro
 from ctxext.files import write_json
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.subject import base_model
+from ctxext.surgery.subject import Subject, base_model
 from ctxext.training.settings import Settings, checked_settings
 
 COMPLETE = "complete"
@@ -151,7 +151,7 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Compare the checkpoint that is being resumed with the model."""
         if model is not None:
             self._model, self.extension = model, _extension(model)
-            keep_extension(model, Edits())  # for good: a model is saved after training, too
+            keep_extension(Subject.of(model), Edits())  # for good: a model is saved after training, too
         if state.global_step == 0:
             return
         stored = state.stateful_callbacks.get(type(self).__name__)

@@ -27,7 +27,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
 from ctxext.surgery.code import own_bases, source_of
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.subject import base_model
+from ctxext.surgery.subject import Subject, base_model
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then
@@ -112,7 +112,7 @@ def attach_lora(
     # The adapter of a plan has no memory either, as its model.
     with causal.device if causal.device.type == "meta" else contextlib.nullcontext():
         adapted = get_peft_model(model, config)
-    keep_extension(adapted, Edits())  # for good: the model may be extended otherwise before it is saved
+    keep_extension(Subject.of(adapted), Edits())  # for good: the model may be extended otherwise before it is saved
     for module in adapted.modules():
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             module.register_forward_hook(partial(_in_dtype, dtype))
