@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
@@ -61,6 +61,20 @@ def byte_model() -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def bert(kind: Any = BertForMaskedLM, **changes: Any) -> Any:
+    """A random BERT, trained for 64 tokens, with room for a mask and padding beside the tokenizer of bytes.
+
+    Args:
+        kind: what is built on it.
+        changes: fields of its config.
+    """
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": TRAINED_LENGTH, "pad_token_id": 259}
+    sizes["initializer_range"] = 0.3  # its losses differ a lot
+    return kind(BertConfig(**(sizes | changes))).eval()
 
 
 def trained_for(model: LlamaForCausalLM, length: int) -> LlamaForCausalLM:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import BertConfig, BertModel
+from transformers import BertModel
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
+from tests._models import bert
 from tests._tokenizer import make_tokenizer
 
 TRAINED, TARGET = 32, 128
@@ -20,9 +21,7 @@ TRAINED, TARGET = 32, 128
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    config = BertConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                        max_position_embeddings=TRAINED)  # fmt: skip
-    BertModel(config).save_pretrained(tmp_path / "source")
+    bert(BertModel, max_position_embeddings=TRAINED).save_pretrained(tmp_path / "source")
     return tmp_path / "source"
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
 import ctxext
 from tests._checkpoints import TRAINED
+from tests._models import bert as tiny_bert
 from tests._models import byte_model
 
 Cli = Callable[..., Result]
@@ -33,9 +34,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random BERT with a table for 64 positions."""
     place = tmp_path_factory.mktemp("bert")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertForMaskedLM(BertConfig(**sizes, vocab_size=99, max_position_embeddings=64)).save_pretrained(place)
+    tiny_bert().save_pretrained(place)
     return place
 
 

@@ -85,23 +85,12 @@ def test_rows_are_those_of_the_method_and_reserved_rows_stay(method: str, model_
         assert model.get_submodule(name.rpartition(".")[0]).num_embeddings == len(new)
 
 
-@every_case
-def test_stock_transformers_loads_the_same_model(method: str, model_type: str, stock: Stock, tmp_path: Path) -> None:
-    """A process that never imports ctxext: the same logits at the new length, bit for bit."""
-    model = ctxext.patch(table_model(model_type), example(method))
-    inputs = text(FACTOR * LENGTH)
-    expected = logits_of(model, inputs)
-    assert torch.isfinite(expected).all()
-    model.save_pretrained(tmp_path / "saved")
-    save_file({"input_ids": inputs}, tmp_path / "inputs.safetensors")
-    found = stock.logits(tmp_path / "saved", tmp_path / "inputs.safetensors")
-    assert isinstance(found, Tensor), found
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.slow
 @every_case
-def test_loading_restores_and_unpatching_brings_the_model_back(method: str, model_type: str, tmp_path: Path) -> None:
+def test_loading_restores_and_unpatching_brings_the_model_back(
+    method: str, model_type: str, stock: Stock, tmp_path: Path
+) -> None:
+    """Loaded by ctxext, and bit for bit the same by a process that never imports it."""
     model = table_model(model_type)
     inputs = text(LENGTH - 2)
     model.save_pretrained(tmp_path / "plain")  # saving fills in fields of the config
@@ -109,7 +98,12 @@ def test_loading_restores_and_unpatching_brings_the_model_back(method: str, mode
     weights = dict(model.named_parameters(remove_duplicate=False))
     ctxext.patch(model, example(method))
     extended = logits_of(model, text(FACTOR * LENGTH))
+    assert torch.isfinite(extended).all()
     model.save_pretrained(tmp_path / "long")
+    save_file({"input_ids": text(FACTOR * LENGTH)}, tmp_path / "inputs.safetensors")
+    found = stock.logits(tmp_path / "long", tmp_path / "inputs.safetensors")
+    assert isinstance(found, Tensor), found
+    assert torch.equal(found, extended)
     assert "Texts of up to 32 tokens are read exactly as before." in str(ctxext.describe(model)) or method not in EXACT
 
     ctxext.unpatch(model)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertForMaskedLM, BertModel
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
@@ -36,28 +36,13 @@ from ctxext.evaluation.survey import Survey
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
-from tests._models import tiny
+from tests._models import bert, tiny
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
 from tests._tokenizer import make_two_sided_tokenizer as tokenizer
 
 TRAINED = 64
 MASK = 257
-
-
-def bert(kind: Any = BertForMaskedLM) -> Any:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=TRAINED,
-        initializer_range=0.3,
-        pad_token_id=259,
-    )
-    return kind(config).eval()
 
 
 def corpus(tokens: int, documents: int = 2) -> Corpus:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertModel
+from transformers import BertModel
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.report.passages import passage_sentences
 from ctxext.evaluation.survey import Survey
 from ctxext.evaluation.truncation import TRUNCATED
+from tests._models import bert
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
 
@@ -60,23 +61,10 @@ class Words:
         return found
 
 
-def bert() -> BertModel:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=TRAINED,
-    )
-    return BertModel(config).eval()
-
-
 @pytest.fixture
 def words() -> Embedder:
     encoder = Words()
-    return Embedder(Checkpoint("words", bert(), encoder.tokenizer), encoder)
+    return Embedder(Checkpoint("words", bert(BertModel, max_position_embeddings=TRAINED), encoder.tokenizer), encoder)
 
 
 def passages(embedder: Embedder, length: int, documents: int = 12) -> PassageSet:
@@ -197,7 +185,7 @@ def saved_model(folder: Path) -> Path:
     """A tiny BERT as sentence-transformers saves it."""
     sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs ctxext[embed]")
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="an older version")
-    bert().save_pretrained(folder / "bert")
+    bert(BertModel, max_position_embeddings=TRAINED).save_pretrained(folder / "bert")
     make_tokenizer(bos=False).save_pretrained(folder / "bert")
     inside = modules.Transformer(str(folder / "bert"))
     inside.tokenizer.pad_token = "<s>"
