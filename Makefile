@@ -14,8 +14,10 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
 
-# Shapes of tensors are checked while the quick tests run; the check doubles the time of the others, and make nightly has it.
-CORE := -n 2 --dist loadscope -m "not slow and not nightly"
+# The files that state shapes of tensors: those are checked while the quick tests run. The check of every argument takes
+# half as long again; make nightly has it, and so has pytest by itself.
+SHAPED = $(shell grep -rl --include=*.py "from jaxtyping" ctxext | sed 's/\.py$$//; s/\//./g' | paste -sd, -)
+CORE = -n 2 --dist loadscope -m "not slow and not nightly" --jaxtyping-packages=$(SHAPED),beartype.beartype
 SLOW := -n 2 --dist loadscope -m "slow and not nightly" --override-ini addopts="-q --strict-markers"
 
 core: $(INSTALLED) ## the quick tests, before each commit (6 minutes on 2 idle cores)

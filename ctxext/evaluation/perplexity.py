@@ -270,7 +270,7 @@ class Perplexity(Survey[LossJob]):
                     dynamic=self.plan.dynamic and reading is measured,
                     passes=sum(len(job.windows) for job in reading.counted),
                     tokens=sum(window.positions for job in reading.counted for window in job.windows),
-                    seconds=sum(lines[job.key]["seconds"] for job in reading.counted),
+                    seconds=sum((lines[job.key]["seconds"] for job in reading.counted), 0.0),
                 )
                 for reading in self.readings
             ),

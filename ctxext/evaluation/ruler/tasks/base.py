@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ctxext.errors import require_package
 from ctxext.texts.documents import Document
@@ -93,7 +93,7 @@ class Task(ABC):
         self.setting = setting
 
     @classmethod
-    def variant(cls, name: str, **fields: Any) -> type[Self]:
+    def variant(cls, name: str, **fields: Any) -> type[Task]:
         """Make a task of this family: a class of that name with other values of the family's class variables."""
         return type(name, (cls,), {"name": name, "__doc__": cls.__doc__, "__module__": cls.__module__, **fields})
 
