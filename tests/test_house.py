@@ -46,16 +46,16 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 48_900,
-    "classes of evaluation/": 97,
+    "lines of ctxext/": 46_600,
+    "classes of evaluation/": 86,
     "files that one patch enters": 18,
-    "functions that one patch enters": 130,
-    "docstrings that are riddles": 157,
-    "functions without an imperative": 146,
-    "lines of __all__": 1,
+    "functions that one patch enters": 131,
+    "docstrings that are riddles": 6,
+    "functions without an imperative": 0,
+    "lines of __all__": 0,
     "lines of JSON in ctxext/": 289,
     "lines of scripts/": 3_915,
-    "parameters of the widest command": 15,
+    "parameters of the widest command": 6,
 }
 
 
