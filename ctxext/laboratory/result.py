@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
 LEAST = 0.05
 """Least that counts as learned: so many nats, or so large a share of the answers above chance."""
 
-Scores = tuple[tuple[tuple[float, ...], ...], ...]
+Scores = Sequence[Sequence[Sequence[float]]]
 
 
 def octaves_of(trained: int) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class LabReading:
     seeds: tuple[int, ...]
     scores: Scores
     truncated: Scores
-    order: tuple[tuple[float, ...], ...]
+    order: Sequence[Sequence[float]]
 
     @property
     def name(self) -> str:

@@ -374,7 +374,7 @@ def _readings(jobs: Sequence[LabJob], finished: dict[str, dict[str, Any]]) -> It
     for extension in lines[0]["readings"]:
         readings = [line["readings"][extension] for line in lines]
         parts: dict[str, Any] = {
-            part: tuple(_tuples(reading[part]) for reading in readings if part in reading)
+            part: tuple(reading[part] for reading in readings if part in reading)
             for part in ("scores", "truncated", "order")
         }
         yield LabReading(
@@ -388,10 +388,6 @@ def _readings(jobs: Sequence[LabJob], finished: dict[str, dict[str, Any]]) -> It
             seeds=tuple(job.seed for job in jobs),
             **parts,
         )
-
-
-def _tuples(values: Any) -> Any:
-    return tuple(map(_tuples, values)) if isinstance(values, list) else values
 
 
 def prepare(

@@ -321,66 +321,53 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:
+        for contradiction in self._contradictions():
+            raise ValueError(contradiction)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        data, groups = self.data, self.training.shifted_groups
+        is_safetensors = self.checkpoint is not None and not self.checkpoint.endswith(".gguf")
         early = sum(stage.steps for stage in self.stages)
         if early and early >= self.training.steps:
-            raise ValueError(f"the stages take {early} steps, which leaves none of training.steps for the last")
-        if self.data.positions == "packed" and self.training.batch > 1:
-            raise ValueError(
+            yield f"the stages take {early} steps, which leaves none of training.steps for the last"
+        if data.positions == "packed" and self.training.batch > 1:
+            yield (
                 "packed sequences go through the model one at a time: set training.batch to 1 and raise "
                 "training.accumulation"
             )
         if self.quantisation and self.lora.whole:
-            raise ValueError("weights held in 4 bits are not trained themselves: set lora.whole to false")
-        if self.quantisation and (self.checkpoint is None or self.checkpoint.endswith(".gguf")):
-            raise ValueError("quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_fit(self) -> Settings:
-        groups = self.training.shifted_groups
-        if groups is None:
-            return self
-        if self.data.positions != "consecutive":
-            raise ValueError(
+            yield "weights held in 4 bits are not trained themselves: set lora.whole to false"
+        if self.quantisation and not is_safetensors:
+            yield "quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it"
+        if groups is not None and data.positions != "consecutive":
+            yield (
                 f"training.shifted_groups hides from a token what lies outside its group, which data.positions "
-                f"{self.data.positions!r} has distances or documents across: set it to consecutive"
+                f"{data.positions!r} has distances or documents across: set it to consecutive"
             )
-        if self.data.masked is not None:
-            raise ValueError("training.shifted_groups is for models that read one way: leave out data.masked")
-        for length in (self.data.length, *(stage.length for stage in self.stages if stage.length)):
-            if length % (2 * groups):
-                raise ValueError(
+        if groups is not None and data.masked is not None:
+            yield "training.shifted_groups is for models that read one way: leave out data.masked"
+        for length in (data.length, *(stage.length for stage in self.stages if stage.length)):
+            if groups is not None and length % (2 * groups):
+                yield (
                     f"sequences of {length} tokens cannot be cut into {groups} groups and those into halves: set their "
                     f"length to a multiple of {2 * groups}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _table_alone(self) -> Settings:
-        if self.table is None:
-            return self
-        if self.stages:
-            raise ValueError("stages exchange the table, and would drop the rows just trained: leave out table or them")
+        if self.table is not None and self.stages:
+            yield "stages exchange the table, and would drop the rows just trained: leave out table or them"
         if self.table == "new_rows" and self.training.weight_decay:
-            raise ValueError("a weight decay shrinks the rows that are to stay, too: set training.weight_decay to 0")
-        if self.quantisation:
-            raise ValueError("quantisation is for adapters: leave out table or quantisation")
-        return self
-
-    @model_validator(mode="after")
-    def _masked_alone(self) -> Settings:
-        if self.data.masked is None:
-            return self
-        if self.data.positions == "packed":
-            raise ValueError("masked language models do not keep packed documents apart: choose other data.positions")
-        if self.checkpoint is None or self.checkpoint.endswith(".gguf") or self.quantisation:
-            raise ValueError("data.masked needs a masked language model: a checkpoint of safetensors, not quantised")
-        if self.evaluation.text or self.evaluation.passkey_lengths:
-            raise ValueError(
+            yield "a weight decay shrinks the rows that are to stay, too: set training.weight_decay to 0"
+        if self.table is not None and self.quantisation:
+            yield "quantisation is for adapters: leave out table or quantisation"
+        if data.masked is not None and data.positions == "packed":
+            yield "masked language models do not keep packed documents apart: choose other data.positions"
+        if data.masked is not None and (self.quantisation or not is_safetensors):
+            yield "data.masked needs a masked language model: a checkpoint of safetensors, not quantised"
+        if data.masked is not None and (self.evaluation.text or self.evaluation.passkey_lengths):
+            yield (
                 "evaluation predicts the next token, which a masked language model does not: leave it out, and measure "
                 "the result with ctxext eval masked"
             )
-        return self
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
