@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.choosing import budget, choose
 from ctxext.evaluation.report.figures import Figure
-from ctxext.evaluation.report.markdown import code, escaped, fenced, table
+from ctxext.evaluation.report.markdown import code, escaped, table
 from ctxext.evaluation.report.page import Code, Heading, Headline, Page, TextTable
 from ctxext.methods import YaRN
 from ctxext.progress import StageBar, terminal
@@ -147,7 +147,6 @@ def test_markdown_shows_a_name_as_it_is(name: str) -> None:
         assert shown in text_of(page)
     assert shown in text_of(code(name))
     assert text_of(table(["a", "b"], [[code(name, in_table=True), "1"]])).count(shown) == 1
-    assert shown in text_of(fenced(f"```\n{shown}", "text"))
 
 
 @pytest.mark.slow

@@ -25,15 +25,9 @@ def escaped(text: object) -> Markdown:
 def code(text: str, *, in_table: bool = False) -> Markdown:
     """Return a text as a code span, in one line, whatever backticks it holds."""
     line = " ".join(text.splitlines())
-    marks = "`" * (_longest_run(line) + 1)
+    marks = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
     room = " " if "`" in line else ""
     return Markdown(f"{marks}{room}{line.replace('|', chr(92) + '|') if in_table else line}{room}{marks}")
-
-
-def fenced(text: str, language: str) -> str:
-    """Return lines as a block of code that no line of them ends."""
-    marks = "`" * max(3, _longest_run(text) + 1)
-    return f"{marks}{language}\n{text}\n{marks}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> Markdown:
@@ -47,7 +41,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool
     ruled = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
     lines: list[list[str]] = [[escaped(cell) for cell in cells] for cells in (header, *rows)]
     return Markdown("\n".join(f"| {' | '.join(cells)} |" for cells in (lines[0], ruled, *lines[1:])))
-
-
-def _longest_run(text: str) -> int:
-    return max(map(len, re.findall("`+", text)), default=0)

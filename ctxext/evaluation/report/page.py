@@ -283,4 +283,5 @@ thead th { vertical-align: bottom; font-weight: 600; }
 th:first-child, .prose th, .prose td { text-align: left; vertical-align: top; }
 :not(.prose) > * > tr > td { white-space: nowrap; }
 .best { font-weight: 700; }
+.prose .best td { font-weight: 400; }
 """
