@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ctxext.choosing.halving import Sizes
 from ctxext.errors import InvalidParameterError
@@ -40,17 +41,9 @@ STEP_COST = 2.9
 STEPS, FEWEST, STARTS, ACCEPTING = 60, 12, 2, 3
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Time or passes that a choice may take.
+class Budget(NamedTuple):
+    """Seconds of computing, or passes over the whole target length, that a choice may take; without both, no limit."""
 
-    Args:
-        text: as it was given; empty for no limit.
-        seconds: of computing; None where the budget is in passes, or there is none.
-        passes: over the whole target length; None where the budget is in time, or there is none.
-    """
-
-    text: str = ""
     seconds: float | None = None
     passes: float | None = None
 
@@ -66,9 +59,9 @@ def parse_budget(given: str | float | None) -> Budget:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
     value, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if value and unit in ("pass", "passes"):
-        return Budget(str(given), passes=value)
+        return Budget(passes=value)
     if value and unit in UNITS:
-        return Budget(str(given), seconds=value * UNITS[unit])
+        return Budget(seconds=value * UNITS[unit])
     raise InvalidParameterError(
         f"A budget is written like 30min, 2h or 90s, or in passes over the target length, like '25 passes'; found "
         f"{given!r}."

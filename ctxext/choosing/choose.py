@@ -234,7 +234,7 @@ class PlannedChoice:
             spent=Spent(
                 passes=sum(losses.passes.values()),
                 seconds=losses.seconds,
-                budget=self.budget.text,
+                budget="" if self.settings.budget is None else str(self.settings.budget),
                 allowed=allowed,
             ),
             provenance=self._provenance(),

@@ -18,7 +18,7 @@ from ctxext.choosing.texts import SplitTexts, TextStretch
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.loss import Window, loss_while
-from ctxext.evaluation.passkey import make_prompts
+from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.statistics import check_finite
 from ctxext.evaluation.survey import Answer, Job, LossJob, Survey, jobs_of
@@ -82,7 +82,7 @@ class MeasuredLosses:
         """Return the line that the journal has of each job; those that no earlier run finished are done first."""
         missing = [job for job in jobs if job.key not in self._finished]
         for job in jobs:
-            if job not in missing and job.key not in self.passes:
+            if job.key in self._finished and job.key not in self.passes:
                 self.progress(job.name, job.cost)
             self.passes.setdefault(job.key, job.cost / pass_cost(self.costs.length, self.costs.turning_point))
         if missing:
@@ -129,7 +129,7 @@ class MeasuredLosses:
     def keys(self, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """Return the loss of every hidden key by each reading."""
         assert self.sizes is not None
-        return self._keys(names, self.costs.length, DEPTHS[: self.sizes.keys])
+        return self._keys(names, self._prompts(self.costs.length, DEPTHS[: self.sizes.keys]))
 
     # For a search.
 
@@ -141,9 +141,10 @@ class MeasuredLosses:
     def key_inside(self) -> float | None:
         """Return the loss of a key in a full window, unextended; None where the window is too short."""
         try:
-            return self._keys([UNPATCHED], self.costs.trained, [READABLE])[UNPATCHED][0]
+            prompts = self._prompts(self.costs.trained, [READABLE])
         except InvalidParameterError:
             return None
+        return self._keys([UNPATCHED], prompts)[UNPATCHED][0]
 
     # For the verdict.
 
@@ -201,9 +202,12 @@ class MeasuredLosses:
             stop=stop,
         )
 
-    def _keys(self, names: Sequence[str], length: int, depths: Sequence[float]) -> dict[str, tuple[float, ...]]:
+    def _prompts(self, length: int, depths: Sequence[float]) -> tuple[PasskeyPrompt, ...]:
         tokenizer, turning_point = self.survey.checkpoint.tokenizer, self.costs.turning_point
-        prompts = make_prompts(tokenizer, [length], depths, seed=self.seed, turning_point=turning_point)
-        readers = [replace(self.readers[name], lengths=(length,)) for name in names]
+        return make_prompts(tokenizer, [length], depths, seed=self.seed, turning_point=turning_point)
+
+    def _keys(self, names: Sequence[str], prompts: Sequence[PasskeyPrompt]) -> dict[str, tuple[float, ...]]:
+        lengths = tuple({prompt.length for prompt in prompts})
+        readers = [replace(self.readers[name], lengths=lengths) for name in names]
         answers = iter(self.answers(jobs_of(readers, prompts)))
         return {name: tuple(float(next(answers)["trial"]["loss"]) for _ in prompts) for name in names}

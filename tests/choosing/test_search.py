@@ -21,6 +21,7 @@ from ctxext.choosing.search import NEEDLE, Descent, State, hidden_key
 from ctxext.choosing.texts import TextStretch, split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.passkey import PasskeyPrompt
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.methods import PI, LongRoPE, YaRN
@@ -232,22 +233,38 @@ def test_keys_are_a_part_of_it_only_where_the_model_reads_any(
     asked = []
     measured = MeasuredLosses._keys
 
-    def keys(own: MeasuredLosses, names: Sequence[str], length: int, depths: Sequence[float]) -> Any:
-        asked.append((list(names), length, list(depths)))
-        return measured(own, names, length, depths)
+    def keys(own: MeasuredLosses, names: Sequence[str], prompts: Sequence[PasskeyPrompt]) -> Any:
+        asked.append((list(names), [(prompt.length, prompt.passkey.depth) for prompt in prompts]))
+        return measured(own, names, prompts)
 
     monkeypatch.setattr(MeasuredLosses, "_keys", keys)
     choice = searched(model, bos_tokenizer, keys=True)
     assert choice.search is not None
     assert not choice.search.needles, "a random model reads none"
     (inside,) = [one for one in asked if UNPATCHED in one[0]]
-    assert inside == ([UNPATCHED], 512, [0.25]), "at the start of a window models that read keys miss theirs"
+    assert inside == ([UNPATCHED], [(512, 0.25)]), "at the start of a window models that read keys miss theirs"
 
     monkeypatch.setattr(search, "READ", math.inf)
     found = searched(model, bos_tokenizer, keys=True).search
     assert found is not None
     assert found.needles
     assert found.starts != choice.search.starts
+
+
+@pytest.mark.slow
+def test_a_key_that_cannot_be_asked_for_is_not_one_that_is_too_short(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = MeasuredLosses._keys
+
+    def keys(own: MeasuredLosses, names: Sequence[str], prompts: Sequence[PasskeyPrompt]) -> Any:
+        if UNPATCHED in names:
+            raise InvalidParameterError("Out of memory at a key.")
+        return measured(own, names, prompts)
+
+    monkeypatch.setattr(MeasuredLosses, "_keys", keys)
+    with pytest.raises(InvalidParameterError, match="Out of memory"):
+        searched(model, bos_tokenizer, keys=True)
 
 
 def test_a_part_of_the_texts_is_kept_back() -> None:
