@@ -345,35 +345,6 @@ class PasskeyTrial:
 
 
 @dataclass(frozen=True)
-class PasskeyCell:
-    """All trials of one length and depth.
-
-    Args:
-        length: tokens, as in the trials.
-        depth: 0 to 1.
-        correct: trials in which greedy decoding would produce the key.
-        trials: how many there were.
-        loss: mean over the trials, nats per token of the key.
-    """
-
-    length: int
-    depth: float
-    correct: int
-    trials: int
-    loss: float
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of correct trials."""
-        return self.correct / self.trials
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 percent confidence interval of the accuracy (Wilson)."""
-        return wilson_interval(self.accuracy, self.trials)
-
-
-@dataclass(frozen=True)
 class PasskeyResult:
     """All trials of one way to read, in the order they were made.
 
@@ -390,9 +361,14 @@ class PasskeyResult:
     label: str = UNPATCHED
 
     @property
+    def correct(self) -> int:
+        """Trials in which greedy decoding would produce the key."""
+        return sum(trial.correct for trial in self.trials)
+
+    @property
     def accuracy(self) -> float:
         """Fraction of correct trials."""
-        return sum(trial.correct for trial in self.trials) / len(self.trials)
+        return self.correct / len(self.trials)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -415,15 +391,12 @@ class PasskeyResult:
         return tuple(sorted({trial.depth for trial in self.trials}))
 
     @property
-    def cells(self) -> tuple[PasskeyCell, ...]:
-        """One per length and depth, by length and then by depth."""
+    def cells(self) -> dict[tuple[int, float], PasskeyResult]:
+        """The trials of each length and depth, by length and then by depth."""
         trials_of: dict[tuple[int, float], list[PasskeyTrial]] = {}
         for trial in sorted(self.trials, key=lambda trial: (trial.length, trial.depth)):
             trials_of.setdefault((trial.length, trial.depth), []).append(trial)
-        return tuple(
-            PasskeyCell(*cell, sum(t.correct for t in trials), len(trials), sum(t.loss for t in trials) / len(trials))
-            for cell, trials in trials_of.items()
-        )
+        return {cell: replace(self, trials=tuple(trials)) for cell, trials in trials_of.items()}
 
     def at(self, length: int) -> PasskeyResult:
         """Return the trials of one length alone."""

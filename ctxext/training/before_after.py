@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,16 @@ class BeforeAndAfter:
             (result_of_keys,) = passkey.passkey_results(keys)
             results["passkey"] = {
                 "accuracy": result_of_keys.accuracy,
-                "cells": [asdict(cell) for cell in result_of_keys.cells],
+                "cells": [
+                    {
+                        "length": length,
+                        "depth": depth,
+                        "correct": cell.correct,
+                        "trials": len(cell.trials),
+                        "loss": cell.loss,
+                    }
+                    for (length, depth), cell in result_of_keys.cells.items()
+                ],
             }
         return results
 

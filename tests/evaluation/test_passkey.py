@@ -15,7 +15,7 @@ import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.passkey import PasskeyCell, PasskeyResult, PasskeyTrial, build, measure, passkey_results, prepare
+from ctxext.evaluation.passkey import PasskeyResult, PasskeyTrial, build, measure, passkey_results, prepare
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.texts.haystack import of_text, split_sentences
 from tests._models import tiny
@@ -257,11 +257,8 @@ def test_cells_are_sums() -> None:
     trials = tuple(PasskeyTrial(n, depth, 300, 0, "12345", correct, loss) for n, depth, correct, loss in made)
     found = PasskeyResult(trials)
     assert (found.accuracy, found.loss) == (0.75, 2.0)
-    assert found.cells == (
-        PasskeyCell(400, 0.0, 1, 2, 2.5),
-        PasskeyCell(400, 1.0, 1, 1, 2.0),
-        PasskeyCell(900, 0.5, 1, 1, 1.0),
-    )
-    assert found.cells[0].accuracy == 0.5
-    assert found.cells[0].interval == wilson_interval(0.5, 2)
+    cells = [(*place, cell.correct, len(cell.trials), cell.loss) for place, cell in found.cells.items()]
+    assert cells == [(400, 0.0, 1, 2, 2.5), (400, 1.0, 1, 1, 2.0), (900, 0.5, 1, 1, 1.0)]
+    assert found.cells[400, 0.0].accuracy == 0.5
+    assert found.cells[400, 0.0].interval == wilson_interval(0.5, 2)
     assert found.at(400).accuracy == pytest.approx(2 / 3)

@@ -28,7 +28,10 @@ def passkey_page(report: PasskeyReport) -> Page:
         rows.append([reading.label, *cells])
         low, high = reading.interval
         title = f"{reading.label}: {reading.accuracy:.0%} found ({low:.0%} to {high:.0%})"
-        keys = [(cell.depth, cell.length, cell.correct, cell.trials, cell.loss) for cell in reading.cells]
+        keys = [
+            (depth, length, cell.correct, len(cell.trials), cell.loss)
+            for (length, depth), cell in reading.cells.items()
+        ]
         maps.append(passkey_panel(title, keys, report.trained_length))
     table = TextTable(
         header=["", *map(tokens_label, lengths)],
@@ -109,7 +112,7 @@ def ruler_page(report: RulerReport) -> Page:
 def ruler_sentences(report: RulerReport) -> list[str]:
     """Return the relative effective length of every reading, and what one has to know to read the table."""
     sentences = [_effective(reading) for reading in report.readings]
-    cells = [cell for reading in report.readings for cell in reading.cells]
+    cells = [cell for reading in report.readings for cell in reading.cells.values()]
     width = max(cell.interval[1] - cell.interval[0] for cell in cells) / 2
     sentences.append(
         "The relative effective length is the largest at which the average keeps 85 percent of its value at the "
@@ -119,9 +122,9 @@ def ruler_sentences(report: RulerReport) -> list[str]:
         f"{_samples(report)} prompts per task and length: a score may be off by {width:.0f} (95 percent)."
         + (f" Things are hidden in {report.essay}, where NVIDIA uses one author's essays." if report.essay else "")
     )
-    empty = sum(cell.empty for cell in cells)
+    empty = sum(reading.empty for reading in report.readings)
     if empty:
-        sentences.append(f"{empty} of {sum(cell.samples for cell in cells)} replies are empty.")
+        sentences.append(f"{empty} of {sum(len(reading.trials) for reading in report.readings)} replies are empty.")
     sentences += [f"Not measured: {task}: {reason}." for task, reason in report.left_out.items()]
     return sentences
 
@@ -139,13 +142,12 @@ def _effective(reading: RulerResult) -> str:
 
 
 def _share(reading: PasskeyResult) -> str:
-    correct = sum(trial.correct for trial in reading.trials)
     low, high = reading.interval
-    return f"{reading.label} {correct} of {len(reading.trials)} ({low:.0%} to {high:.0%})"
+    return f"{reading.label} {reading.correct} of {len(reading.trials)} ({low:.0%} to {high:.0%})"
 
 
 def _found_of_hidden(reading: PasskeyResult) -> str:
-    return f"{sum(trial.correct for trial in reading.trials)}/{len(reading.trials)} ({reading.loss:.2f})"
+    return f"{reading.correct}/{len(reading.trials)} ({reading.loss:.2f})"
 
 
 def _lengths(report: PasskeyReport | RulerReport) -> list[int]:
@@ -154,11 +156,11 @@ def _lengths(report: PasskeyReport | RulerReport) -> list[int]:
 
 def _samples(report: RulerReport) -> str:
     """Return how many prompts there are of each task and length."""
-    samples = {cell.samples for reading in report.readings for cell in reading.cells}
+    samples = {len(cell.trials) for reading in report.readings for cell in reading.cells.values()}
     return " to ".join(str(number) for number in sorted({min(samples), max(samples)}))
 
 
 def _scores(reading: RulerResult) -> dict[tuple[str, int], float]:
     """Return scores by task, the average of the tasks included, and length."""
-    scores = {(cell.task, cell.length): cell.score for cell in reading.cells}
+    scores = {place: cell.score for place, cell in reading.cells.items()}
     return scores | {(AVERAGE, length): score for length, score in reading.averages.items()}

@@ -11,7 +11,7 @@ Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
 
 from __future__ import annotations
 
-from ctxext.evaluation.ruler.result import RulerCell, RulerReport, RulerResult, RulerTrial, relative_effective_length
+from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial, relative_effective_length
 from ctxext.evaluation.ruler.run import (
     SAMPLES,
     SEED,
@@ -29,7 +29,6 @@ __all__ = [
     "SEED",
     "TASKS",
     "Question",
-    "RulerCell",
     "RulerReport",
     "RulerResult",
     "RulerTrial",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.provenance import Provenance, Report
@@ -37,27 +37,6 @@ class RulerTrial:
 
 
 @dataclass(frozen=True)
-class RulerCell:
-    """One task at one length.
-
-    Args:
-        task: its name.
-        length: tokens.
-        samples: prompts.
-        score: mean, 0 to 100.
-        interval: 95 percent, for the score that more prompts would give.
-        empty: replies without any text.
-    """
-
-    task: str
-    length: int
-    samples: int
-    score: float
-    interval: tuple[float, float]
-    empty: int
-
-
-@dataclass(frozen=True)
 class RulerResult:
     """All replies of one way to read.
 
@@ -82,18 +61,34 @@ class RulerResult:
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
-    def cells(self) -> tuple[RulerCell, ...]:
-        """The score of each task at each length that was measured."""
+    def score(self) -> float:
+        """Mean score of the replies, 0 to 100."""
+        return sum(trial.score for trial in self.trials) / len(self.trials)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 percent confidence interval of the score that more prompts would give."""
+        low, high = wilson_interval(self.score / 100, len(self.trials))
+        return 100 * low, 100 * high
+
+    @property
+    def empty(self) -> int:
+        """Replies without any text."""
+        return sum(not trial.reply.strip() for trial in self.trials)
+
+    @property
+    def cells(self) -> dict[tuple[str, int], RulerResult]:
+        """The replies of each task at each length that was measured."""
         trials_of: dict[tuple[str, int], list[RulerTrial]] = {}
         for trial in self.trials:
             trials_of.setdefault((trial.task, trial.length), []).append(trial)
-        return tuple(_cell(trials) for trials in trials_of.values())
+        return {cell: replace(self, trials=tuple(trials)) for cell, trials in trials_of.items()}
 
     @property
     def averages(self) -> dict[int, float]:
         """Mean score over all tasks, each weighing the same, at every length at which all of them were measured."""
         cells, tasks = self.cells, len(self.tasks)
-        scores = {length: [cell.score for cell in cells if cell.length == length] for length in self.lengths}
+        scores = {length: [cell.score for (_, at), cell in cells.items() if at == length] for length in self.lengths}
         return {length: sum(of_tasks) / tasks for length, of_tasks in scores.items() if len(of_tasks) == tasks}
 
     @property
@@ -149,10 +144,3 @@ def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT
         )
     bar = keep * scores[min(scores)]
     return max(length for length, score in scores.items() if score >= bar) if bar > 0 else None
-
-
-def _cell(trials: list[RulerTrial]) -> RulerCell:
-    mean = sum(trial.score for trial in trials) / len(trials)
-    low, high = wilson_interval(mean / 100, len(trials))
-    empty = sum(not trial.reply.strip() for trial in trials)
-    return RulerCell(trials[0].task, trials[0].length, len(trials), mean, (100 * low, 100 * high), empty)

@@ -169,8 +169,8 @@ def test_averages_are_of_whole_lengths() -> None:
     found = RulerResult(tuple(trials))
     assert found.averages == {1024: 40.0}
     assert found.relative_effective_length == 1024
-    assert found.cells[0].empty == 2
-    assert found.cells[0].interval == tuple(100 * bound for bound in wilson_interval(0.7, 2))
+    assert found.cells["vt", 1024].empty == 2
+    assert found.cells["vt", 1024].interval == tuple(100 * bound for bound in wilson_interval(0.7, 2))
 
 
 def test_a_chat_template_is_put_around_the_message(
