@@ -168,60 +168,44 @@ def verdicts(result: LabResult, claims: Sequence[Claim] = CLAIMS) -> list[LabVer
 
 
 def _verdict(result: LabResult, claim: Claim) -> LabVerdict:
+    def side(name: str, task: str) -> LabReading | None:
+        return result.find(task, claim.worse if name == ITSELF_TRUNCATED else name)
+
     tasks = [task for task in claim.tasks if task in result.tasks]
-    compared = [pairs for rival in _rivals(result, claim, tasks) if (pairs := _pairs(result, claim, rival, tasks))]
-    if not compared:
-        return LabVerdict(claim=claim, answer=UNKNOWN, why=f"without {_lacking(result, claim, tasks)}")
-    advantages = [
-        paired(torch.stack([_advantage(result, claim, *pair) for pair in pairs]).mean(0)) for pairs in compared
-    ]
+    advantages, readings = [], []
+    for rival in _rivals(result, claim):
+        sides = [(side(claim.better, task), side(rival, task)) for task in tasks]
+        pairs = [(better, worse) for better, worse in sides if better is not None and worse is not None]
+        if pairs:
+            advantages.append(paired(torch.stack([_advantage(result, claim, *pair) for pair in pairs]).mean(0)))
+            readings += [reading for pair in pairs for reading in pair]
+    if not advantages:
+        names = [name for name in (claim.better, claim.worse) if name != ITSELF_TRUNCATED]
+        missing = [name for name in names if all(side(name, task) is None for task in tasks)]
+        lacking = " and ".join(missing or names) if tasks else ", ".join(claim.tasks)
+        return LabVerdict(claim=claim, answer=UNKNOWN, why=f"without {lacking}")
     closest = replace(min(advantages, key=lambda gap: gap.mean), baselines=len(advantages))
-    readings = [reading for pairs in compared for pair in pairs for reading in pair]
-    weak = list(dict.fromkeys(reading.subject for reading in readings if not _counts(result, claim, reading)))
+    # That others than the better one fail at a puzzle may be the claim itself.
+    judged = [reading for reading in readings if claim.worse != EVERY_OTHER or reading.name == claim.better]
+    weak = dict.fromkeys(reading.subject for reading in judged if not result.has_learned(reading))
     if weak:
-        why = f"{' and '.join(label_of(name) for name in weak)} did not learn order inside the window"
+        why = f"{' and '.join(map(label_of, weak))} did not learn order inside the window"
         return LabVerdict(claim=claim, answer=TOO_SMALL, advantage=closest, why=why)
-    missing = [task for task in claim.tasks if task not in tasks]
-    why = f"of {', '.join(tasks)} alone" if missing else ""
+    why = f"of {', '.join(tasks)} alone" if len(tasks) < len(claim.tasks) else ""
     return LabVerdict(claim=claim, answer=judge(advantages), advantage=closest, why=why)
 
 
-def _lacking(result: LabResult, claim: Claim, tasks: Sequence[str]) -> str:
-    """Name what would have to be measured: tasks, where none of them was; else the readings that lack."""
-    if not tasks:
-        return ", ".join(claim.tasks)
-    sides = [side for side in (claim.better, claim.worse) if side != ITSELF_TRUNCATED]
-    missing = [side for side in sides if all(_side(result, claim, side, task) is None for task in tasks)]
-    return " and ".join(missing or sides)
-
-
-def _counts(result: LabResult, claim: Claim, reading: LabReading) -> bool:
-    """Return whether a reading means anything beyond the window; that others fail at a puzzle may be the claim."""
-    is_rival = claim.worse == EVERY_OTHER and reading.name != claim.better
-    return is_rival or result.has_learned(reading)
-
-
-def _rivals(result: LabResult, claim: Claim, tasks: Sequence[str]) -> list[str]:
+def _rivals(result: LabResult, claim: Claim) -> list[str]:
     """Return the names of the readings that the claim says to be worse."""
     if claim.worse != EVERY_OTHER:
         return [claim.worse]
     others = [
         reading.name
-        for task in tasks
+        for task in claim.tasks
         for reading in result.of(task)
         if reading.kind != "recurrent" and not reading.extension and not reading.name.startswith(claim.better)
     ]
     return list(dict.fromkeys(others))
-
-
-def _pairs(result: LabResult, claim: Claim, rival: str, tasks: Sequence[str]) -> list[tuple[LabReading, LabReading]]:
-    """Return the readings of the better one and of a rival, on each task where both were measured."""
-    sides = [(_side(result, claim, claim.better, task), _side(result, claim, rival, task)) for task in tasks]
-    return [(better, worse) for better, worse in sides if better is not None and worse is not None]
-
-
-def _side(result: LabResult, claim: Claim, name: str, task: str) -> LabReading | None:
-    return result.find(task, claim.worse if name == ITSELF_TRUNCATED else name)
 
 
 def _advantage(result: LabResult, claim: Claim, better: LabReading, worse: LabReading) -> Float[Tensor, "seeds rows"]:

@@ -44,17 +44,8 @@ TOGETHER = 8
 class LabSettings:
     """Amount of training and testing.
 
-    Args:
-        text: sizes of the models that read text.
-        puzzle: sizes of the models that do puzzles.
-        length: bytes that are read at once in training; the test reads 8 times as many.
-        text_steps: training steps on text.
-        text_rows: stretches of text in a step.
-        windows: stretches of text in the test.
-        puzzle_steps: training steps on a puzzle.
-        puzzle_tokens: tokens in such a step, about.
-        puzzle_rows: puzzles of each length in the test.
-        rate: the greatest learning rate, the same for all.
+    Text is counted in bytes: the test reads 8 times the ``length`` of training, in so many ``windows``. A step of a
+    puzzle has about ``puzzle_tokens``, its test ``puzzle_rows`` of each length. ``rate`` is the greatest learning rate.
     """
 
     text: Body
