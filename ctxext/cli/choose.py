@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn
 from rich.text import Text
 
-from ctxext.cli.eval.common import Session, told_on_interrupt
+from ctxext.cli.eval.common import Session, ending_on_interrupt
 from ctxext.cli.options import OutputOptions, Seed, SlidingWindow, SourceOptions, TextOptions, Trained, grouped, option
 from ctxext.errors import CheckpointError
 from ctxext.files import refuse_existing
@@ -153,6 +153,6 @@ def _run(session: Session, planned: PlannedChoice) -> Choice:
     )
     console.print(Text.assemble((planned.checkpoint.name, "bold"), about))
     total = planned.passes * pass_cost(planned.length, planned.costs.turning_point)
-    with told_on_interrupt(console, planned), session.bar(total) as bar:
+    with ending_on_interrupt(console, planned), session.bar(total) as bar:
         planned.progress = bar
         return planned.run()

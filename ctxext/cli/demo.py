@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.text import Text
 
-from ctxext.cli.eval.common import cost_of, told_on_interrupt
+from ctxext.cli.eval.common import cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
@@ -71,7 +71,7 @@ def show(options: DemoOptions) -> None:
     keys = preset.keys(comparison) if (options.everything if options.passkey is None else options.passkey) else None
     _announce(console, comparison, keys, pace, options.everything)
     began = time.perf_counter()
-    with told_on_interrupt(console, comparison):
+    with ending_on_interrupt(console, comparison):
         result = _measure(console, comparison, keys, options.output)
     _tell(console, result, time.perf_counter() - began, options.output)
     shutil.rmtree(options.output / UNFINISHED)

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
-from ctxext.cli.eval.common import told_on_interrupt
+from ctxext.cli.eval.common import ending_on_interrupt
 from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option
 from ctxext.progress import StageBar, terminal
 
@@ -116,7 +116,7 @@ def run(
         f"{asked.workers} at once, one thread each."
     )
     bar = StageBar(terminal(stderr=True), sum(job.cost for job in jobs))
-    with told_on_interrupt(console, laboratory), bar, ending_cleanly():
+    with ending_on_interrupt(console, laboratory), bar, ending_cleanly():
         laboratory.measure(jobs, progress=bar)
     result = laboratory.result()
     page = lab_page(result)

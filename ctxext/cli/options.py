@@ -125,10 +125,10 @@ def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
         return [parameter]
     hints = get_type_hints(parameter.annotation, include_extras=True)
     options = []
-    for one in fields(parameter.annotation):
-        kind = hints[one.name]
-        kind = Annotated[kind, one.metadata["option"]] if "option" in one.metadata else kind
-        options.append(parameter.replace(name=one.name, default=one.default, annotation=kind))
+    for field_ in fields(parameter.annotation):
+        kind = hints[field_.name]
+        kind = Annotated[kind, field_.metadata["option"]] if "option" in field_.metadata else kind
+        options.append(parameter.replace(name=field_.name, default=field_.default, annotation=kind))
     return options
 
 

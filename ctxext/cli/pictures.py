@@ -44,7 +44,7 @@ class PictureOptions:
             name: of the command.
         """
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        path = self.output or next(path for one in names if not os.path.lexists(path := Path(f"{one}.png")))
+        path = self.output or next(path for stem in names if not os.path.lexists(path := Path(f"{stem}.png")))
         check_output(path, (".png",))
         return path
 

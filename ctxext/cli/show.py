@@ -102,7 +102,7 @@ def show_methods(*, to_train: bool, as_json: bool, markdown: bool) -> None:
 def _pick(kind: type[Method]) -> str:
     """Return the sentence of a method's docstring that says when one would pick it."""
     paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
-    reason = next((" ".join(one.split()) for one in paragraphs if one.startswith("Pick it ")), "")
+    reason = next((" ".join(text.split()) for text in paragraphs if text.startswith("Pick it ")), "")
     return reason.removeprefix("Pick it ").split(". ")[0].removesuffix(".").replace("``", "`")
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
-from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
+from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
@@ -151,7 +151,7 @@ def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Cor
     survey = Survey("choose_regret.py", session.checkpoint, all_jobs, corpus=others, journal=journal)
     mine = survey.begin()
     bar = StageBar(session.console, cost_of(mine), report=not session.console.is_terminal)
-    with told_on_interrupt(session.console, survey), bar:
+    with ending_on_interrupt(session.console, survey), bar:
         survey.measure(mine, progress=bar)
     lines = journal.finished()
     losses = {

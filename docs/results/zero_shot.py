@@ -29,7 +29,7 @@ from typer import Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
+from ctxext.cli.eval.common import Session, amount_of_work, cost_of, ending_on_interrupt
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
@@ -337,7 +337,7 @@ def main(
     survey = Survey("zero_shot.py", checkpoint, jobs, journal=journal, group=session.group)
     mine = survey.begin()
     console.print(f"{len(methods)} methods, {len(corpus.documents)} texts, {amount_of_work(survey, mine)}.")
-    with told_on_interrupt(console, survey), StageBar(console, cost_of(mine), report=not console.is_terminal) as bar:
+    with ending_on_interrupt(console, survey), StageBar(console, cost_of(mine), report=not console.is_terminal) as bar:
         survey.measure(mine, progress=bar)
     if session.group.is_main:
         write(console, Results(study, readings, journal), output, session)

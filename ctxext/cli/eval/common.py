@@ -124,7 +124,7 @@ class Session:
         mine, path = survey.begin(), survey.journal.path
         kept = f"Each is kept in {path}." if path else "--output FILE would keep each that is finished."
         self.console.print(f"{amount_of_work(survey, mine)}. {kept}")
-        with told_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
+        with ending_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
             survey.measure(mine, progress=bar)
 
     def readers(self, asked: ReaderOptions) -> tuple[Reader, ...]:
@@ -208,7 +208,7 @@ def cost_of(jobs: Sequence[Job]) -> float:
 
 
 @contextlib.contextmanager
-def told_on_interrupt(console: Console, work: Resumable) -> Iterator[None]:
+def ending_on_interrupt(console: Console, work: Resumable) -> Iterator[None]:
     """End a command on Ctrl-C with what is finished and how to go on, and exit code 130."""
     try:
         yield

@@ -288,7 +288,7 @@ def _table(
 def _whole_texts(result: ComparisonResult) -> TextTable:
     def cells(row: Row) -> list[str]:
         scores = [row.at(length) for length in result.lengths]
-        return [_with_window(row, one.whole.perplexity, one.window_of_whole) if one else NONE for one in scores]
+        return [_with_window(row, score.whole.perplexity, score.window_of_whole) if score else NONE for score in scores]
 
     caption = (
         "Perplexity of all tokens up to each length, as published curves have it: more context and other text mixed."
@@ -375,7 +375,7 @@ Names = Mapping[str, tuple[str, str]]
 
 def _names(readings: Sequence[Reading]) -> Names:
     """Return methods, and labels without the factor, which the title of the figure names."""
-    return {one.name: (_method(one), re.sub(rf" {TIMES}[\d.]+", "", one.label)) for one in readings}
+    return {item.name: (_method(item), re.sub(rf" {TIMES}[\d.]+", "", item.label)) for item in readings}
 
 
 def _method(reading: Reading) -> str:
@@ -449,7 +449,9 @@ def _by_position(result: ComparisonResult, panel: FactorSeries) -> Figure:
 def _perplexity_panel(series: Sequence[Series], names: Names, trained_length: int, title: str = "") -> Panel:
     """Return perplexity by position; inside the window truncation is the unpatched model itself and left out."""
     lines = []
-    for item in (one for one in series if one.name in names):
+    for item in series:
+        if item.name not in names:
+            continue
         first = trained_length if item.name == TRUNCATED else 0
         buckets = [bucket for bucket in item.curve if bucket.start >= first]
         points = [((bucket.start + bucket.stop) / 2, bucket.perplexity) for bucket in buckets]

@@ -190,8 +190,8 @@ def colours_for(methods: Iterable[str]) -> list[str]:
     colours: list[str] = []
     for method in methods:
         colour = COLOURS.get(method)
-        own = colour is not None and (colour not in colours or method == TRUNCATED)
-        colours.append(colour if colour and own else next(others))
+        is_free = colour not in colours or method == TRUNCATED
+        colours.append(colour if colour and is_free else next(others))
     return colours
 
 

@@ -75,7 +75,9 @@ def _table(title: str, result: LongPplResult, cell: Callable[[LongPplScore], str
 def _panel(result: LongPplResult, title: str, value: Callable[[LongPplScore], float]) -> Panel:
     """Return the panel of one number by length."""
     lengths, lines = _lengths(result), []
-    for reading in (one for one in result.readings if window_of(one.name) is None):
+    for reading in result.readings:
+        if window_of(reading.name) is not None:  # a single truncation, for which the best one stands
+            continue
         points = [(score.length, value(score)) for score in reading.scores]
         if reading.name == TRUNCATED:  # the same at every length
             points = [(length, points[0][1]) for length in lengths]

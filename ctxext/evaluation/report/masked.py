@@ -17,8 +17,8 @@ def masked_page(report: MaskedReport) -> Page:
     """Return losses at each length, those of the greatest by position and distance to the end, sentences, a figure."""
     readings = _shown(report)
     whole = {
-        one.label: {tokens_label(score.length): score for score in one.scores if score.kind == WHOLE}
-        for one in readings
+        reading.label: {tokens_label(score.length): score for score in reading.scores if score.kind == WHOLE}
+        for reading in readings
     }
     lengths = list(map(tokens_label, report.lengths))
     tables = [
@@ -28,7 +28,9 @@ def masked_page(report: MaskedReport) -> Page:
     last = report.lengths[-1]
     for kind, name in KINDS.items():
         spans = {
-            one.label: {_span(score): score for score in one.at(last, kind)} for one in readings if last in one.lengths
+            reading.label: {_span(score): score for score in reading.at(last, kind)}
+            for reading in readings
+            if last in reading.lengths
         }
         columns = list(next(iter(spans.values())))
         tables.append(_table(f"{tokens_label(last)} tokens read, loss {name}", columns, spans, _loss))
@@ -53,10 +55,10 @@ def masked_sentences(report: MaskedReport) -> list[str]:
                 f"tokens? {answer}{scope}: {last.versus} nats per masked token, over {last.versus.units} "
                 f"{last.versus.over}."
             )
-        inside = [one for one in reading.at(report.trained_length, WHOLE) if one.versus is not None]
+        inside = [score for score in reading.at(report.trained_length, WHOLE) if score.versus is not None]
         sentences += [
-            f"{reading.label} at the trained {tokens_label(one.length)} tokens, minus unpatched: {one.versus}."
-            for one in inside
+            f"{reading.label} at the trained {tokens_label(score.length)} tokens, minus unpatched: {score.versus}."
+            for score in inside
         ]
     texts = len(report.provenance.documents)
     times = texts * report.passes / report.every
@@ -74,11 +76,11 @@ def _panels(report: MaskedReport) -> list[Panel]:
     by_position = lines_panel(
         [
             Line(
-                one.name.split()[0],
-                one.label,
-                [((s.start + s.stop) / 2, s.loss) for s in one.at(one.lengths[-1], CURVE)],
+                reading.name.split()[0],
+                reading.label,
+                [((s.start + s.stop) / 2, s.loss) for s in reading.at(reading.lengths[-1], CURVE)],
             )
-            for one in readings
+            for reading in readings
         ],
         title="By position, each at the greatest length that it reads",
         x_label="position in the text, tokens",
@@ -87,11 +89,13 @@ def _panels(report: MaskedReport) -> list[Panel]:
         log=False,
         trained_length=report.trained_length if last > report.trained_length else None,
     )
-    spans = list(dict.fromkeys(_span(score) for one in readings for score in one.at(last, END)))
+    spans = list(dict.fromkeys(_span(score) for reading in readings for score in reading.at(last, END)))
     by_distance = lines_panel(
         [
-            Line(one.name.split()[0], one.label, [(spans.index(_span(s)), s.loss) for s in one.at(last, END)])
-            for one in readings
+            Line(
+                reading.name.split()[0], reading.label, [(spans.index(_span(s)), s.loss) for s in reading.at(last, END)]
+            )
+            for reading in readings
         ],
         title=f"By distance to the end of {tokens_label(last)} tokens",
         x_label="tokens behind it",
@@ -103,7 +107,7 @@ def _panels(report: MaskedReport) -> list[Panel]:
 
 def _shown(report: MaskedReport) -> list[MaskedReading]:
     """Return the readings without the single windows of truncation, the best of which stands for them."""
-    return [one for one in report.readings if window_of(one.name) is None]
+    return [reading for reading in report.readings if window_of(reading.name) is None]
 
 
 def _table(
@@ -122,7 +126,7 @@ def _table(
 
 def _baseline(report: MaskedReport, length: int | None = None) -> str:
     inside, beyond = "the unextended model's", "that of the best window around each token"
-    lengths = [one for one in report.lengths if length in (None, one)]
+    lengths = report.lengths if length is None else (length,)
     kinds = [inside] * (lengths[0] <= report.trained_length) + [beyond] * (lengths[-1] > report.trained_length)
     return ", and beyond the trained length ".join(kinds)
 

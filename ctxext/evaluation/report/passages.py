@@ -14,7 +14,7 @@ def passage_page(report: PassageReport) -> Page:
     rows = []
     for reading in report.readings:
         trials = [reading.at(length) for length in report.lengths]
-        rows.append([reading.label, *("-" if one is None else f"{one.accuracy:.0%}" for one in trials)])
+        rows.append([reading.label, *("-" if trial is None else f"{trial.accuracy:.0%}" for trial in trials)])
     table = TextTable(
         header=["", *map(tokens_label, report.lengths)],
         rows=rows,

@@ -56,7 +56,11 @@ def _table(
         cells = {_span(score): text for score in reading.at(kind) if (text := cell(reading, score))}
         if cells:
             rows.append([label_of(reading.name), *(cells.get(column, missing) for column in columns)])
-    references = [label_of(one.name) for one in result.readings if one.name != UNPATCHED and is_reference(one.name)]
+    references = [
+        label_of(reading.name)
+        for reading in result.readings
+        if reading.name != UNPATCHED and is_reference(reading.name)
+    ]
     return TextTable(header=["", *columns], rows=rows, title=title, styles=dict.fromkeys(references, "reference"))
 
 
@@ -91,15 +95,12 @@ def _figure(result: PerplexityResult, kind: str, title: str, panel: str) -> Figu
     step = 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8)))
     ticks = range(0, result.lengths[-1] + 1, step)
     panels = [lines_panel(lines, title=panel, x_label=axis, ticks=ticks, trained_length=result.trained_length)]
-    compared = [one for one in result.readings if not is_reference(one.name)] or [result.readings[0]]
-    compared = [one for one in compared if any(score.versus_truncation for score in one.at(kind))]
-    if compared:
-        columns = [_span(score) for score in compared[0].at(kind) if score.versus_truncation]
-        groups = [
-            (_method(one), label_of(one.name), [d for score in one.at(kind) if (d := score.versus_truncation)])
-            for one in compared
-        ]
-        panels.append(differences_panel(columns, groups, title=AGAINST, x_label=axis))
+    measured = result.extension or result.find(UNPATCHED)
+    differences = [(score, d) for score in (measured.at(kind) if measured else ()) if (d := score.versus_truncation)]
+    if measured and differences:
+        columns = [_span(score) for score, _ in differences]
+        group = (_method(measured), label_of(measured.name), [difference for _, difference in differences])
+        panels.append(differences_panel(columns, [group], title=AGAINST, x_label=axis))
     return paneled("perplexity", title, panels)
 
 
