@@ -184,6 +184,7 @@ def test_what_beats_the_last_window_may_still_lose_to_the_best_truncation(make: 
     assert beyond.versus_truncation.mean == pytest.approx(beyond.loss - losses[48], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_goes_on(make: Make, tmp_path: Path) -> None:
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 2.0})
@@ -434,6 +435,9 @@ def test_two_processes_give_the_same(folder: Path) -> None:
     assert said.count("Does dynamic_yarn at positions") == 1, "one process talks"
     reports = [results(json.loads(path.read_text(encoding="utf-8"))) for path in (alone, shared)]
     assert list(differences(*reports, close=1e-5)) == []
+    # Without an output they have no files in common.
+    printed = launched(["eval", "perplexity", str(folder / "checkpoint"), *texts, *options, "--json"], folder)
+    assert list(differences(reports[0], results(json.loads(printed)), close=1e-5)) == []
 
 
 def test_command_for_programs(folder: Path) -> None:
