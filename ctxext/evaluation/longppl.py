@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import InvalidParameterError, gone
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
@@ -297,3 +297,6 @@ def _extensions(readings: Readings, methods: Sequence[Method], longest: int) -> 
                 f"fewer, or extend further."
             )
     return extensions
+
+
+__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

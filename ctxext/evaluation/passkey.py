@@ -24,7 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import InvalidParameterError, gone
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import (
     SMALL_MODEL,
@@ -445,3 +445,6 @@ def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Pr
         trained_length=survey.readers[0].readings.trained_length,
         provenance=survey.with_extensions(provenance),
     )
+
+
+__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ctxext import patching
 from ctxext.architectures import architecture_of
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError, UnknownNameError, gone
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
 from ctxext.evaluation.journal import Journal
@@ -711,3 +711,6 @@ class PerplexityResult(Report):
             other.window for other in (best.scores if best else ()) if (other.kind, other.start, other.stop) == place
         ]
         return windows[0] if windows and windows[0] is not None else self.trained_length
+
+
+__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})
