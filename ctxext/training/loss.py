@@ -136,7 +136,12 @@ class ChunkedForward(ForwardOverride):
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         if ignored != IGNORED:
-            targets = _ignoring(targets, ignored)
+            if (targets == IGNORED).any():
+                raise InvalidParameterError(
+                    f"Some labels are {IGNORED} and ignore_index is {ignored}, so they would count as tokens. Use one "
+                    f"of the two."
+                )
+            targets = targets.masked_fill(targets == ignored, IGNORED)
         layers = Pieces(self.module, given, targets)
         size = max(1, self.chunk // targets.shape[0])
         total = layers.recomputed(size) if is_sharded(self.module) else layers.at_once(size)
@@ -261,15 +266,6 @@ def cross_entropy_and_gradient(
     if weights is not None:
         by_logits *= weights[..., None]
     return value, by_logits.masked_fill_(ignored, 0.0).to(logits.dtype)
-
-
-def _ignoring(targets: Tensor, index: int) -> Tensor:
-    """Return targets in which those that equal ``index`` are marked as usual."""
-    if (targets == IGNORED).any():
-        raise InvalidParameterError(
-            f"Some labels are {IGNORED} and ignore_index is {index}, so they would count as tokens. Use one of the two."
-        )
-    return targets.masked_fill(targets == index, IGNORED)
 
 
 def _counting(targets: Tensor, size: int) -> list[int]:

@@ -50,10 +50,6 @@ class Sequences(Dataset[dict[str, Tensor]]):
     def origin_of(self, index: int) -> str:
         """Name the texts of an item, for an error message."""
 
-    def describe(self, indices: Sequence[int]) -> str:
-        """Name the texts of these items, for an error message."""
-        return "; ".join(map(self.origin_of, indices))
-
     def require_index(self, index: int) -> None:
         """Raise ``IndexError``, which ends a loop over the items, if there is no such item."""
         if not 0 <= index < len(self):
@@ -193,7 +189,7 @@ class TrainingSequences(CutSequences):
         """Return document, first token, tokens in the first piece, gap in the text, gap in the positions."""
         self.require_index(index)
         epoch, place = divmod(index, self.per_epoch)
-        document, start = self._epoch(epoch)[place].tolist()
+        document, start = _cut(self.lengths, self.read, self.seed, epoch)[place].tolist()
         if self.positions == "consecutive":
             return document, start, self.read, 0, 0
         random = np.random.default_rng([self.seed, 1, index])
@@ -218,9 +214,6 @@ class TrainingSequences(CutSequences):
             f"{self.count / self.per_epoch:.2f} times through {sum(used):,} tokens in {len(used):,} documents"
             f" ({len(self.documents) - len(used):,} shorter ones left out)"
         )
-
-    def _epoch(self, epoch: int) -> Int[np.ndarray, "per_epoch 2"]:
-        return _cut(self.lengths, self.read, self.seed, epoch)
 
 
 @lru_cache(maxsize=2)

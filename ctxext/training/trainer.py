@@ -141,7 +141,9 @@ class LongTrainer(Trainer):  # type: ignore[misc]
 
     def _not_a_number(self, wrong: str) -> NotANumberError:
         data = self.train_dataset
-        where = data.describe(self._indices) if isinstance(data, Sequences) else f"items {self._indices}"
+        where = (
+            "; ".join(map(data.origin_of, self._indices)) if isinstance(data, Sequences) else f"items {self._indices}"
+        )
         return NotANumberError(
             f"{wrong} in step {self.state.global_step + 1}, on {where}. No weight was changed by this step: resume "
             f"from the last checkpoint with a lower learning rate or a longer warm-up."

@@ -55,7 +55,7 @@ def test_an_epoch_reads_nearly_all_of_every_document_and_nothing_twice(
                     places.append((home, first, len(text)))
             firsts = item["position_ids"] == 0
             assert (item["labels"][firsts] == IGNORED).all()
-            assert "from token" in found.describe([index])
+            assert "from token" in found.origin_of(index)
             index += 1
         orders.append(places)
         assert sum(map(len, read)) > 0.85 * sum(map(len, texts))

@@ -91,7 +91,7 @@ def test_the_answer_stands_in_the_text_and_alone_is_to_be_predicted(
             assert predicted(tokenizer, item, "above:\n") == passage[BEGINNING:], "a token is a letter here"
     assert changed == COUNT if positions == "consecutive" else changed > COUNT / 3
     assert found.length_of(0) == LENGTH
-    assert f"{kind} to find" in found.describe([0])
+    assert f"{kind} to find" in found.origin_of(0)
 
 
 def test_prose_stays_prose_but_for_what_gives_way(prose: TokenisedDocuments, tokenizer: Any) -> None:

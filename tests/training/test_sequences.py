@@ -48,7 +48,7 @@ def test_consecutive_sequences_tile_documents_and_never_cross_them(
             text = letters(tokenizer, item["input_ids"][1:])
             homes = [(number, home.find(text)) for number, home in enumerate(texts) if text in home]
             assert len(homes) == 1, text
-            assert repr(f"document {homes[0][0]}") in found.describe([index])
+            assert repr(f"document {homes[0][0]}") in found.origin_of(index)
             places += homes
         covered = {(number, start + i) for number, start in places for i in range(LENGTH - 1)}
         assert len(covered) == per_epoch * (LENGTH - 1), "some token was read twice in an epoch"
