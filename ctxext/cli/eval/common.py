@@ -83,13 +83,7 @@ class Session:
             return self._load(name, dtype=source.dtype, device=device, trust_remote_code=source.trust)
 
     def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
-        """Print what is about to be measured.
-
-        Args:
-            checkpoint: what is measured.
-            trained_length: tokens.
-            about: what happens to it, after a comma.
-        """
+        """Print what is about to be measured: the checkpoint, its trained length in tokens, and what happens to it."""
         from ctxext.evaluation.labels import tokens_label
 
         trained = f", trained to {tokens_label(trained_length)} tokens, in {checkpoint.dtype_note}, {about}"
@@ -112,10 +106,7 @@ class Session:
         return StageBar(console, total, report=not console.is_terminal)
 
     def measure(self, survey: Survey[Any]) -> None:
-        """Do what is not finished yet, with a bar and the time left.
-
-        Args:
-            survey: whose jobs are measured.
+        """Do the jobs of a survey that are not finished yet, with a bar and the time left.
 
         Raises:
             CtxextError: as the measurement does; finished jobs are kept.
@@ -134,13 +125,7 @@ class Session:
         return find_readers(self.checkpoint, reference=self.reference, **asked.arguments())
 
     def ask(self, made_by: str, readers: Sequence[Reader], prompts: Sequence[Prompt], where: str) -> Survey[PromptJob]:
-        """Ask all readings everything that is not answered yet, with a bar and the time left.
-
-        Args:
-            made_by: the command.
-            readers: the readings.
-            prompts: the questions.
-            where: in what things are hidden, to show.
+        """Ask all readings everything that is not answered yet; ``where`` says in what things are hidden.
 
         Raises:
             CtxextError: as the measurement does; finished trials are kept.

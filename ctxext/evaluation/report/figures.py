@@ -90,11 +90,7 @@ class Figure:
     alternative: str = ""
 
     def save(self, file: Path | IO[bytes], *, caption: bool = True) -> None:
-        """Write a PNG.
-
-        Args:
-            file: to write.
-            caption: whether the caption stands at the bottom.
+        """Write a PNG, by default with the caption at the bottom.
 
         Raises:
             InvalidParameterError: matplotlib is not installed.
@@ -108,13 +104,7 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """Part of a figure with one pair of axes.
-
-    Args:
-        draw: draws on matplotlib axes.
-        words: the numbers that it shows, for readers who cannot see it.
-        size: width and height in inches.
-    """
+    """Part of a figure: what draws it on matplotlib axes, its numbers in words, and its size in inches."""
 
     draw: Callable[[Any], None]
     words: str = ""
@@ -122,15 +112,7 @@ class Panel:
 
 
 def paneled(name: str, title: str, panels: Sequence[Panel], *, across: int = 4, caption: str = "") -> Figure:
-    """Return a figure of panels, row by row.
-
-    Args:
-        name: see ``Figure``.
-        title: see ``Figure``.
-        panels: its parts.
-        across: most panels in a row.
-        caption: see ``Figure``.
-    """
+    """Return a figure of panels, row by row, with at most ``across`` of them in a row."""
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
     widths = [panel.size[0] for panel in rows[0]]
 
@@ -151,12 +133,7 @@ def paneled(name: str, title: str, panels: Sequence[Panel], *, across: int = 4, 
 
 @contextlib.contextmanager
 def saved_figure(file: Path | IO[bytes], size: tuple[float, float], title: str) -> Iterator[Any]:
-    """Yield a matplotlib figure in the look of reports, and write it as a PNG at the end of the block.
-
-    Args:
-        file: to write.
-        size: width and height in inches.
-        title: one line, or more.
+    """Yield a matplotlib figure of so many inches in the look of reports, and write it as a PNG at the block's end.
 
     Raises:
         InvalidParameterError: matplotlib is not installed.
@@ -203,14 +180,7 @@ def draw_grid(axes: Any, title: str = "", *, axis: str = "y") -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a panel, named at its right end; a truncation is dashed.
-
-    Args:
-        method: decides its colour.
-        label: its name.
-        points: places, increasing, and values.
-        band: lower and upper bound of each value.
-    """
+    """Line through ``points`` (x, y), named at its right end, with bounds of each y; a truncation is dashed."""
 
     method: str
     label: str
@@ -232,8 +202,8 @@ def lines_panel(
     """Return a panel of lines over positions, lengths or distances.
 
     Args:
-        lines: to draw.
-        title: one line.
+        lines: lines; those without points are left out.
+        title: title of the panel.
         x_label: name of the horizontal axis.
         y_label: name of the vertical axis.
         ticks: places to label on the horizontal axis, in tokens or with their labels.
@@ -324,13 +294,14 @@ def heat_panel(
 ) -> Panel:
     """Return a heat map from vermilion (0) over sand to blue (1), with lengths to the right.
 
-    The colours are told apart by colour-blind readers, and in grey by lightness on both sides of the middle.
+    The colours are told apart by colour-blind readers, and in grey by lightness on both sides of the middle. A dashed
+    line marks where the trained window ends, a wide one stands below the first ``divider`` rows.
 
     Args:
-        title: one line.
+        title: title of the panel.
         cells: value from 0 to 1 and text, by row and length in tokens; rows from above in the order of the cells.
-        trained_length: tokens; a dashed line marks where the trained window ends.
-        divider: number of rows above a wide line; 0 for no such line.
+        trained_length: trained length in tokens.
+        divider: number of rows; 0 for no wide line.
     """
     rows, lengths = list(dict.fromkeys(row for row, _ in cells)), sorted({length for _, length in cells})
 

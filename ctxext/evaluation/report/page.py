@@ -221,9 +221,9 @@ def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
     """Write a page as HTML, JSON and Markdown, its figures in a folder of their own; return the paths, HTML first.
 
     Args:
-        page: to write.
-        folder: where; it exists.
-        name: of the files, without ending.
+        page: page to write.
+        folder: an existing folder.
+        name: name of the files, without ending.
         data: content of the JSON file.
 
     Raises:
