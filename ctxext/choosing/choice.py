@@ -189,9 +189,8 @@ class Choice:
         values["finish"]["courses"] = [course.to_dict() for course in self.finish.courses]
         return {"method": self.method.to_dict(), "sentences": sentences(self), "record": self.record} | values
 
-    @property
-    def table(self) -> list[dict[str, Any]]:
-        """One row per candidate, unrounded: what it is, how far it came and why, and its differences."""
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per candidate, unrounded: what it is, how far it came and why, and its differences."""
         rows = []
         for candidate in self.candidates:
             course = candidate.course

@@ -77,7 +77,7 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     assert len(finalist.keys) == 3
     assert choice.sentence.startswith("Chosen for 1K tokens: ")
     assert choice.spent.passes > 5
-    rows = choice.table
+    rows = choice.rows()
     assert len(rows) == len(FEW)
     assert len({tuple(row) for row in rows}) == 1
     json.dumps(choice.to_dict())
