@@ -504,7 +504,7 @@ def test_a_table_that_is_longer_than_what_was_trained() -> None:
 @pytest.mark.slow
 def test_every_method_is_served_or_refused_by_name() -> None:
     model = build("MarianForCausalLM")
-    spec = Sinusoids().spec(model)
+    spec = Sinusoids().spec(Subject.of(model))
     assert (spec.rotary_dim, spec.base) == (WIDTH, 10000.0)
     served = [method.name for method in known_methods().values() if _is_served(model, method.example(spec))]
     assert sorted(served) == sorted(usable_methods())
