@@ -100,6 +100,7 @@ class Page:
 
     def show(self, console: Console) -> None:
         """Print all parts but figures, with an empty line before each table and each list."""
+        # Headings and headlines are of classes below str: a plain str is a sentence, and sentences form lists.
         for is_list, parts in itertools.groupby(self.parts, key=lambda part: type(part) is str):
             if is_list:
                 console.print()
