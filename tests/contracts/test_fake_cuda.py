@@ -205,6 +205,7 @@ def test_grouped_heads_do_not_cost_the_fused_kernel(
     assert grouped == {is_for_flash}
 
 
+@pytest.mark.slow
 def test_what_stays_on_the_cpu_is_noticed(dtype: torch.dtype) -> None:
     model = patched("llama", "yarn", dtype)
     with on_fake_cuda(model):

@@ -163,6 +163,7 @@ def test_a_checkpoint_that_was_written_without_the_callback(tmp_path: Path) -> N
     assert run.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_a_model(checkpoints: dict[Any, Path]) -> None:
     loaded = ctxext.load(checkpoints[whole])
     assert torch.equal(
