@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -150,9 +151,9 @@ def weights_digest(model: nn.Module) -> str:
     """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
 
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
-    The dtype counts, since it rounds the weights. Where DeepSpeed's ZeRO-3 has shared the weights out, "unknown".
+    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
     """
-    if is_zero3(model):
+    if is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters()):
         return "unknown"
     config = base_model(model).config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "ctxext"):
