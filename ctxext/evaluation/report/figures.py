@@ -8,8 +8,9 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ctxext.errors import require_package
 from ctxext.evaluation.labels import tokens_label
@@ -89,7 +90,7 @@ class Figure:
     caption: str = ""
     alternative: str = ""
 
-    def save(self, file: Path | IO[bytes], *, caption: bool = True) -> None:
+    def save(self, file: Path | BytesIO, *, caption: bool = True) -> None:
         """Write a PNG, by default with the caption at the bottom.
 
         Raises:
@@ -132,7 +133,7 @@ def paneled(name: str, title: str, panels: Sequence[Panel], *, across: int = 4, 
 
 
 @contextlib.contextmanager
-def saved_figure(file: Path | IO[bytes], size: tuple[float, float], title: str) -> Iterator[Any]:
+def saved_figure(file: Path | BytesIO, size: tuple[float, float], title: str) -> Iterator[Any]:
     """Yield a matplotlib figure of so many inches in the look of reports, and write it as a PNG at the block's end.
 
     Raises:
@@ -184,7 +185,7 @@ class Line:
 
     method: str
     label: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[int | float, float]]
     band: Sequence[tuple[float, float]] = ()
 
 
