@@ -26,7 +26,7 @@ from ctxext.surgery.positions import LayoutMask, layout_of
 from ctxext.surgery.probe import forward_without_data
 from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_twin
-from ctxext.surgery.rotary import RotaryPlace
+from ctxext.surgery.rotary import RotaryPlace, find_places
 from ctxext.surgery.subject import Subject
 from ctxext.surgery.travelling import Travelling
 
@@ -251,9 +251,10 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
     class WithEncodings(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            path, _ = Subject(self).rotaries[0]
-            spec = spec_of(Subject(self), trained_length)
-            for owner in _owners(self.get_submodule(path.rpartition(".")[0]), method):
+            subject = Subject(self)
+            (place, *_), _ = find_places(subject)  # a tower that reads sound or images may rotate, too
+            spec = spec_of(subject, trained_length)
+            for owner in _owners(decoder_of(subject, place), method):
                 owner.add_module(ENCODING, _built(method, spec, owner))
 
     WithEncodings.__name__, WithEncodings.__qualname__, WithEncodings.__module__ = (

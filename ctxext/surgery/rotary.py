@@ -217,7 +217,7 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
         IncompatibleError: if there is no such place, or if windowed layers stand beside full ones and the probe failed.
     """
     text = subject.text
-    places, elsewhere = _places(subject)
+    places, elsewhere = find_places(subject)
     if not places and elsewhere:
         raise IncompatibleError(
             f"The rotary modules of this {text.model_type} ({', '.join(elsewhere)}) follow configs of their own. No "
@@ -257,7 +257,7 @@ WINDOWS_ONLY = (
 )
 
 
-def _places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
+def find_places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
     """Return the places that reach beyond windows, and the paths of rotary modules that follow another config."""
     text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
     for path, module in subject.rotaries:
@@ -363,7 +363,7 @@ def require_as_patched(subject: Subject, trained_length: int) -> None:
     Raises:
         PatchStateError: if a module and the config differ; the message has both values.
     """
-    places, _ = _places(subject)
+    places, _ = find_places(subject)
     require_as_configured(subject, places, trained_length, PATCH_ANEW)
 
 

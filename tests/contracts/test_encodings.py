@@ -36,7 +36,7 @@ from ctxext.surgery.encodings import ENCODING
 from ctxext.training.lora import attach_lora, encodings
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
-from tests.walk.tiny import TRAINED_LENGTH
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 ENCODINGS = {name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod)}
 LENGTH = TRAINED_LENGTH + 20
@@ -159,6 +159,19 @@ def test_unpatch_is_bit_for_bit(name: str) -> None:
     assert torch.equal(logits(model, ids), before)
     assert list(model.state_dict()) == keys
     assert model.config.to_dict() == config
+
+
+@pytest.mark.slow
+def test_survives_saving_where_a_tower_that_rotates_stands_before_the_text(tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("glmasr"))
+    ctxext.patch(model, "fire", trained_length=16, factor=2.0)
+    towers = [name for name in model.state_dict() if ENCODING in name and "language_model" not in name]
+    assert not towers, "the encoding is the text's"
+    ctxext.save(model, tmp_path)
+    again = ctxext.load(tmp_path)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    weights = model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in again.state_dict().items())
 
 
 @pytest.mark.slow
