@@ -387,7 +387,8 @@ def unpatch(model: ModelT) -> ModelT:
 def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[ModelT]:
     """Extend a model inside a ``with`` statement, and undo the extension at its end, also after an error.
 
-    Pick it to compare a model with its own extension: ``with ctxext.patched(model, "yarn", factor=4): ...``.
+    Pick it to compare a model with its own extension: ``with ctxext.patched(model, "yarn", factor=4): ...``. A model
+    that was unpatched inside the block stays plain.
 
     Args:
         model: as for ``patch``.
@@ -398,7 +399,8 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
     try:
         yield model
     finally:
-        unpatch(model)
+        if patched_state(Subject.of(model).model) is not None:
+            unpatch(model)
 
 
 def describe(model: Any) -> Description:

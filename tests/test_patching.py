@@ -193,6 +193,20 @@ def test_patched_extends_inside_its_block_only() -> None:
     assert before.difference(model) is None
 
 
+def test_a_model_that_is_unpatched_inside_the_block_of_patched_stays_plain() -> None:
+    model, inputs = tiny("llama"), tokens(3 * TRAINED_LENGTH)
+    before = State.of(model, inputs)
+    with ctxext.patched(model, "yarn", factor=4):
+        ctxext.unpatch(model)
+    assert before.difference(model) is None
+    with pytest.raises(ZeroDivisionError), ctxext.patched(model, "pi", factor=4):
+        1 / len(ctxext.describe(ctxext.unpatch(model)).edits)
+    assert before.difference(model) is None
+    with ctxext.patched(model, "yarn", factor=4):  # what the block put on in its place is taken off, too
+        ctxext.patch(ctxext.unpatch(model), "alibi", factor=2)
+    assert before.difference(model) is None
+
+
 def test_unpatch_without_patch() -> None:
     model = tiny()
     with pytest.raises(PatchStateError, match=r"This LlamaForCausalLM was not patched in place.*original checkpoint"):

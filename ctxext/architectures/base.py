@@ -37,7 +37,8 @@ class Architecture(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("matches", "apply", "revert"):
+        asked = [name for name, part in vars(Architecture).items() if "subject" in getattr(part, "__annotations__", ())]
+        for name in asked:
             if name in vars(cls) and "model" in inspect.signature(vars(cls)[name]).parameters:
                 raise TypeError(
                     f"{cls.__name__}.{name} takes model, and is called with a ctxext.surgery.subject.Subject now. "

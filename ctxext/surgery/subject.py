@@ -249,7 +249,9 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
     live = [thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)]
     # The text part is edited, too: a vision-language config keeps the object that it was made from.
-    holders = [other for other in live if other.config is config or other.config is text]
+    holders = [
+        other for other in live if other.config is config or other.config is text or _gets_back(other, config, text)
+    ]
     if all(_is_part(model, other) or _is_part(other, model) for other in holders):
         return
     copies: dict[int, Any] = {}
@@ -268,7 +270,17 @@ def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:
         is_module = "_modules" in holder if type(holder) is dict else issubclass(type(holder), nn.Module)
         if is_module and id(holder) not in own:
             return True
+        # An entry of another model's journal, which puts the config back into a module, is a tuple of both.
+        parts = holder if type(holder) is tuple else ()
+        if any(issubclass(type(part), nn.Module) and id(part) not in own for part in parts):
+            return True
     return False
+
+
+def _gets_back(other: PreTrainedModel, *configs: Any) -> bool:
+    """Tell whether a model that is extended on a copy of one of the configs gets that one back by ``unpatch``."""
+    state = vars(other).get("_ctxext")
+    return state is not None and any(map(state.edits.puts_back, configs))
 
 
 def _is_part(model: nn.Module, whole: nn.Module) -> bool:

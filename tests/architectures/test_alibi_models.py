@@ -285,5 +285,6 @@ def test_a_mask_shorter_than_the_text_is_refused(family: str) -> None:
 
 
 def test_an_architecture_of_the_time_before_the_subject_is_refused_when_it_is_defined() -> None:
-    with pytest.raises(TypeError, match=r"Old.matches takes model.*subject.model"):
-        type("Old", (Mpt,), {"matches": lambda self, model: True})
+    for name in ("matches", "apply", "revert", "why_final", "replaces_weights", "replaced_weights", "trained_length"):
+        with pytest.raises(TypeError, match=rf"Old.{name} takes model.*subject.model"):
+            type("Old", (Mpt,), {name: lambda self, model, *more: None})

@@ -324,6 +324,26 @@ def test_two_models_that_share_a_config() -> None:
     assert ctxext.patch(alone, "yarn", factor=4).config is own
 
 
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "yarn"), ("gpt2", "stretch"), ("bloom", "alibi"), ("t5gemma", "pi")]
+)
+def test_a_config_that_another_model_gets_back_is_not_extended(model_type: str, method: str) -> None:
+    """The second of two models is the last that has the shared config, until the first is unpatched."""
+    one = tiny(model_type)
+    other = type(one)(one.config).eval()
+    shared, plain = one.config, one.config.to_json_string()
+    ctxext.patch(one, method, factor=4, trained_length=TRAINED_LENGTH)
+    ctxext.patch(other, method, factor=2, trained_length=TRAINED_LENGTH)
+    ctxext.unpatch(one)
+    assert one.config is shared
+    assert one.config.to_json_string() == plain
+    assert ctxext.describe(other).target_length == 2 * TRAINED_LENGTH
+    ctxext.unpatch(ctxext.patch(one, method, factor=8, trained_length=TRAINED_LENGTH))
+    ctxext.unpatch(other)
+    assert other.config is shared
+    assert shared.to_json_string() == plain
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [-2, -1, 0, 1])
 def test_who_shares_a_config_however_python_counts_references(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +388,12 @@ def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
         assert (ctxext.describe(model).method is None) is (name != extended)
     ctxext.unpatch(models[extended])
     assert models[extended].config.get_text_config() is shared
+    for model in models.values():
+        ctxext.patch(model, "yarn", factor=4)
+    for model in models.values():  # in the order in which they were extended
+        ctxext.unpatch(model)
+        assert ctxext.describe(model).method is None
+    assert shared.rope_parameters["rope_type"] == "default"
     alone = vision_language(copy.deepcopy(shared))
     own = alone.config.text_config
     assert ctxext.patch(alone, "yarn", factor=4).config.text_config is own
