@@ -20,6 +20,7 @@ from ctxext.errors import ResultsError
 from ctxext.files import write_whole
 
 FORMAT = 1
+CLAIM = b'{"made_by": '  # the start of the line that claims a journal
 LOSSES = "losses"  # the folder of losses, where the journal's folder is its own
 
 
@@ -185,8 +186,10 @@ class Journal:
     def _claimed(self, path: Path) -> dict[str, Any] | None:
         """Read the identity that was claimed before; return None where there is nothing yet."""
         if self._identity is None:
-            empty = not path.exists() or not path.stat().st_size
-            return None if empty else next((line for line in self._lines(path) if "made_by" in line), {})
+            content = path.read_bytes() if path.exists() else b""
+            if b"\n" not in content and CLAIM.startswith(content[: len(CLAIM)]):  # a kill may have torn the claim
+                return None
+            return next((line for line in self._lines(path) if "made_by" in line), {})
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._identity.exists():
             return _parsed(self._identity.read_bytes(), repr(str(self._identity)))

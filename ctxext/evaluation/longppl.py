@@ -143,7 +143,7 @@ class LongPpl(Survey[LossJob]):
         kept, lines = self.losses(), self.journal.finished()
         last = self.key_tokens.searched - 1
         places = [
-            torch.tensor([last - after for after in passage.from_end]).sort().values
+            torch.tensor([last - after for after in reversed(passage.from_end)], dtype=torch.long)
             for passage in self.key_tokens.passages
         ]
         every = {place: [kept[job.key] for job in jobs] for place, jobs in self.texts.items()}

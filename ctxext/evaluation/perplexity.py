@@ -309,7 +309,7 @@ class Perplexity(Survey[LossJob]):
             texts[TRUNCATED] = texts[window_name(best)]
         for name, of_reading in texts.items():
             versus = None
-            if best is not None and name != TRUNCATED:
+            if best is not None and name != TRUNCATED and sum(map(len, of_reading)) > 1:  # one has no standard error
                 baseline = compared[window_name(best)]
                 versus = document_difference(compared[name], baseline, baselines=len(self.windows))
             scored = PerplexityScore(
@@ -606,7 +606,8 @@ class PerplexityScore:
         tokens: losses that were averaged.
         loss: nats per token.
         versus_truncation: the loss minus the best truncation's on the same tokens, every token weighing the same;
-            None inside the trained window, where nothing is truncated, and for the best truncation itself.
+            None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
+            single token.
         window: of a truncation, beyond the trained window: the tokens that it sees; for the best one, those of the
             window that is best on the tokens of this score.
     """

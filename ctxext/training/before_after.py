@@ -73,6 +73,8 @@ class BeforeAndAfter:
         # A run that was killed before its first checkpoint leaves its directory to a new run, perhaps a different one.
         asked["of"] = self.settings.model_dump(include={"dtype", "quantisation", "seed", "extension"})
         asked["of"]["checkpoint"] = self.checkpoint.sha256
+        if self.plan is not None:
+            asked["of"]["corpus"] = self.corpus.sha256
         if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
             earlier: dict[str, Any] = stored["found"]
             return earlier

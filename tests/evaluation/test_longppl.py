@@ -205,6 +205,21 @@ def test_an_interrupted_measurement_goes_on(checkpoint: Checkpoint, tmp_path: Pa
     ]
 
 
+@pytest.mark.parametrize("counts", [(0, 3), (3, 0), (0, 1), (1, 1)])
+def test_a_text_may_hold_no_key_token(checkpoint: Checkpoint, counts: tuple[int, int]) -> None:
+    texts = corpus(checkpoint.tokenizer)
+    keys = find_key_tokens(checkpoint, texts, window=300, **LOOSE)
+    passages = [
+        replace(passage, from_end=tuple(range(5, 5 + count)))
+        for passage, count in zip(keys.passages, counts, strict=True)
+    ]
+    options = {"lengths": [900], "methods": [ctxext.method("pi", factor=2)]}
+    result = run(checkpoint, texts, replace(keys, passages=tuple(passages)), **options)
+    (extension,) = result.extensions
+    assert all(math.isfinite(score.key_loss) for score in extension.scores)
+    assert [score.versus_truncation is None for score in extension.scores] == [sum(counts) == 1] * 2
+
+
 def test_key_tokens_are_kept_and_checked(
     checkpoint: Checkpoint, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

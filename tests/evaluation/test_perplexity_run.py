@@ -168,6 +168,18 @@ def test_references_and_differences_by_hand(make: Make) -> None:
     assert not any("read by the extended model" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("lengths", [[65], [66], [67], [64, 65], [65, 66]])
+def test_a_single_token_has_no_standard_error(make: Make, lengths: list[int]) -> None:
+    checkpoint, corpus = make(lengths[-1] + 1, 1)
+    plan = make_plan(checkpoint.model, method="pi", lengths=lengths, arguments={"factor": 2.0})
+    result = run(checkpoint, corpus, plan)
+    assert result.extension is not None
+    for score in result.extension.scores:
+        assert (score.versus_truncation is None) == (score.stop <= TRAINED or score.tokens == 1)
+    assert f"pi at length {lengths[-1]} beat the best truncation" in result.sentence()
+    assert perplexity_page(result).markdown({})
+
+
 @pytest.mark.slow
 def test_what_beats_the_last_window_may_still_lose_to_the_best_truncation(make: Make) -> None:
     """From its last 48 tokens this model predicts better than from all 64 that it was trained for; PI lies between."""

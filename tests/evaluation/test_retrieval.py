@@ -269,6 +269,28 @@ def _used(line: Any, says: str) -> None:
     from_json(PasskeyTrial, line["trial"])
 
 
+@pytest.mark.parametrize("torn", [1, 12, 13, 40, -1])
+def test_a_kill_may_tear_the_line_that_claims_a_journal(tmp_path: Path, torn: int) -> None:
+    path, identity = tmp_path / "out.trials.jsonl", {"made_by": "ctxext eval passkey"}
+    Journal(path).claim(identity)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:torn])
+    journal = Journal(path)
+    journal.claim(identity)
+    journal.keep({"key": "k0", "trial": {"loss": 1.0}})
+    assert path.read_bytes().startswith(whole)
+    assert set(Journal(path).finished()) == {"k0"}
+
+
+@pytest.mark.parametrize("content", ['{"loss": 1.0}', "notes", "\n", "[]"])
+def test_a_file_that_is_no_journal_stays_what_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "out.trials.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ResultsError, match="holds no jobs of"):
+        Journal(path).claim({"made_by": "ctxext eval passkey"})
+    assert path.read_text(encoding="utf-8") == content
+
+
 def test_a_damaged_identity_is_an_error_that_names_it(tmp_path: Path) -> None:
     identity, mine = tmp_path / "comparison.json", {"name": "tiny", "sha256": "1"}
     identity.write_bytes(b'{"made_by": "caf\xe9"}')

@@ -110,6 +110,21 @@ def test_what_was_measured_of_another_model_is_measured_again(
     assert BeforeAndAfter(loaded, settings(*words)).before(loaded.model, kept) == {}
 
 
+def test_what_was_measured_of_other_texts_is_measured_again(settings: Any, texts: list[str], tmp_path: Path) -> None:
+    """The file has the name that it had, and other words."""
+    text, kept = tmp_path / "text.txt", tmp_path / "before.json"
+    words = ("--evaluation.text", str(text), "--evaluation.lengths", "96", "--factor", "8")
+    loaded: Checkpoint = load_checkpoint(settings().checkpoint, dtype="fp32")
+    results = []
+    for content in (texts[0], texts[0], texts[2], texts[0][1:], texts[0].upper()):
+        text.write_text(content, encoding="utf-8")
+        results.append(BeforeAndAfter(loaded, settings(*words)).before(loaded.model, kept))
+    digests = [result["perplexity"]["provenance"]["corpus_sha256"] for result in results]
+    assert digests[0] == digests[1]
+    assert json.loads(json.dumps(results[0])) == results[1]
+    assert len(set(digests)) == 4
+
+
 def test_what_was_measured_of_other_weights_is_measured_again(settings: Any, tmp_path: Path) -> None:
     loaded: Checkpoint = load_checkpoint(settings().checkpoint, dtype="fp32")
     kept = tmp_path / "before.json"
