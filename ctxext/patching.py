@@ -368,12 +368,14 @@ def unpatch(model: ModelT) -> ModelT:
     Raises:
         PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
     """
-    base = Subject.of(model).model
-    state = patched_state(base)
+    subject = Subject.of(model)
+    base, state = subject.model, patched_state(subject.model)
     if state is None:
+        architecture = find_architecture(subject) if subject.saved is not None else None
+        final = None if architecture is None else architecture.why_final(subject)
+        way = "A checkpoint that was saved extended is undone by loading the original checkpoint."
         raise PatchStateError(
-            f"This {type(base).__name__} was not patched in place, so there is nothing to undo. A checkpoint that was "
-            f"saved extended is undone by loading the original checkpoint."
+            f"This {type(base).__name__} was not patched in place, so there is nothing to undo. {final or way}"
         )
     guards = guards_of(base)
     with own_defaults():

@@ -110,8 +110,8 @@ class Buckets(Architecture):
         if temperature == 1:
             return None
         return (
-            f"Weights of its self-attention were divided by a temperature of {temperature:g} and rounded, so the "
-            f"original ones cannot be recovered. Load the original checkpoint."
+            f"Weights of this {subject.kind}'s self-attention were divided by a temperature of {temperature:g} and "
+            f"rounded, so the original ones cannot be recovered. Load the original checkpoint."
         )
 
     def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:

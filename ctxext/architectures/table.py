@@ -258,8 +258,9 @@ def _old_tables(subject: Subject, tables: list[PositionTable]) -> tuple[dict[str
         if old is None or trained != kept:
             method = _saved_method(subject)
             return {}, (
-                f"Its {trained:,} learned rows cannot be recovered from the {table.positions:,} that method "
-                f"{method.name!r} (factor {method.factor:g}) made of them. Load the original checkpoint."
+                f"The {trained:,} learned rows of this {subject.kind} cannot be recovered from the "
+                f"{table.positions:,} that method {method.name!r} (factor {method.factor:g}) made of them. Load the "
+                f"original checkpoint."
             )
         originals[table.name] = old
     return originals, None

@@ -24,6 +24,7 @@ from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
     CtxextError,
+    IncompatibleError,
     InvalidParameterError,
     UnknownNameError,
     printable,
@@ -87,6 +88,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: nothing there, or nothing that transformers can load as such a model.
+        IncompatibleError: it is an encoder-decoder, or a model without a language model's head.
         InvalidParameterError: a device that is not there.
         UnknownNameError: an unknown dtype.
     """
@@ -193,6 +195,12 @@ def _load(
     if masked:
         kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
     model = load_saved(source, dtype=DTYPES[chosen], **kind, **trust, **loading)
+    if base_model(model).config.is_encoder_decoder and not masked:
+        raise IncompatibleError(
+            f"{source} holds a {type(base_model(model)).__name__}, an encoder-decoder. What is measured and trained "
+            f"here are models that predict the next token of one text. Give such a model. To run this one, call "
+            f"ctxext.load(path)."
+        )
     if "device_map" not in loading:
         model.to(device)
     if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):

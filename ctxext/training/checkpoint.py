@@ -19,7 +19,7 @@ from ctxext.adapters import base_of, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.saved import checked_trained_length, saved_extension
+from ctxext.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
@@ -111,9 +111,10 @@ def _require_whole(source: str, trained_length: int | None) -> None:
     saved = saved_extension(read_any_config(source), source)
     if saved is None:
         return
+    method = saved_method(saved)  # refuses an encoder-decoder of two extended sides, which no run here trains
     if trained_length is None:
         raise CheckpointError(
-            f"{source} was saved extended by {saved['method']['method']}, and extensions are never stacked. Begin from "
+            f"{source} was saved extended by {method.name}, and extensions are never stacked. Begin from "
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
             f"{saved['trained_length']}."
         )

@@ -330,8 +330,11 @@ def test_a_loaded_checkpoint_that_was_extended_already(tmp_path: Path) -> None:
     assert ctxext.describe(model).target_length == 48
     with pytest.raises(PatchStateError, match="already extended"):
         ctxext.patch(model, "pi", factor=2)
-    with pytest.raises(IncompatibleError, match="Its 32 learned rows cannot be recovered from the 48 that method 'pi'"):
+    lost = "The 32 learned rows of this gpt2 cannot be recovered from the 48 that method 'pi'"
+    with pytest.raises(IncompatibleError, match=lost):
         ctxext.patch(model, "pi", factor=2, trained_length=32)
+    with pytest.raises(PatchStateError, match=f"nothing to undo. {lost}.*Load the original checkpoint"):
+        ctxext.unpatch(model)
     assert len(model.transformer.wpe.weight) == 48
 
 

@@ -24,7 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import ctxext
-from ctxext.errors import CheckpointError
+from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
 from ctxext.surgery.subject import base_model
 from ctxext.training import checkpoint as training
@@ -33,6 +33,7 @@ from tests._gguf import write_gguf
 from tests._models import logits, tiny, tokens
 from tests._tokenizer import make_tokenizer
 from tests.training._recipe import CONFIG, SMALL, words_of
+from tests.walk.tiny import TRAINED_LENGTH
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -345,3 +346,20 @@ def test_a_checkpoint_that_says_its_quantisation(rounding: list[dict[str, Any]],
     require_same(load_checkpoint(str(place), device="cpu", dtype="fp32").model, rounded)
     extended = ctxext.patch(rounded, "yarn", factor=2.0)
     require_same(ctxext.load(place, "yarn", factor=2.0, dtype=torch.float32), extended)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("t5gemma", "yarn"), ("umt5", "stretch_buckets"), ("m2m_100", "pi"), ("speech_to_text", "pi")],
+)
+def test_an_encoder_decoder_that_was_saved_extended_is_refused_by_name(
+    model_type: str, method: str, tmp_path: Path
+) -> None:
+    """A plain one has no causal class; an extended one is loaded as what it is, and cannot be measured or trained."""
+    model = ctxext.patch(tiny(model_type), method, factor=2, trained_length=TRAINED_LENGTH)
+    ctxext.save(model, tmp_path)
+    said = rf"{tmp_path.name} holds a {type(model).__name__}, an encoder-decoder\."
+    with pytest.raises(IncompatibleError, match=said):
+        load_checkpoint(str(tmp_path))
+    with pytest.raises(IncompatibleError, match="is an encoder-decoder" if model_type == "t5gemma" else said):
+        trained(tmp_path, "--trained_length", str(TRAINED_LENGTH))
