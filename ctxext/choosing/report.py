@@ -143,8 +143,9 @@ def _draw(canvas: Any, choice: Choice) -> None:
     _draw_inside(inside, choice, colours)
     _draw_beyond(beyond, choice, colours)
     _draw_verdict(verdict, choice)
-    legend = {"frameon": False, "fontsize": 9, "labelcolor": "linecolor"}
-    canvas.legend(*beyond.get_legend_handles_labels(), loc="outside lower center", ncols=3, **legend)
+    # Of its axes: one of the canvas would cover the caption.
+    look = {"frameon": False, "fontsize": 9, "labelcolor": "linecolor"}
+    beyond.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), **look)
 
 
 def _draw_inside(axes: Any, choice: Choice, colours: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -58,6 +59,9 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
     if version:
         typer.echo(__version__)
         raise typer.Exit()
+    for stream in (sys.stdout, sys.stderr):  # what a terminal's encoding lacks (×, ±, a name) becomes a question mark
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     # It warns of every rope type that it does not know, and trying methods tries those. Where it is not imported yet,
     # the help of a command must not wait for it.
     if "transformers" in sys.modules:

@@ -411,7 +411,7 @@ class OutputOptions:
             check_output(path)
 
     def write(self, result: Measurement, page: Page, console: Console) -> None:
-        """Print and write a result; each file appears whole or not at all.
+        """Write and print a result; each file appears whole or not at all, and before whoever reads may stop reading.
 
         Args:
             result: what was measured.
@@ -422,10 +422,6 @@ class OutputOptions:
             InvalidParameterError: a file that cannot be written.
         """
         data = json.dumps(result.to_dict(), indent=1) + "\n"
-        if self.as_json:
-            typer.echo(data, nl=False)
-        else:
-            page.show(console)
         (figure,) = page.figures
         picture = next((path.name for path in self.output or () if path.suffix == ".png"), None)
         for path in self.output or ():
@@ -440,6 +436,10 @@ class OutputOptions:
                     )
             except OSError as error:
                 raise InvalidParameterError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
+        if self.as_json:
+            typer.echo(data, nl=False)
+        else:
+            page.show(console)
 
 
 def check_output(path: Path, endings: Sequence[str] = ENDINGS) -> None:

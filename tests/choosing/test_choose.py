@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -14,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.choosing import budget, choose, losses
 from ctxext.choosing.choice import Choice
+from ctxext.choosing.report import choice_page
 from ctxext.choosing.texts import corpus_from, split_texts
 from ctxext.cli.choose import ChoiceOutputOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
@@ -213,6 +216,24 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
     with pytest.raises(InvalidParameterError, match=r"ctxext choose CHECKPOINT -t mine\.txt --target"):
         ctxext.patch(model, "auto", factor=2)
     assert not ctxext.describe(model).method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_legend_of_the_figure_leaves_its_caption_readable(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(choose, "candidates", lambda *_: tuple(FEW[:count]))
+    canvases: list[Any] = []
+    (figure,) = choice_page(chosen(model, bos_tokenizer, keys=False)).figures
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda canvas, *_, **__: canvases.append(canvas))
+    figure.save(BytesIO())
+    (canvas,) = canvases
+    canvas.draw_without_rendering()
+    (caption,) = (text for text in canvas.texts if text.get_text().startswith("Left: "))
+    legends = [*canvas.legends, *filter(None, (axes.get_legend() for axes in canvas.axes))]
+    assert legends
+    assert not any(legend.get_window_extent().overlaps(caption.get_window_extent()) for legend in legends)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 import ctxext
 from ctxext.cli.app import app
+from ctxext.cli.options import OutputOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.journal import Journal
@@ -39,6 +42,7 @@ from ctxext.evaluation.perplexity import (
     prepare,
 )
 from ctxext.evaluation.report.perplexity import perplexity_page
+from ctxext.progress import terminal
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
 from tests._models import byte_model, trained_for
@@ -566,3 +570,32 @@ def test_the_figure_has_numbers_on_its_axis(make: Make, least: float, most: floa
     heights = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
     inside = [number for height in heights if least * 0.9 < (number := float(height.replace(",", ""))) < most * 1.1]
     assert len(set(inside)) >= 3
+
+
+class Closing(io.TextIOWrapper):
+    """Standard output whose reader has gone, as that of ``| head -1``."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("endings", [["json"], ["md"], ["png"], ["json", "md", "png"]])
+def test_files_are_there_before_anything_is_printed(make: Make, tmp_path: Path, endings: list[str]) -> None:
+    checkpoint, corpus = make(129, 1)
+    plan = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 2.0})
+    result = run(checkpoint, corpus, plan)
+    files = [tmp_path / f"loss.{ending}" for ending in endings]
+    console = terminal(file=Closing(io.BytesIO()))
+    with pytest.raises((BrokenPipeError, SystemExit)):
+        OutputOptions(output=files).write(result, perplexity_page(result), console)
+    assert all(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("charset", ["ascii", "latin-1", "cp1252", "cp437"])
+def test_a_terminal_without_a_character_shows_a_question_mark(folder: Path, charset: str) -> None:
+    text = folder / "\u6e29\u00b1\u00d7.txt"
+    text.write_text("".join(f"word {n}, " for n in range(60)), encoding="utf-8")
+    options = ["-t", str(text), "--method", "pi", "--length", "128"]
+    result = CliRunner(charset=charset).invoke(app, ["eval", "perplexity", str(folder / "checkpoint"), *options])
+    assert result.exit_code == 0, result.output
+    assert "?" in result.stdout
