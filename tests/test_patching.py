@@ -247,8 +247,8 @@ def test_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
         ("su", {}, "Unknown method 'su'. Did you mean 'longrope'?"),
         ("NTK-aware", {}, "Unknown method 'NTK-aware'. Did you mean 'ntk'?"),
         ("", {}, "Unknown method ''."),
-        ("yarn", {"beta_fats": 3}, "Unknown parameter of method 'yarn' 'beta_fats'. Did you mean 'beta_fast'?"),
-        ("pi", {"beta_fast": 3}, "Unknown parameter of method 'pi' 'beta_fast'."),
+        ("yarn", {"beta_fats": 3}, "Unknown yarn parameter 'beta_fats'. Did you mean 'beta_fast'?"),
+        ("pi", {"beta_fast": 3}, "Unknown pi parameter 'beta_fast'."),
     ],
 )
 def test_unknown_names(name: str, parameters: dict[str, Any], message: str) -> None:

@@ -109,7 +109,7 @@ def test_names_that_nobody_knows_are_refused_with_what_to_do(commit: str, tmp_pa
     refused(CheckpointError, unknown, method=method | {"method": "yran"})
     refused(
         UnknownNameError,
-        "parameter of method 'yarn' 'beta_fsat'. Did you mean 'beta_fast'",
+        "Unknown yarn parameter 'beta_fsat'. Did you mean 'beta_fast'",
         method=method | {"beta_fsat": 1},
     )
     refused(CheckpointError, "format 0; ctxext .* reads format 1", format=0)

@@ -105,7 +105,7 @@ class Method(ABC):
         known = {field.name for field in fields(cls)}
         for key in parameters:
             if key not in known:
-                raise UnknownNameError.of(f"parameter of method {cls.name!r}", key, known)
+                raise UnknownNameError.of(f"{cls.name} parameter", key, known)
         needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         missing = [name for name in needed if name not in parameters]
         if missing:

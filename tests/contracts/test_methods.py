@@ -119,7 +119,7 @@ def test_whole_factor_is_the_same_method(cls: type[Method]) -> None:
 def test_unknown_parameter_suggests_the_nearest(cls: type[Method]) -> None:
     data = example_of(cls).to_dict()
     data["factr"] = data.pop("factor")
-    with pytest.raises(UnknownNameError, match=rf"parameter of method '{cls.name}' 'factr'\. Did you mean 'factor'\?"):
+    with pytest.raises(UnknownNameError, match=rf"Unknown {cls.name} parameter 'factr'\. Did you mean 'factor'\?"):
         cls.from_dict(data)
 
 

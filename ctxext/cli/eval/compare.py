@@ -66,9 +66,9 @@ class HiddenKeyOptions:
 def compare(
     *,
     texts: TextOptions,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the report and the finished jobs.")] = Path(
-        "report"
-    ),
+    output: Annotated[
+        Path, Option("--output", "-o", file_okay=False, help="Folder for the report and the finished jobs.")
+    ] = Path("report"),
     asked: ComparedOptions,
     keys: HiddenKeyOptions,
     source: SourceOptions,
