@@ -20,10 +20,10 @@ SHAPED = $(shell grep -rl --include=*.py "from jaxtyping" ctxext | sed 's/\.py$$
 CORE = -n 2 --dist loadscope -m "not slow and not nightly" --jaxtyping-packages=$(SHAPED),beartype.beartype
 SLOW := -n 2 --dist loadscope -m "slow and not nightly" --override-ini addopts="-q --strict-markers"
 
-core: $(INSTALLED) ## the quick tests, before each commit (250 s of processor time, on two processes)
+core: $(INSTALLED) ## the quick tests, before each commit (2 minutes on 2 idle cores)
 	$(BIN)/python -m pytest $(CORE) --most-seconds 1
 
-test: $(INSTALLED) ## the test suite: CPU, offline (1,010 s of processor time, on two processes)
+test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
 	$(BIN)/python -m pytest $(CORE) --most-seconds 3
 	$(BIN)/python -m pytest $(SLOW)
 

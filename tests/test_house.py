@@ -47,15 +47,15 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 46_600,
+    "lines of ctxext/": 46_200,
     "classes of evaluation/": 84,
     "files that one patch enters": 18,
-    "functions that one patch enters": 131,
+    "functions that one patch enters": 130,
     "docstrings that are riddles": 6,
     "functions without an imperative": 0,
     "lines of __all__": 0,
-    "lines of JSON in ctxext/": 289,
-    "lines of scripts/": 3_915,
+    "lines of JSON in ctxext/": 287,
+    "lines of scripts/": 3_900,
     "parameters of the widest command": 6,
 }
 

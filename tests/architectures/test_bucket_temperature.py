@@ -211,7 +211,7 @@ def test_a_saved_one_is_complete_and_cannot_be_extended_anew(tmp_path: Path) -> 
     model.save_pretrained(saved)
     again = ctxext.load(saved).eval()
     assert ctxext.describe(again).fingerprint == ctxext.describe(model).fingerprint
-    with pytest.raises(PatchStateError, match="loading the original checkpoint"):
+    with pytest.raises(PatchStateError, match="Load the original checkpoint"):
         ctxext.unpatch(again)
     anew = {"factor": 8.0, "trained_length": TRAINED_LENGTH}
     message = r"divided by a temperature of 0\.8 and rounded.*Load the original checkpoint"
