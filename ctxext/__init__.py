@@ -73,7 +73,7 @@ def __dir__() -> list[str]:
 
 
 def _started_as_command() -> bool:
-    """Whether this process is the ``ctxext`` command, or ``python -m ctxext``, and no program that imports ctxext."""
+    """Return whether this process is the ``ctxext`` command or ``python -m ctxext``, and no program that imports it."""
     name = sys.argv[0] if sys.argv else ""
     return pathlib.PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
 

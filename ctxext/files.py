@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -215,3 +216,8 @@ def read_json_as(path: Path, kind: type, expected: str) -> Any:
     if not isinstance(content, kind):
         raise CheckpointError(f"{path} should hold {expected}; found {json.dumps(content)[:40]}.")
     return content
+
+
+def digest(content: str | bytes) -> str:
+    """Return the first 12 hexadecimal digits of the SHA-256 of some bytes, or of a text in UTF-8."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]

@@ -51,7 +51,7 @@ CEILINGS = {
     "classes of evaluation/": 84,
     "files that one patch enters": 18,
     "functions that one patch enters": 130,
-    "docstrings that are riddles": 6,
+    "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 287,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ctxext.architectures.base import Architecture, unknown_length
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
 from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec, Extension, Request
@@ -268,7 +268,7 @@ def _temperature_in(saved: dict[str, Any] | None) -> float:
 
 def _fingerprint(spec: BucketSpec, max_distance: int, temperature: float) -> str:
     form = f"{spec.buckets} buckets to {max_distance}" + (f" at {temperature!r}" if temperature != 1 else "")
-    return hashlib.sha256(form.encode()).hexdigest()[:12]
+    return digest(form)
 
 
 def _notes(spec: BucketSpec, max_distance: int, temperature: float) -> tuple[str, ...]:

@@ -383,7 +383,7 @@ def choose(
         progress: called with what is being done and the cost done since the last call.
 
     Returns:
-        The choice, with ``method``, ``table`` and ``sentence``.
+        The choice, with ``method``, ``rows()`` and ``sentence``.
 
     Raises:
         InvalidParameterError: texts that are too short or too few, a target inside the trained window, or a budget that

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.statistics import check_finite
 from ctxext.evaluation.survey import Answer, Job, LossJob, Survey, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, tail_windows, window_name
+from ctxext.files import digest
 from ctxext.texts.corpus import TokenisedDocument
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
@@ -191,7 +191,7 @@ class MeasuredLosses:
         # Where a candidate is stopped depends on all others; the published YaRN never is, so that it serves any plan.
         names = [reading.name for reading in self.entered]
         plan = [repr(self.sizes), names, [stretch.text.sha256 for stretch in self.split.choosing]]
-        task = [] if name == self.entered[0].name else [hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]]
+        task = [] if name == self.entered[0].name else [digest(json.dumps(plan))]
         reading = [name, reader.reading.method, reader.reading.fingerprint]
         return WholeTextJob(
             key=self.readings.key(reading, text=text.sha256, whole=task),

@@ -11,7 +11,6 @@ choice only if it is better on texts that neither the rounds nor the search have
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from ctxext.evaluation.provenance import from_json
 from ctxext.evaluation.readings import Reading
 from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference
 from ctxext.evaluation.survey import Answer, Job
+from ctxext.files import digest
 from ctxext.surgery.learned import turns
 from ctxext.surgery.rotary import RotarySite
 from ctxext.texts.haystack import Haystack
@@ -286,11 +286,11 @@ class Search:
             [text.text.sha256 for text in self.split.choosing],
             *(losses.seed, self.factor, TRAVEL, LONGEST, NEEDLE),
         ]
-        digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
+        plan_digest = digest(json.dumps(plan))
         states = [State.begin(len(start))]
         for step in range(steps):
             job = StepJob(
-                key=losses.readings.key([PLAIN, digest], step=step),
+                key=losses.readings.key([PLAIN, plan_digest], step=step),
                 cost=self.sizes.rows * STEP_COST * pass_cost(losses.costs.length, losses.costs.turning_point),
                 reader=losses.readers[PLAIN],
                 name=f"searching from {name}, step {step + 1} of {steps}",

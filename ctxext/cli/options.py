@@ -1,4 +1,4 @@
-"""What commands share: how mistakes end, groups of options and their meaning for the library, and where results go."""
+"""The parts that commands share: errors as they end a command, groups of options, and files of results."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 @dataclass(frozen=True, kw_only=True)
 class PictureOptions:
-    """How far a method extends, and the file that its picture goes to."""
+    """The extension of a method, and the file that its picture goes to."""
 
     output: Path | None = option(
         "The PNG file to write.",
@@ -141,7 +141,7 @@ def frequencies(
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsOptions(PictureOptions):
-    """How far methods remap positions, and the file that the picture goes to."""
+    """The extension of methods that remap positions, and the file that the picture goes to."""
 
     factor: float = option("Target length / trained length.", "--factor", "-f", default=2.0)
     trained_length: int | None = option(

@@ -1,4 +1,4 @@
-"""How the command line shows what the library returns."""
+"""Tables and sentences by which the command line shows what the library returns."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ Source: Fang et al., arXiv:2410.23771, section 4.1 and appendix A.1; PKU-ML/Long
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from ctxext.evaluation.provenance import Report
 from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
 from ctxext.evaluation.truncation import UNPATCHED
+from ctxext.files import digest
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # The thresholds of the paper.
@@ -279,7 +279,7 @@ def ending(document: TokenisedDocument, length: int) -> TokenisedDocument:
 def tokenizer_digest(tokenizer: Any) -> str:
     """Return the first 12 hexadecimal digits of a hash of a tokenizer's vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
-    return hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
+    return digest(vocabulary)
 
 
 def _sizes(trained: int | None, window: int | None, short: int | None, stride: int | None) -> tuple[int, int, int]:

@@ -24,7 +24,6 @@ Source: Devlin et al., arXiv:1810.04805, section 3.1 (masks); Salazar et al., ar
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
+from ctxext.files import digest
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.subject import Subject, base_model
 from ctxext.texts.corpus import Corpus, special_suffix
@@ -113,7 +113,7 @@ class MaskedText:
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of tokens and masks."""
         content = [self.input_ids.tolist(), [masked.tolist() for masked in self.passes], self.mask]
-        return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+        return digest(repr(content))
 
     def views(self, window: int | None = None) -> list[View]:
         """Return the rows that give the loss of every masked token once.

@@ -15,7 +15,6 @@ are our own.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.statistics import PairedDifference, grouped_difference, wilson_interval
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED
+from ctxext.files import digest
 from ctxext.texts.haystack import Haystack, nearest_boundary, noise, split_sentences
 
 AVERAGED, NEAREST = "chunks, averaged", "chunks, nearest"
@@ -150,7 +150,7 @@ class PassageSet:
     @property
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of all texts."""
-        return hashlib.sha256("\0".join((*self.documents, *self.queries)).encode()).hexdigest()[:12]
+        return digest("\0".join((*self.documents, *self.queries)))
 
 
 def make_passages(

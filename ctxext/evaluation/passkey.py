@@ -11,7 +11,6 @@ Source of the task: Mohtashami & Jaggi, arXiv:2305.16300, appendix; wording and 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Sequence
@@ -41,6 +40,7 @@ from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.statistics import check_finite, wilson_interval
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED
+from ctxext.files import digest
 from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, nearest_boundary, noise
@@ -89,7 +89,7 @@ class Passkey:
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of the tokens of prompt and answer."""
         tokens = [*self.prompt.tolist(), -1, *self.answer.tolist()]
-        return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
+        return digest(" ".join(map(str, tokens)))
 
     def last(self, tokens: int, *, prefix: int = 0) -> Passkey:
         """Cut the prompt to its last ``tokens``; the first ``prefix`` of them stay in front."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from ctxext.attention import Call, Layout
 from ctxext.attention.base import expand_heads
 from ctxext.errors import IncompatibleError
+from ctxext.files import digest
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.attend import Backends, as_autocast_wants
@@ -155,4 +155,4 @@ def _extremes(positions: Tensor, documents: Tensor | None, reduction: str) -> li
 def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
     """Return 12 hexadecimal digits of a hash of the slopes at the target length."""
     slopes = method.slopes(alibi, method.target_length(alibi.trained_length))
-    return hashlib.sha256(slopes.float().numpy().tobytes()).hexdigest()[:12]
+    return digest(slopes.float().numpy().tobytes())

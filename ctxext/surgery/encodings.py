@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from transformers.cache_utils import Cache
 from ctxext.attention import Call, Layout
 from ctxext.attention.base import without_autocast
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.files import digest
 from ctxext.methods import method_class
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
@@ -166,7 +166,7 @@ def spec_of(subject: Subject, trained_length: int) -> EncodingSpec:
 def encoding_fingerprint(method: EncodingMethod, spec: EncodingSpec) -> str:
     """Return 12 hexadecimal digits of a hash of the method and of the model's facts that it uses."""
     form = json.dumps([method.to_dict(), asdict(spec)], sort_keys=True)
-    return hashlib.sha256(form.encode()).hexdigest()[:12]
+    return digest(form)
 
 
 def install_encoding(

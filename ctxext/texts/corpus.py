@@ -7,7 +7,6 @@ across the seam between two texts is measured on something that nobody wrote.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.files import digest
 from ctxext.texts.documents import Document
 
 BOS_CHOICES = ("auto", "none", "bos", "eos")
@@ -45,7 +45,7 @@ class TokenisedDocument:
     @cached_property
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of the token ids, as decimal numbers with spaces between."""
-        return _digest(" ".join(map(str, self.input_ids[0].tolist())))
+        return digest(" ".join(map(str, self.input_ids[0].tolist())))
 
     def take(self, tokens: int, *, skip: int = 0) -> TokenisedDocument:
         """Return the prefix and the tokens after the first ``skip`` of the text, ``tokens`` in total.
@@ -91,7 +91,7 @@ class Corpus:
     @property
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of all documents' digests in order."""
-        return _digest(" ".join(document.sha256 for document in self.documents))
+        return digest(" ".join(document.sha256 for document in self.documents))
 
     @property
     def tokens(self) -> int:
@@ -225,7 +225,3 @@ def special_suffix(tokenizer: Any) -> list[int]:
     bare = list(tokenizer("a", add_special_tokens=False).input_ids)
     dressed = list(tokenizer("a").input_ids)
     return dressed[dressed.index(bare[0]) + len(bare) :] if bare and bare[0] in dressed else []
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

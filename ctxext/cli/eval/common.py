@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ctxext.cli.options import Measurement, OutputOptions, ReaderOptions, SourceOptions
+from ctxext.files import digest
 from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Resumable(Protocol):
 
     @property
     def done(self) -> str:
-        """What is finished, such as ``5 of 14 jobs``."""
+        """Finished jobs and all jobs, such as ``5 of 14 jobs``."""
 
 
 class Session:
@@ -145,8 +146,6 @@ class Session:
 
     def provenance(self, document: Document | None, seed: int) -> Provenance:
         """Return the provenance of prompts that are drawn, with the text that they hide things in."""
-        import hashlib
-
         from ctxext.evaluation.provenance import provenance_of
         from ctxext.texts.corpus import prefix_label, special_prefix
 
@@ -154,8 +153,7 @@ class Session:
         provenance = replace(provenance_of(self.checkpoint, seed=seed), prefix=prefix)
         if document is None:
             return provenance
-        digest = hashlib.sha256(document.text.encode()).hexdigest()[:12]
-        return replace(provenance, documents=(document.name,), corpus_sha256=digest)
+        return replace(provenance, documents=(document.name,), corpus_sha256=digest(document.text))
 
     def finish(self, result: Result, page: Callable[[Result], Page]) -> None:
         """Show and write what was measured, in the main process; see ``OutputOptions.write``."""

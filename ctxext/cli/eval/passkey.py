@@ -38,7 +38,7 @@ def passkey(
 ) -> None:
     """Ask for five digits hidden at every length and depth: unpatched, truncated, and extended.
 
-    With --output, every finished trial is kept: run the same command again after an interruption, and it goes on.
+    With --output, every finished job is kept: run the same command again after an interruption, and it goes on.
 
     [bold]Example[/]: ctxext eval passkey Llama-3-8B --method yarn --factor 4 -o passkey.json -o passkey.png
     """

@@ -40,7 +40,7 @@ def ruler(
 ) -> None:
     """Measure RULER's tasks at every length, offline: unpatched, truncated, and extended.
 
-    With --output, every finished trial is kept: run the same command again after an interruption, and it goes on.
+    With --output, every finished job is kept: run the same command again after an interruption, and it goes on.
 
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """

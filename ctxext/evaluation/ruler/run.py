@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
+from ctxext.files import digest
 from ctxext.texts.corpus import special_prefix
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
@@ -233,7 +233,7 @@ def ruler_prompts(
             f"least one of each."
         )
     template = tokenizer.chat_template if chat else None
-    depends = [seed, chat, tokenizer_digest(tokenizer), _digest(template.encode()) if template else None]
+    depends = [seed, chat, tokenizer_digest(tokenizer), digest(template) if template else None]
     prompts = []
     for length, kind in itertools.product(lengths, chosen):
         task = kind(_setting(tokenizer, length, sources, chat))
@@ -280,10 +280,6 @@ def _source(task: Task, sources: Sources) -> str | None:
     if task.source is None:
         return None
     if task.source == "essay" and sources.essay is not None:
-        return _digest(sources.essay.text.encode())
+        return digest(sources.essay.text)
     file: Path = getattr(sources, task.source)
-    return _digest(file.read_bytes())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+    return digest(file.read_bytes())
