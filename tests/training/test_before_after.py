@@ -13,8 +13,9 @@ from torch import Tensor
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.surgery.subject import weights_digest
 from ctxext.training import before_after
 from ctxext.training.before_after import BeforeAndAfter
 from tests.training._recipe import recipe

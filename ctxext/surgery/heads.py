@@ -1,0 +1,389 @@
+"""Find the heads that retrieve: score each key-value group by its attention to the token that has to be copied.
+
+A text says something twice, and the second time each token is known from the first. A head that retrieves looks, from
+the token before, at the one to copy. So a text is a row of tokens with pairs of a query and the key to copy, and the
+score of a head is the mean attention over these pairs, a probability.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
+from ctxext.files import write_json
+from ctxext.surgery.code import names_of
+from ctxext.surgery.config import stated_length
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.rebuild import FAILURES
+from ctxext.surgery.subject import Subject, weights_digest
+from ctxext.version import __version__
+
+RECORDING = "ctxext_heads"
+SEEDS = (0, 1, 2)
+REPEATED = 512  # tokens of the text that is repeated, where the model was trained for twice as many
+CHUNK = 256  # queries whose attention weights exist at a time
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """Scores of the key-value groups of a model; a group is as good as its best query head.
+
+    Groups are numbered through all attention layers: the number of a group is the number of groups in the layers
+    before, plus its index in its own layer.
+
+    Args:
+        kv_heads: key-value groups of each attention layer, in the order of layers.
+        probes: by probe, the score of every group: attention to the token to copy, from 0 to 1, mean over seeds.
+        spread: by probe, the standard deviation of each of these scores over seeds; empty for one seed.
+        fingerprint: of the model without an extension, see ``weights_digest``.
+        settings: the seeds, tokens and versions that the scores were measured with.
+    """
+
+    kv_heads: tuple[int, ...]
+    probes: dict[str, tuple[float, ...]]
+    spread: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    fingerprint: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The score of every group: the mean over probes."""
+        return tuple(sum(each) / len(each) for each in zip(*self.probes.values(), strict=True))
+
+    def ranked(self) -> tuple[int, ...]:
+        """Return the numbers of all groups, best first; of equal scores the lower number."""
+        scores = self.scores
+        return tuple(sorted(range(len(scores)), key=lambda group: (-scores[group], group)))
+
+    def chosen(self, *, share: float | None = None, threshold: float | None = None) -> tuple[int, ...]:
+        """Return the numbers of the groups that retrieve, in ascending order.
+
+        Args:
+            share: how many of all groups, above 0 and at most 1, rounded up to whole groups.
+            threshold: the least score of a group, from 0 to 1; at least the best group is chosen.
+
+        Raises:
+            InvalidParameterError: unless one of the two is given, in its range.
+        """
+        if (share is None) == (threshold is None):
+            raise InvalidParameterError("Give share or threshold, one of the two, to choose the groups that retrieve.")
+        ranked = self.ranked()
+        if share is not None:
+            if not 0 < share <= 1:
+                raise InvalidParameterError(f"share must be above 0 and at most 1, found {shown(share)}.")
+            # A share of 0.2 of 90 groups is 18, although 0.2 * 90 may come out a little above.
+            return tuple(sorted(ranked[: max(1, math.ceil(share * len(ranked) - 1e-9))]))
+        if threshold is None or not 0 <= threshold <= 1:
+            raise InvalidParameterError(f"threshold must be from 0 to 1, found {shown(threshold)}.")
+        scores = self.scores
+        return tuple(sorted({ranked[0], *(group for group in ranked if scores[group] >= threshold)}))
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return the attention layer and the index in it of a group's number."""
+        layer = 0
+        while group >= self.kv_heads[layer]:
+            group, layer = group - self.kv_heads[layer], layer + 1
+        return layer, group
+
+    def save(self, path: str | Path) -> None:
+        """Write the scores as JSON, whole or not at all."""
+        write_json(Path(path), asdict(self))
+
+    @classmethod
+    def read(cls, path: str | Path) -> HeadScores:
+        """Read what ``save`` wrote.
+
+        Raises:
+            InvalidParameterError: there is no such file, or it holds something else.
+        """
+        way = "Write it by `ctxext heads CHECKPOINT -o heads.json`, or by ctxext.heads(model).save(path)."
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidParameterError(f"The scores of heads {str(path)!r} cannot be read: {error}. {way}") from error
+        try:
+            scores = cls(
+                kv_heads=tuple(map(int, content["kv_heads"])),
+                probes={name: tuple(map(float, values)) for name, values in content["probes"].items()},
+                spread={name: tuple(map(float, values)) for name, values in content["spread"].items()},
+                fingerprint=str(content["fingerprint"]),
+                settings=dict(content["settings"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidParameterError(f"{str(path)!r} does not hold scores of heads ({error!r}). {way}") from error
+        groups = sum(scores.kv_heads)
+        if not scores.probes or any(len(values) != groups for values in scores.probes.values()):
+            raise InvalidParameterError(f"{str(path)!r} should hold a score of each of its {groups} groups. {way}")
+        return scores
+
+
+@dataclass(frozen=True, eq=False)
+class Repetition:
+    """A text that says something again, and where its tokens have to be copied from.
+
+    Args:
+        tokens: the text.
+        queries: positions from which the next token is predicted, in ascending order.
+        keys: for each of them the earlier position of that next token.
+    """
+
+    tokens: Int[Tensor, " tokens"]
+    queries: Int[Tensor, " pairs"]
+    keys: Int[Tensor, " pairs"]
+
+
+def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS) -> HeadScores:
+    """Score the groups of a model that is not patched by induction: random tokens, then the same tokens again.
+
+    Args:
+        subject: the model; it is left as it was, bit for bit.
+        seeds: of the random tokens, one pass each.
+
+    Raises:
+        IncompatibleError: the model's attention cannot be recorded, or it reads too few tokens.
+        PatchStateError: the model is patched.
+    """
+    with _recording(subject) as recorder:
+        texts = {"induction": [_repeated(subject, seed) for seed in seeds]}
+        return _scored(recorder, texts, {"seeds": list(seeds), "tokens": len(texts["induction"][0].tokens)})
+
+
+def heads(model: Any, *, seeds: Sequence[int] = SEEDS) -> HeadScores:
+    """Find the key-value groups whose heads retrieve: those that look at the token that has to be copied.
+
+    Args:
+        model: a transformers model of text, or a wrapper around one, without an extension.
+        seeds: of the random tokens, one pass each.
+
+    Raises:
+        IncompatibleError: the model's attention cannot be recorded, or it reads too few tokens.
+        InvalidParameterError: no seeds.
+        PatchStateError: the model is patched.
+    """
+    if not seeds:
+        raise InvalidParameterError("seeds is empty. Give at least one whole number, such as 0.")
+    return induction_scores(Subject.of(model), seeds=seeds)
+
+
+def _scored(recorder: _Recorder, texts: dict[str, list[Repetition]], settings: dict[str, Any]) -> HeadScores:
+    """Read the texts of each probe, and return the mean and the spread of the scores over a probe's texts."""
+    probes: dict[str, tuple[float, ...]] = {}
+    spread: dict[str, tuple[float, ...]] = {}
+    kv_heads: tuple[int, ...] = ()
+    for name, repetitions in texts.items():
+        layers = [recorder.run(repetition) for repetition in repetitions]
+        kv_heads = tuple(len(layer) for layer in layers[0])
+        scores = torch.stack([torch.cat(each) for each in layers])
+        probes[name] = tuple(scores.mean(0).tolist())
+        if len(layers) > 1:
+            spread[name] = tuple(scores.std(0).tolist())
+    versions = {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    return HeadScores(
+        kv_heads, probes, spread, weights_digest(recorder.subject.model), settings | {"versions": versions}
+    )
+
+
+def _repeated(subject: Subject, seed: int) -> Repetition:
+    """Draw distinct tokens and repeat them: each token's successor is known from the second time on."""
+    tokens = _drawn(subject, REPEATED, seed)
+    count = len(tokens)
+    queries = torch.arange(count, 2 * count - 1)
+    return Repetition(torch.cat([tokens, tokens]), queries, queries - count + 1)
+
+
+def _drawn(subject: Subject, most: int, seed: int) -> Int[Tensor, " tokens"]:
+    """Draw distinct tokens of a model's vocabulary, none of them special, at most half of what it was trained for.
+
+    Raises:
+        IncompatibleError: there are fewer than four such tokens, too few to repeat.
+    """
+    vocabulary = getattr(subject.text, "vocab_size", None) or 0
+    usable = torch.ones(vocabulary, dtype=torch.bool)
+    for config in (subject.config, subject.text):
+        for name, value in vars(config).items():
+            if name.endswith(("_token_id", "_token_index")):
+                ids = [value] if isinstance(value, int) else value or []
+                usable[[token for token in ids if 0 <= token < vocabulary]] = False
+    ordinary = usable.nonzero()[:, 0]
+    trained = stated_length(subject.text) or 0
+    count = min(most, len(ordinary), trained // 2 if trained > 0 else most)
+    if count < 4:
+        raise IncompatibleError(
+            f"This {subject.kind} has {len(ordinary)} ordinary tokens, and its config states a length of {trained}. "
+            f"Heads that retrieve are found on at least 4 random tokens and their repetition."
+        )
+    order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))
+    return ordinary[order[:count]]
+
+
+@dataclass
+class _Recorder:
+    """Attention of a model's layers to the keys to copy, summed up while the model reads a text.
+
+    Args:
+        subject: the model that reads.
+        own: name of its own attention implementation.
+        text: the text that is read.
+        layers: for each attention layer so far, the score of each of its groups.
+    """
+
+    subject: Subject
+    own: str
+    text: Repetition | None = None
+    layers: list[Float[Tensor, " groups"]] = field(default_factory=list)
+
+    def run(self, text: Repetition) -> list[Float[Tensor, " groups"]]:
+        """Read a text, and return the scores of each layer's groups.
+
+        Raises:
+            IncompatibleError: no layer calls transformers' attention interface, or the model's code fails.
+        """
+        self.text, self.layers = text, []
+        model = self.subject.model
+        device = model.get_input_embeddings().weight.device
+        try:
+            ids = text.tokens[None].to("cpu" if device.type == "meta" else device)
+            model.base_model(input_ids=ids, use_cache=False)
+        except CtxextError:
+            raise
+        except FAILURES as error:
+            raise IncompatibleError(
+                f"{type(model).__name__} fails on {len(text.tokens)} tokens while ctxext records its attention: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not self.layers:
+            raise _not_recorded(self.subject)
+        return self.layers
+
+    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: Any) -> None:
+        """Compute the attention of the chosen queries by the model's own eager function, in float32."""
+        text = self.text
+        assert text is not None  # run() has set it
+        tokens = len(text.tokens)
+        if not isinstance(mask, Tensor) or mask.shape[-2:] != (tokens, tokens) or query.shape[2] != tokens:
+            raise IncompatibleError(
+                f"{type(module).__name__} attends to {key.shape[2]} keys of a text of {tokens} tokens, under a mask of "
+                f"its own. ctxext cannot record which heads retrieve there."
+            )
+        keys, values = key.float(), value[..., :1].float()
+        eager = names_of(type(module))["eager_attention_forward"]
+        total = torch.zeros(query.shape[1], device=query.device)
+        first, last = int(text.queries[0]), int(text.queries[-1])
+        for start in range(first, last + 1, CHUNK):
+            stop = min(start + CHUNK, last + 1)
+            here = (text.queries >= start) & (text.queries < stop)
+            rows = _as_bias(mask[..., start:stop, :])
+            if bool((rows[..., 0, start + 1 :] == 0).any()):
+                raise IncompatibleError(
+                    f"{type(module).__name__} lets tokens see later ones, so it has nothing to retrieve. Heads that "
+                    f"retrieve are found in models that predict the next token."
+                )
+            bias = given.get("position_bias")
+            part = {} if bias is None else {"position_bias": bias[:, :, start:stop]}
+            _, weights = eager(module, query[:, :, start:stop].float(), keys, values, rows, **given | part)
+            at = (text.queries[here] - start).to(weights.device), text.keys[here].to(weights.device)
+            total += weights[0, :, at[0], at[1]].float().sum(-1)
+        groups = (total / len(text.queries)).view(key.shape[1], -1)
+        self.layers.append(groups.amax(-1).cpu())
+
+
+def _as_bias(mask: Tensor) -> Tensor:
+    """Return a mask as what is added to scores, in float32: true or 0 for the tokens that are seen."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def _recording(subject: Subject) -> Iterator[_Recorder]:
+    """Make a model record its attention, in evaluation mode; put everything back at the end.
+
+    Raises:
+        IncompatibleError: the model's attention does not go through transformers' interface, or it has an encoder.
+        PatchStateError: the model is patched.
+    """
+    model = subject.model
+    if subject.saved or "_ctxext" in vars(model):
+        raise PatchStateError(
+            f"This {type(model).__name__} is extended by ctxext, and its heads are found without that. Call "
+            f"ctxext.unpatch first."
+        )
+    if subject.config.is_encoder_decoder:
+        raise IncompatibleError(
+            f"{type(model).__name__} is an encoder-decoder. Heads that retrieve are found in models that predict the "
+            f"next token of one text."
+        )
+    if not type(model)._can_set_attn_implementation():
+        raise _not_recorded(subject)
+    # Other kernels than these two take no mask of all queries and keys, from which the weights are computed.
+    own = subject.text._attn_implementation
+    if own not in ("eager", "sdpa"):
+        own = "sdpa" if model._supports_sdpa else "eager"
+    recorder, edits = _Recorder(subject, own), Edits()
+    token = _recorder.set(recorder)
+    try:
+        edits.set(subject.text, "_attn_implementation_internal", RECORDING)
+        for module in model.modules():
+            if module.training:
+                edits.set(module, "training", False)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield recorder
+    finally:
+        edits.undo()
+        _recorder.reset(token)
+
+
+def _not_recorded(subject: Subject) -> IncompatibleError:
+    return IncompatibleError(
+        f"The attention of {type(subject.model).__name__} does not go through transformers' attention interface, so "
+        f"ctxext cannot record which heads retrieve."
+    )
+
+
+def _running() -> _Recorder:
+    recorder = _recorder.get()
+    if recorder is None:
+        raise PatchStateError(
+            f"The attention implementation {RECORDING!r} works inside ctxext.heads only. Choose another by "
+            f"model.set_attn_implementation('sdpa')."
+        )
+    return recorder
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Record the attention to the keys to copy, and compute the layer's output by the model's own attention."""
+    recorder, names = _running(), names_of(type(module))
+    recorder.record(module, query, key, value, attention_mask, given)
+    own = names["ALL_ATTENTION_FUNCTIONS"].get_interface(recorder.own, names["eager_attention_forward"])
+    result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **given)
+    return result
+
+
+def _mask(**arguments: Any) -> Tensor:
+    """Return the mask that the model's own attention takes, always of all queries and keys."""
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[_running().own](**arguments | whole)
+    return mask
+
+
+AttentionInterface.register(RECORDING, _attention)
+AttentionMaskInterface.register(RECORDING, _mask)
