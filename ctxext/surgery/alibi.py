@@ -38,7 +38,16 @@ class AlibiAttend:
     _slopes: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: LayoutMask,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        **_: Any,
     ) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout

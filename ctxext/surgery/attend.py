@@ -64,6 +64,38 @@ def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)
 
 
+class _Under:
+    """A layer or its config as it was before ``patch``: with some attributes of other values."""
+
+    def __init__(self, now: Any, **before: Any) -> None:
+        vars(self).update(before, _now=now)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_now"], name)
+
+
+def attend_as_before(
+    implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, given: dict[str, Any]
+) -> Tensor:
+    """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit.
+
+    Args:
+        implementation: the name of the function in transformers' attention interface, such as "sdpa".
+        module: the layer.
+        q: queries, ``[batch, heads, seq, head_dim]``, as keys and values are.
+        k: keys.
+        v: values.
+        mask: the layout, with ``replaced``.
+        given: the other arguments that the layer gave to its attention function.
+    """
+    names = names_of(type(module))
+    attention = names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
+    # Flash attention reads in the config of the layer which kernel to load.
+    layer = _Under(module, config=_Under(module.config, _attn_implementation=implementation))
+    out: Tensor = attention(layer, q, k, v, mask.under(implementation), **given)[0]
+    return out.transpose(1, 2)
+
+
 def decoder_of(subject: Subject, place: RotaryPlace) -> nn.Module:
     """Return the module that owns the rotary module; it builds the mask and calls the layers."""
     owner: nn.Module = subject.model.get_submodule(place.path.rpartition(".")[0])
@@ -171,7 +203,7 @@ class CrossAttend:
     backends: Backends
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, dropout: float, **_: Any
     ) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         if not mask.crosses:

@@ -53,7 +53,16 @@ class EncodingAttend:
     backends: Backends
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: LayoutMask,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        **_: Any,
     ) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         q, k, v = as_autocast_wants(q, k, v)

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 
 from ctxext.attention import Layout
 from ctxext.attention.layout import Span
@@ -46,6 +50,7 @@ class LayoutMask:
         window: tokens that a query would see under the replaced mask; None for all.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.
+        replaced: the arguments of the mask function, if the replaced mask is causal and hides padding only.
     """
 
     ndim = 2
@@ -58,9 +63,10 @@ class LayoutMask:
         *,
         crosses: bool = False,
         travels: Travelling | None = None,
+        replaced: dict[str, Any] | None = None,
     ) -> None:
         self.layout, self.length, self.window, self.crosses = layout, length, window, crosses
-        self.travels = travels
+        self.travels, self.replaced = travels, replaced or {}
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
         """Move the layout to a device, as models and device hooks do with masks; a dtype is ignored."""
@@ -68,11 +74,43 @@ class LayoutMask:
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
         layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
-        return LayoutMask(layout, self.length, self.window, crosses=self.crosses, travels=self.travels)
+        return LayoutMask(
+            layout, self.length, self.window, crosses=self.crosses, travels=self.travels, replaced=self.replaced
+        )
 
     def carrying(self, travels: Travelling) -> LayoutMask:
         """Return a copy for one layer, with the numbers of an encoding for each of its tokens."""
-        return LayoutMask(self.layout, self.length, self.window, crosses=self.crosses, travels=travels)
+        return LayoutMask(
+            self.layout, self.length, self.window, crosses=self.crosses, travels=travels, replaced=self.replaced
+        )
+
+    def is_plain_before(self, stop: int) -> bool:
+        """Return whether the replaced mask has the same visible pairs, and all queries lie before position ``stop``."""
+        layout = self.layout
+        return bool(self.replaced) and layout.memo(("plain", stop), lambda: _is_one_text_before(layout, stop))
+
+    def under(self, implementation: str) -> Any:
+        """Build the replaced mask for an attention implementation of transformers, once per forward pass."""
+
+        def build() -> Any:
+            mask_of = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+            mask = None if mask_of is None else mask_of(**self.replaced)
+            return None if mask is None else mask.to(self.layout.query_positions.device)
+
+        return self.layout.memo(("mask", implementation), build)
+
+
+def _is_one_text_before(layout: Layout, stop: int) -> bool:
+    """Return whether each row is one document, read forwards, and all queries lie before position ``stop``."""
+    if layout.sees != "past" or layout.external_causality:
+        return False
+    documents = layout.query_documents
+    if documents is None and layout.from_zero and layout.consecutive and layout.spans:
+        return all(key[1] - key[0] <= stop for _, _, key in layout.spans)  # known without a copy to the host
+    fits = layout.query_positions < stop
+    if documents is not None:
+        fits = torch.where(documents == 0, fits, documents < 0)
+    return bool(fits.all())
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:
@@ -262,7 +300,7 @@ def _layout_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> LayoutMask | Tensor | None:
     """Build the layout in place of a mask; registered with transformers as mask function ``ctxext``."""
     if use_vmap:
@@ -292,7 +330,21 @@ def _layout_mask(
         layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
     else:
         layout = _bounded(bounded, slots, attention_mask, _on_one_axis(call.position_ids))
-    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size)
+    replaced = None
+    if mask_function is causal_mask_function and (bounded is None or bounded.first_slots is None):
+        replaced = options | {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset.clone() if isinstance(q_offset, Tensor) else q_offset,  # the cache counts in place
+            "kv_offset": kv_offset,
+            "attention_mask": attention_mask,
+            "device": device,
+            "mask_function": mask_function,
+            "local_size": local_size,
+            "allow_is_causal_skip": allow_is_causal_skip,
+        }
+    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size, replaced=replaced)
 
 
 def _over_all_slots(attention_mask: Tensor, slots: _Slots) -> Tensor:
@@ -533,7 +585,7 @@ def _attention(
     scaling: Any = None,  # an integer in some models
     sliding_window: int | None = None,
     ctxext_layout: LayoutMask | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention from a layout; registered with transformers as attention function ``ctxext``."""
     attend = module.__dict__.get("_ctxext_attend")
@@ -549,7 +601,10 @@ def _attention(
             f"{type(module).__name__} calls attention with a window of {sliding_window} tokens under a mask of "
             f"{mask.window} (None means all). ctxext's attention cannot tell which of them holds."
         )
-    out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout)
+    given = {**options, "dropout": dropout, "scaling": scaling}  # what the model gave to its own attention function
+    out = attend(
+        query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout, module=module, given=given
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

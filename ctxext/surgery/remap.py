@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from ctxext.spec import Band, Piece, PositionMap, RopeSpec
 from ctxext.surgery.attend import (
     Backends,
     as_autocast_wants,
+    attend_as_before,
     attention_layers,
     decoder_of,
     install_attention,
@@ -51,26 +53,50 @@ SETTLED = "_ctxext_settled"
 class RemapAttend:
     """Attention in the pieces of a method; one object serves all layers of a model.
 
+    Queries before ``exact_length`` are left to the model's own attention.
+
     Args:
         method: the source of the pieces.
         spec: frequencies and trained length of the model.
         interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
         backends: the backends to choose from.
+        implementation: the attention implementation of the model before ``patch``.
     """
 
     method: RemapMethod
     spec: RopeSpec
     interleaved: bool
     backends: Backends
+    implementation: str
+
+    @functools.cached_property
+    def exact_length(self) -> int:
+        """Length in tokens up to which the method changes no score of the model, by a temperature neither."""
+        exact = self.method.exact_length(self.spec)
+        sharpness = self.method.sharpness(self.spec, torch.arange(exact, device="cpu"))
+        return exact if sharpness is None or bool((sharpness == 1).all()) else 0
 
     @outside_graphs(NOT_ONE_GRAPH)
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: LayoutMask,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        module: nn.Module,
+        given: dict[str, Any],
     ) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if traced or any(isinstance(size, torch.SymInt) for size in (q.shape[2], k.shape[2])):
             raise IncompatibleError(NOT_ONE_GRAPH)
+        cached = cache_layer_of(k)
+        if mask.is_plain_before(self.exact_length) and not _settled_before(cached, mask.layout):
+            return attend_as_before(self.implementation, module, q, k, v, mask, given)
         if dropout:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
@@ -83,7 +109,6 @@ class RemapAttend:
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = layout.memo(("pieces", precise), lambda: self._pieces(layout, precise))
         # Settle before autocast, which hands a copy of the cached keys to attention.
-        cached = cache_layer_of(k)
         k, settled = _settle(cached, k, layout, pieces)
         q, k, v = as_autocast_wants(q, k, v)
         sharpness = layout.memo("sharpness", lambda: self.method.sharpness(self.spec, layout.query_positions))
@@ -97,7 +122,7 @@ class RemapAttend:
     def notes(self) -> tuple[str, ...]:
         """Return the notes for a user: the positions of each piece, the bound of the cache, notes of the backends."""
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
-        exact = self.method.exact_length(self.spec)
+        exact = self.exact_length
         first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
         reach = reach_of([piece.region for piece in pieces])
         bound = () if reach is None else (f"A cache that grows {reach}, whatever the length of the text.",)
@@ -178,7 +203,7 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     if turn is None or cached is None or _reach(layout, pieces) is not None:
         return k, 0
     before = int(cached.get_seq_length()) - layout.query_length  # slots filled before this call
-    done = min(getattr(cached, SETTLED, 0), before)
+    done = _settled_before(cached, layout)
     lowest = layout.memo("lowest query", lambda: _lowest_query(layout))
     wanted = _far_for_good(pieces, before, before + layout.query_length, lowest)
     if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
@@ -192,6 +217,15 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
         k[:, :, start:stop] = turn(k[:, :, start:stop], (0, k.shape[0]), (start, stop), back=wanted < done)
     setattr(cached, SETTLED, wanted)
     return k, wanted
+
+
+def _settled_before(cached: Any, layout: Layout) -> int:
+    """Return the number of settled slots that were filled before this call, and record it: the cache may be cropped."""
+    settled: int = getattr(cached, SETTLED, 0)
+    if settled:
+        settled = min(settled, int(cached.get_seq_length()) - layout.query_length)
+        setattr(cached, SETTLED, settled)
+    return settled
 
 
 def _reach(layout: Layout, pieces: Sequence[TurnedPiece]) -> Reach | None:
@@ -294,7 +328,7 @@ def install_pieces(
         raise IncompatibleError(f"{refusal}: {trial.failure or BOTH_WAYS}.")
     if trial.crossing:
         raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
-    attend = RemapAttend(method, site.spec, False, Backends(backend))
+    attend = RemapAttend(method, site.spec, False, Backends(backend), subject.text._attn_implementation)
     attend.interleaved = _is_interleaved(subject, site, attend, refusal)
     install_attention(subject, site, attend, edits)
     compile_nothing_in_generate(subject.model, edits)

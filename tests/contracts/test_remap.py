@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
@@ -156,6 +157,109 @@ def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod]) -> N
     assert error(logits(model, tokens(96)), logits(plain, tokens(96))) > 1e-3, "beyond, it does something"
 
 
+def with_weights_in(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+    """A model as transformers loads it in this dtype: its frequencies stay in float32."""
+    model = tiny()
+    model.set_attn_implementation(implementation)
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+@torch.no_grad()
+def in_chunks(model: PreTrainedModel, ids: Tensor, cache: Any, sizes: list[int], keep: Tensor | None = None) -> Tensor:
+    """Logits of a text that is read with a cache, which may hold its beginning already."""
+    parts, at = [], ids.shape[1] - sum(sizes)
+    for size in sizes:
+        mask = None if keep is None else keep[:, : at + size]
+        parts.append(model(ids[:, at : at + size], attention_mask=mask, past_key_values=cache).logits)
+        at += size
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@every_method
+def test_with_a_cache_a_short_text_is_read_bit_for_bit_as_before(
+    cls: type[RemapMethod], implementation: str, dtype: torch.dtype
+) -> None:
+    """In chunks and token by token, padded on the left, in a growing cache and in a static one."""
+    plain = with_weights_in(dtype, implementation)
+    method = example(cls, plain)
+    model = ctxext.patch(copy.deepcopy(plain), method)
+    exact = min(method.exact_length(spec_of(plain)), 55)
+    sizes = [exact - 9, 1, 1, 4, 1, 1, 1]
+    ids, keep = tokens(exact, rows=2), torch.ones(2, exact, dtype=torch.long)
+    keep[1, :5] = 0
+    for mask in (None, keep):
+        caches: list[list[Any]] = [
+            [DynamicCache(), DynamicCache()],
+            [StaticCache(config=plain.config, max_cache_len=exact + 9) for _ in range(2)],
+        ]
+        for one, other in caches:
+            assert torch.equal(in_chunks(model, ids, one, sizes, mask), in_chunks(plain, ids, other, sizes, mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [{}, {"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
+)
+def test_inside_the_window_generate_writes_what_the_model_wrote(how: dict[str, Any]) -> None:
+    plain = with_weights_in(torch.bfloat16, "sdpa")
+    model = ctxext.patch(copy.deepcopy(plain), "self_extend", factor=2, window=16)
+    ids, keep = tokens(20, rows=2), torch.ones(2, 20, dtype=torch.long)
+    keep[1, :5] = 0
+    how = how | {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+    found, wanted = (each.generate(ids, attention_mask=keep, **how) for each in (model, plain))
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert all(map(torch.equal, found.logits, wanted.logits))
+
+
+@pytest.mark.slow
+def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied() -> None:
+    """Cropped into the window, its keys are turned back, which rounds."""
+    plain = with_weights_in(torch.float32, "eager")
+    model = ctxext.patch(copy.deepcopy(plain), "self_extend", factor=2, window=16)
+    ids, short = tokens(110), tokens(50)
+    cache = DynamicCache()
+    in_chunks(model, ids, cache, [70, *[1] * 40])
+    cache.crop(-80)
+    wanted = in_chunks(plain, ids[:, :50], DynamicCache(), [30, *[1] * 20])[:, 30:]
+    assert error(in_chunks(model, ids[:, :50], cache, [1] * 20), wanted) < 1e-4
+    cache = emptied(cache)
+    assert torch.equal(
+        in_chunks(model, short, cache, [30, *[1] * 20]), in_chunks(plain, short, DynamicCache(), [30, *[1] * 20])
+    )
+    assert error(in_chunks(model, ids, emptied(cache), [40, 50, 20]), logits(model, ids)) < 1e-4
+
+
+def test_inside_the_window_the_models_own_function_gets_what_it_got_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among it dropout, and the name of the implementation, by which flash attention finds its kernel."""
+    calls: list[tuple[Any, ...]] = []
+
+    def mine(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Any:
+        given.pop("position_ids", None)
+        calls.append((module.config._attn_implementation, module.layer_idx, mask, given))
+        return sdpa_attention_forward(module, q, k, v, mask, **given)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "mine", mine)
+    plain = tiny(attention_dropout=0.1)
+    plain.set_attn_implementation("mine")
+    model = ctxext.patch(copy.deepcopy(plain), "self_extend", factor=2)
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        results.append((each.train()(tokens(50)).logits, calls[:]))
+        calls.clear()
+    (found, found_calls), (wanted, wanted_calls) = results
+    assert torch.equal(found, wanted)
+    assert found_calls == wanted_calls
+    assert found_calls[0][0] == "mine"
+    assert found_calls[0][-1]["dropout"] == 0.1
+
+
 @pytest.mark.slow
 @every_method
 def test_a_cache_changes_nothing(cls: type[RemapMethod]) -> None:
@@ -292,6 +396,20 @@ def test_packed_documents_are_read_as_if_alone(cls: type[RemapMethod]) -> None:
     packed = logits(model, ids, position_ids=positions)
     alone = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
     assert error(packed, alone) < EXACT
+    short = slice(75, 100)  # inside the window, where transformers' mask does not part them
+    parts = [logits(model, ids[:, 75:90]), logits(model, ids[:, 90:100])]
+    mask = torch.ones(1, 25, dtype=torch.long)
+    restarts = torch.cat([torch.arange(15), torch.arange(10)])[None]
+    assert error(logits(model, ids[:, short], position_ids=restarts, attention_mask=mask), torch.cat(parts, 1)) < EXACT
+
+
+def test_a_gap_in_positions_begins_no_document() -> None:
+    """Skip-wise training leaves gaps, at which transformers' own mask parts documents unless a mask is given."""
+    model, _ = extended(SelfExtend)
+    ids, positions = tokens(20), torch.cat([torch.arange(10), torch.arange(30, 40)])[None]
+    masked = logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    assert error(logits(model, ids, position_ids=positions), masked) < EXACT
+    assert error(logits(model, ids)[:, 10:], masked[:, 10:]) > 1e-3
 
 
 @every_method
@@ -390,6 +508,7 @@ def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> 
     plain = ctxext.patch(tiny().double(), "rerope", factor=2)
     apart = (logits(model, tokens(100)) - logits(plain, tokens(100))).abs().amax(-1)[0]
     assert (float(apart[:63].max()) > 1e-4) == (temperature == "yarn"), "logn leaves the trained window as it is"
+    assert ("read as without the extension" in str(ctxext.describe(model))) == (temperature == "logn")
     assert float(apart[80:].min()) > 1e-6
 
 
