@@ -77,17 +77,7 @@ class _Under:
 def attend_as_before(
     implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, given: dict[str, Any]
 ) -> Tensor:
-    """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit.
-
-    Args:
-        implementation: the name of the function in transformers' attention interface, such as "sdpa".
-        module: the layer.
-        q: queries, ``[batch, heads, seq, head_dim]``, as keys and values are.
-        k: keys.
-        v: values.
-        mask: the layout, with ``replaced``.
-        given: the other arguments that the layer gave to its attention function.
-    """
+    """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit."""
     names = names_of(type(module))
     attention = names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
     # Flash attention reads in the config of the layer which kernel to load.

@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    bidirectional_mask_function,
-    causal_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
 from ctxext.attention import Layout
 from ctxext.attention.layout import Span
@@ -48,9 +44,9 @@ class LayoutMask:
         layout: the positions of queries and keys.
         length: the sequence's global length in tokens, if the caller holds a shard and passed it.
         window: tokens that a query would see under the replaced mask; None for all.
+        replaced: the arguments of the mask function, if the replaced mask is causal and hides padding only.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.
-        replaced: the arguments of the mask function, if the replaced mask is causal and hides padding only.
     """
 
     ndim = 2
@@ -60,10 +56,10 @@ class LayoutMask:
         layout: Layout,
         length: int | None = None,
         window: int | None = None,
+        replaced: dict[str, Any] | None = None,
         *,
         crosses: bool = False,
         travels: Travelling | None = None,
-        replaced: dict[str, Any] | None = None,
     ) -> None:
         self.layout, self.length, self.window, self.crosses = layout, length, window, crosses
         self.travels, self.replaced = travels, replaced or {}
@@ -74,15 +70,11 @@ class LayoutMask:
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
         layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
-        return LayoutMask(
-            layout, self.length, self.window, crosses=self.crosses, travels=self.travels, replaced=self.replaced
-        )
+        return LayoutMask(layout, self.length, self.window, self.replaced, crosses=self.crosses, travels=self.travels)
 
     def carrying(self, travels: Travelling) -> LayoutMask:
         """Return a copy for one layer, with the numbers of an encoding for each of its tokens."""
-        return LayoutMask(
-            self.layout, self.length, self.window, crosses=self.crosses, travels=travels, replaced=self.replaced
-        )
+        return LayoutMask(self.layout, self.length, self.window, self.replaced, crosses=self.crosses, travels=travels)
 
     def is_plain_before(self, stop: int) -> bool:
         """Return whether the replaced mask has the same visible pairs, and all queries lie before position ``stop``."""
@@ -331,20 +323,16 @@ def _layout_mask(
     else:
         layout = _bounded(bounded, slots, attention_mask, _on_one_axis(call.position_ids))
     replaced = None
-    if mask_function is causal_mask_function and (bounded is None or bounded.first_slots is None):
-        replaced = options | {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset.clone() if isinstance(q_offset, Tensor) else q_offset,  # the cache counts in place
-            "kv_offset": kv_offset,
-            "attention_mask": attention_mask,
-            "device": device,
-            "mask_function": mask_function,
-            "local_size": local_size,
-            "allow_is_causal_skip": allow_is_causal_skip,
-        }
-    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size, replaced=replaced)
+    if (
+        mask_function is causal_mask_function
+        and local_size is None
+        and (bounded is None or bounded.first_slots is None)
+    ):
+        offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
+        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+        rule = {"mask_function": mask_function, "allow_is_causal_skip": allow_is_causal_skip}
+        replaced = options | sizes | rule | {"q_offset": offset, "attention_mask": attention_mask, "device": device}
+    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size, replaced)
 
 
 def _over_all_slots(attention_mask: Tensor, slots: _Slots) -> Tensor:
@@ -467,7 +455,7 @@ def _bounded(bounded: BoundedLayer, slots: _Slots, attention_mask: Tensor | None
             return _one_document(held, held >= 0, held, places, given)
         _require_agreement(given, held[:, places], held[:, places], None)
         spans = (Span((0, slots.batch), (0, slots.query), (0, slots.key)),)
-        return Layout(held[:, places], held, spans=spans, consecutive=first is None)
+        return Layout(held[:, places], held, spans=spans, consecutive=first is None, from_zero=first is None)
     if given is None and not compiling:
         require_no_hole("attention_mask", attention_mask[:, :stop].bool(), "Pad on the left only.")
     counted = (attention_mask[:, :stop].long().cumsum(1) - 1).clamp(min=0)
@@ -601,10 +589,9 @@ def _attention(
             f"{type(module).__name__} calls attention with a window of {sliding_window} tokens under a mask of "
             f"{mask.window} (None means all). ctxext's attention cannot tell which of them holds."
         )
-    given = {**options, "dropout": dropout, "scaling": scaling}  # what the model gave to its own attention function
-    out = attend(
-        query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout, module=module, given=given
-    )
+    given = {**options, "dropout": dropout, "scaling": scaling}  # for the model's own attention function
+    own = {"module": module, "given": given}
+    out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout, **own)
     return out.transpose(1, 2).contiguous(), None
 
 

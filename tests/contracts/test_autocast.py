@@ -59,7 +59,7 @@ class Layer:
         if isinstance(method, EncodingMethod):
             return EncodingAttend(self.owner, backends)
         if isinstance(method, RemapMethod):
-            return RemapAttend(method, ROPE, False, backends)
+            return RemapAttend(method, ROPE, False, backends, "sdpa")
         assert isinstance(method, BiasMethod)
         return AlibiAttend(method, AlibiSpec(SPEC.num_heads, ROPE.trained_length), backends)
 
@@ -73,7 +73,9 @@ class Layer:
             wanted.append(self.carried.detach().to(autocast or dtype).requires_grad_())
             mask = mask.carrying(Travelling(wanted[-1]))
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            out = self.attend(backend)(*inputs, mask, scale=SCALE, window=None, dropout=0.0)
+            out = self.attend(backend)(
+                *inputs, mask, scale=SCALE, window=None, dropout=0.0, module=self.owner, given={}
+            )
         torch.manual_seed(1)
         grad = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
