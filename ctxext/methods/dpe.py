@@ -24,8 +24,8 @@ class DPE(RemapMethod):
     """Keep the positions of the nearest tokens; beyond a window, group tokens, with one group size per frequency.
 
     Pick it where group sizes were searched for your checkpoint: each frequency is stretched only as far as a search for
-    needles showed to be necessary. Texts of up to the trained length are computed as by the unextended model, up to
-    rounding. Inside a group, a frequency does not tell the order of far tokens.
+    needles showed to be necessary. Texts of up to the trained length are computed as by the unextended model, bit
+    for bit. Inside a group, a frequency does not tell the order of far tokens.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
@@ -36,7 +36,7 @@ class DPE(RemapMethod):
             "llama-3-8b", "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
         window: distances below it are kept. Tokens, or below 1 a share of the trained length.
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are computed as by the unextended model, up to rounding; else only texts of ``window`` tokens are. The
+            are computed as by the unextended model, bit for bit; else only texts of ``window`` tokens are. The
             authors' code has no such option.
 
     Source: Lu et al., arXiv:2504.18857. Authors' code: LuLuLuyi/DPE@46b85de, dpe_for_llama.py, and the sizes

@@ -64,8 +64,8 @@ class RemapMethod(RopeMethod):
     def exact_length(self, rope: RopeSpec) -> int:
         """Return the length in tokens up to which every pair keeps its relative position.
 
-        Up to that length one forward pass gives the unextended model's bits, temperature apart; decoding with a cache,
-        whose keys are rotated, gives the same values up to rounding.
+        A call whose tokens all lie before that length gives the unextended model's bits, temperature apart, with a
+        cache too. In a cache that was longer and was cropped, keys were rotated back: values are equal up to rounding.
         """
         nearest = self.pieces(rope, self.target_length(rope.trained_length))[0].region
         return max(nearest.stop or 0, nearest.plain_before) if isinstance(nearest, Band) else 0

@@ -21,8 +21,8 @@ class SelfExtend(RemapMethod):
 
     Pick it first where you will not train: near distances, which matter most for prediction, stay as they are, far
     tokens keep their order from group to group, and texts of up to the trained length are computed as by the
-    unextended model (bit for bit in one pass, up to rounding while decoding with a cache). The order inside a group is
-    lost. No other runtime loads the result.
+    unextended model (bit for bit, with a cache too). The order inside a group is lost. No other runtime loads the
+    result.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
@@ -42,7 +42,7 @@ class SelfExtend(RemapMethod):
         sinks: number of first tokens of a text that are not thinned, at least 0: a model rests surplus attention on
             those (Xiao et al., arXiv:2309.17453).
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are computed as by the unextended model, up to rounding; else only texts of ``window`` tokens are. The
+            are computed as by the unextended model, bit for bit; else only texts of ``window`` tokens are. The
             authors' code has no such option.
 
     Source: Jin et al., arXiv:2401.01325, section 3. Authors' code: datamllab/LongLM@cdbbb06,

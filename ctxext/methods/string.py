@@ -28,7 +28,7 @@ class STRING(RemapMethod):
         local: relative position at which distant keys begin, below ``shift``. Tokens, or below 1 a share of the trained
             length. The authors take 32 to 512 tokens.
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are computed as by the unextended model, up to rounding; else only texts of ``shift`` tokens are. An exact
+            are computed as by the unextended model, bit for bit; else only texts of ``shift`` tokens are. An exact
             shift helps beyond the trained window only, and not inside it.
 
     Source: An et al., arXiv:2410.18745, section 4. Authors' code: HKUNLP/STRING@216cc2f, string_for_llama.py. There
