@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +14,61 @@ from torch import Tensor
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.files import digest
 from ctxext.surgery.heads import HeadScores, heads, induction_scores
 from ctxext.surgery.subject import Subject, weights_digest
-from tests._models import bert, tiny
+from tests._models import bert, byte_model, tiny
+from tests._tokenizer import make_tokenizer
 
 
-def drawn(model: Any, seed: int = 0) -> Tensor:
-    """The random tokens that a model of 64 tokens and 128 ordinary token ids repeats."""
+def repeated(model: Any, seed: int = 0) -> Tensor:
+    """The text that a model of 64 tokens reads: its first token where it has one, random tokens, and those again."""
     special = {value for name, value in vars(model.config).items() if name.endswith("_token_id")}
     ordinary = torch.tensor([token for token in range(model.config.vocab_size) if token not in special])
-    return ordinary[torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))[:32]]
+    first = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
+    order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))
+    tokens = ordinary[order[: (64 - len(first)) // 2]].tolist()
+    return torch.tensor([*first, *tokens, *tokens])
 
 
-def by_definition(model: Any, seed: int = 0) -> list[float]:
-    """Scores from all attention weights, pair by pair and head by head."""
+def by_definition(model: Any, text: Tensor, pairs: list[tuple[int, int]]) -> list[float]:
+    """Scores from all attention weights, head by head: of pairs of a query and its twin."""
     model = copy.deepcopy(model).eval()
     model.set_attn_implementation("eager")
-    tokens = drawn(model, seed)
     with torch.no_grad():
-        layers = model(torch.cat([tokens, tokens])[None], output_attentions=True, use_cache=False).attentions
+        layers = model(text[None], output_attentions=True, use_cache=False).attentions
     kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     groups = []
     for layer in layers:
-        each = [sum(float(head[32 + i, i + 1]) for i in range(31)) / 31 for head in layer[0].float()]
+        each = [sum(float(head[i, j] + head[i, j + 1]) for i, j in pairs) / len(pairs) for head in layer[0].float()]
         per_group = len(each) // kv_heads
         groups += [max(each[group * per_group : (group + 1) * per_group]) for group in range(kv_heads)]
     return groups
 
 
+def induction(model: Any, seed: int = 0) -> list[float]:
+    """Scores by induction from all attention weights."""
+    text = repeated(model, seed)
+    half = len(text) // 2
+    first = len(text) % 2
+    return by_definition(model, text, [(first + half + i, first + i) for i in range(half - 1)])
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_scores_are_the_attention_to_the_token_that_followed_the_twin(kv_heads: int, attention: str) -> None:
+def test_scores_are_the_attention_to_the_twin_and_to_the_token_that_followed_it(kv_heads: int, attention: str) -> None:
     model = tiny(num_attention_heads=4, num_key_value_heads=kv_heads, hidden_size=64, initializer_range=0.3)
     model.set_attn_implementation(attention)
     scores = induction_scores(Subject.of(model), seeds=[0])
     assert scores.kv_heads == (kv_heads,) * model.config.num_hidden_layers
-    assert scores.probes["induction"] == pytest.approx(by_definition(model), abs=1e-6)
+    assert scores.probes["induction"] == pytest.approx(induction(model), abs=1e-6)
     assert scores.spread == {}
 
 
 def test_scores_are_the_mean_over_seeds_beside_their_spread() -> None:
     model = tiny(initializer_range=0.3)
     scores = heads(model, seeds=(3, 4))
-    first, second = torch.tensor(by_definition(model, 3)), torch.tensor(by_definition(model, 4))
+    first, second = torch.tensor(induction(model, 3)), torch.tensor(induction(model, 4))
     assert torch.allclose(torch.tensor(scores.probes["induction"]), (first + second) / 2, atol=1e-6)
     assert torch.allclose(torch.tensor(scores.spread["induction"]), (first - second).abs() / math.sqrt(2), atol=1e-6)
     assert scores == heads(model, seeds=(3, 4))
@@ -87,16 +100,93 @@ def test_the_model_is_left_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPa
     assert all(module.training for module in model.modules())
 
 
+def texts_read(model: Any, *given: Any, **more: Any) -> list[Tensor]:
+    """The texts that a model reads while its heads are scored."""
+    texts: list[Tensor] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: texts.append(ids[0][0]))
+    heads(model, *given, **more)
+    hook.remove()
+    return texts
+
+
 def test_special_tokens_are_not_drawn() -> None:
-    model = tiny(vocab_size=40, bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6)
-    read: list[Tensor] = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0]))
-    heads(model, seeds=(0,))
-    tokens = read[0][0]
-    assert len(tokens) == 64
-    assert torch.equal(tokens[:32], tokens[32:])
-    assert len(set(tokens.tolist())) == 32
-    assert not {3, 4, 5, 6} & set(tokens.tolist())
+    model = tiny(vocab_size=60, bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6)
+    text, needles = texts_read(model, seeds=(0,))
+    assert torch.equal(
+        text, repeated(tiny(vocab_size=60, bos_token_id=3, eos_token_id=4, unk_token_id=5, pad_token_id=6))
+    )
+    for tokens in (text, needles):
+        assert tokens[0] == 3
+        assert not {3, 4, 5, 6} & set(tokens[1:].tolist())
+
+
+def test_a_random_needle_is_said_again_at_the_end() -> None:
+    model = tiny(initializer_range=0.3)
+    _, text = texts_read(model, seeds=(0,))
+    assert len(text) == 64
+    *body, last = text.tolist()
+    named = text[-8:-4]
+    (place,) = (i for i in range(1, 56) if torch.equal(text[i : i + 8], text[-8:]))
+    pairs = [(59 + i, place + 3 + i) for i in range(4)]
+    assert heads(model, seeds=(0,)).probes["needle"] == pytest.approx(by_definition(model, text, pairs), abs=1e-6)
+    assert len({*body, last}) == 64 - 8
+    assert len(named) == 4
+
+
+def test_needles_are_hidden_in_the_given_text() -> None:
+    tokenizer, model = make_tokenizer(bos=True), byte_model()
+    words = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
+    _, text = texts_read(model, tokenizer, text=words, seeds=(7,))
+    read = tokenizer.decode(text[1:])
+    assert len(text) == 512
+    key = re.findall(r"\n\nThe pass key of Lisbon is (\d{5})\.\n\n", read)
+    assert len(key) == 2
+    assert len(set(key)) == 1
+    assert read.endswith(f"The pass key of Lisbon is {key[0]}.\n\n")
+    assert re.sub(rf"\n\nThe pass key of Lisbon is {key[0]}\.\n\n", "", read) in words
+    scores = heads(model, tokenizer, text=words, seeds=(7,))
+    again = [i for i in range(len(text)) if tokenizer.decode(text[i : i + 6]) == f" {key[0]}"]
+    pairs = [(again[1] - 1 + i, again[0] - 1 + i) for i in range(6)]
+    assert scores.probes["needle"] == pytest.approx(by_definition(model, text, pairs), abs=1e-6)
+    assert scores.settings["text"] == digest(words)
+    assert scores.settings["tokens"] == {"induction": 511, "needle": 512}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"text": "a text"}, "needs the model's tokenizer"),
+        ({"text": "", "tokenizer": make_tokenizer(bos=True)}, "Give a longer text, or none"),
+        ({"seeds": ()}, "seeds is empty"),
+    ],
+)
+def test_what_no_probe_can_be_made_of_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        heads(byte_model(), **given)
+
+
+def test_a_model_of_few_tokens_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="found on 32 tokens or more"):
+        heads(tiny(max_position_embeddings=16))
+    with pytest.raises(IncompatibleError, match="knows 3 ordinary ones"):
+        heads(tiny(vocab_size=6, bos_token_id=0, eos_token_id=1, pad_token_id=2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
+        {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        {"max_position_embeddings": 33},
+        {"vocab_size": 24},
+        {"vocab_size": 4096, "max_position_embeddings": 4096},
+    ],
+)
+def test_small_and_odd_models_are_read(changes: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    texts = texts_read(model, seeds=(0,))
+    assert max(map(len, texts)) <= min(2048, model.config.max_position_embeddings)
+    assert all(0 <= score <= 1 + 1e-5 for values in heads(model, seeds=(0,)).probes.values() for score in values)
 
 
 def scores_of(*values: float, kv_heads: tuple[int, ...] = (2, 3)) -> HeadScores:
@@ -191,10 +281,4 @@ def test_kernels_that_take_no_dense_mask_give_way_while_heads_are_recorded(own: 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "gemma3_text", "qwen3", "gpt2", "opt", "mistral"])
 def test_scores_are_those_of_the_model_s_own_attention(model_type: str) -> None:
     model = tiny(model_type)
-    layers = by_definition(model)
-    assert heads(model, seeds=(0,)).probes["induction"] == pytest.approx(layers, abs=1e-5)
-
-
-def test_no_seeds_are_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="seeds is empty"):
-        heads(tiny(), seeds=())
+    assert heads(model, seeds=(0,)).probes["induction"] == pytest.approx(induction(model), abs=1e-5)
