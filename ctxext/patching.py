@@ -23,6 +23,7 @@ from ctxext.errors import (
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, known_methods, method_class, method_in
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.parameters import checked_tokens, parameters_of
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.saved import (
     arguments_in_place_of,
     checked_trained_length,
@@ -48,6 +49,7 @@ from ctxext.surgery.config import (
 )
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
+from ctxext.surgery.heads import with_heads
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
@@ -262,6 +264,8 @@ def _resolved(
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     chosen = resolve(asked.method, asked.factor, asked.target_length, known_length, asked.parameters)
+    if isinstance(chosen, RetrievalHeads):
+        chosen = with_heads(subject, chosen)
     if known_length is not None:
         known_length = checked_tokens("The trained length that the config names", known_length)
         if carried is not None:

@@ -14,6 +14,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, Verification
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.config import Scaling, scaling_of, window_fields, window_note
 from ctxext.surgery.dynamic import follow_length
@@ -88,8 +89,7 @@ class Rope(Architecture):
         attention = request.attention
         if isinstance(method, RemapMethod):
             attention = attention or "auto"
-            attend = install_pieces(subject, method, sites[0], form.rebuild, attention, edits)
-            notes = (*attend.notes(), *notes)
+            notes = (*install_pieces(subject, method, sites[0], form.rebuild, attention, edits), *notes)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if layers.failure:
@@ -122,6 +122,9 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     if isinstance(method, RemapMethod):
         pieces = method.pieces(spec, method.target_length(spec.trained_length))
         digest.update(repr((pieces, method.temperature)).encode())
+    if isinstance(method, RetrievalHeads):
+        near = method.near_method.pieces(spec, method.target_length(spec.trained_length))
+        digest.update(repr((near, method.heads)).encode())
     return digest.hexdigest()[:12]
 
 

@@ -256,6 +256,23 @@ class Layout:
             return Layout.shard(qp)
         return replace(Layout.of(qp, kp, qd, kd), sees=self.sees)
 
+    def at_slots(self, slots: Int[Tensor, "rows held"]) -> Layout:
+        """Return the layout of a cache that holds the keys of some slots only, in this order; the queries stay.
+
+        Args:
+            slots: slots of one document per row, ascending, the queries' last; -1 for none, under padding only. One
+                row if all are equal.
+        """
+        slots = slots.to(self.key_positions.device).expand(self.batch, -1)
+        keys = self.key_positions.gather(1, slots.clamp(min=0))
+        if self.query_documents is None or self.key_documents is None:
+            everything = Span((0, self.batch), (0, self.query_length), (0, slots.shape[1]))
+            return Layout(self.query_positions, keys, spans=(everything,), sees=self.sees)
+        documents = torch.where(slots < 0, -1, self.key_documents.gather(1, slots.clamp(min=0)))
+        analyse = self.query_length > 1  # a single query has no spans, and decoding must be fast
+        held = Layout.of(self.query_positions, keys, self.query_documents, documents, analyse=analyse)
+        return replace(held, sees=self.sees)
+
     @property
     def both_ways(self) -> Layout:
         """Layout of the same tokens that sees later tokens as well.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.methods.remap import RemapMethod, Tokens, tokens_of
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
+from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, tokens_of
+from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,9 @@ class Streaming(RemapMethod):
         sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
         window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of
             the trained length.
+        exact: whether queries inside the trained window see all tokens, so that texts of up to the trained length are
+            read as by the unextended model; else only texts of ``window`` tokens are. The authors' code has no such
+            option.
 
     Source: Xiao et al., arXiv:2309.17453, section 3.2. Authors' code: mit-han-lab/streaming-llm@2e50426,
         streaming_llm/kv_cache.py. As there, positions are counted among the tokens in sight.
@@ -36,10 +39,13 @@ class Streaming(RemapMethod):
 
     sinks: Annotated[int, Range(least=1, most=MOST_TOKENS, of="tokens")] = 4
     window: Annotated[float | None, Tokens] = None
+    exact: bool = False
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - self.sinks
         require(most >= 1, "sinks", self.sinks, f"below the trained length of {rope.trained_length} tokens")
         window = most if self.window is None else tokens_of("window", self.window, rope, most=most)
         at = PositionMap(scale=0.0, offset=float(self.sinks + window - 1))
-        return (Piece(region=Band(0, window)), Piece(region=Sinks(self.sinks, window), query=at))
+        near, _ = near_and_far(window, rope, exact=self.exact)
+        first = Sinks(self.sinks, window, near.plain_before)
+        return (Piece(region=near), Piece(region=first, query=at))

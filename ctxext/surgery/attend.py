@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,11 +135,13 @@ class Tried:
         failure: why the twin does not run; None if it does.
         sees_both_ways: whether tokens see later tokens.
         crossing: paths, below the decoder, of attention whose keys come from an encoder.
+        key_heads: number of key heads of each attention layer, by its path below the decoder, in order.
     """
 
     failure: str | None = None
     sees_both_ways: bool = False
     crossing: tuple[str, ...] = ()
+    key_heads: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -147,9 +149,10 @@ class _Witness:
     """Replacement of one layer's attention in a trial: it keeps the mask and returns an empty result."""
 
     mask: LayoutMask | None = None
+    key_heads: int = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-        self.mask = mask
+        self.mask, self.key_heads = mask, k.shape[1]
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -177,6 +180,7 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
     return Tried(
         sees_both_ways=any(mask.layout.sees == "both" and not mask.crosses for mask in masks.values()),
         crossing=tuple(path for path, mask in masks.items() if mask.crosses),
+        key_heads={path: witness.key_heads for path, witness in witnesses.items()},
     )
 
 
@@ -211,11 +215,17 @@ def install_attention(
 ) -> None:
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
-    Layers at the paths ``crossing``, which attend to an encoder's text, get attention without distances.
+    Args:
+        subject: the model.
+        place: the rotary module, whose owner is the decoder.
+        attend: replacement of the attention of all layers; or that of each, by its path below the decoder.
+        edits: the journal.
+        crossing: paths of layers that attend to an encoder's text; they get attention without distances.
     """
     decoder = decoder_of(subject, place)
     edits.set(subject.text, "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))
     across = CrossAttend(attend.backends) if crossing else None
     for path in _paths(decoder):
-        edits.set(decoder.get_submodule(path), "_ctxext_attend", across if path in crossing else attend)
+        own = attend[path] if isinstance(attend, Mapping) else attend
+        edits.set(decoder.get_submodule(path), "_ctxext_attend", across if path in crossing else own)

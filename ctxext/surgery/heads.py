@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
 from ctxext.files import digest, write_json
+from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.surgery.code import names_of
 from ctxext.surgery.config import stated_length
 from ctxext.surgery.edits import Edits
@@ -207,6 +208,38 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
             _random_needles(source) if text is None else _needles_in(text, tokenizer, source) for source in sources
         ]
         return _scored(recorder, texts, seeds, text)
+
+
+def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
+    """Return the method with the numbers of the groups that read far, in place of a file of scores, or of nothing.
+
+    Args:
+        subject: the model, not patched. Where the method names no heads, they are scored by induction.
+        method: the method as the user gave it.
+
+    Raises:
+        IncompatibleError: if the model's heads cannot be scored.
+        InvalidParameterError: if the file of scores cannot be read, or is another model's.
+    """
+    if isinstance(method.heads, tuple):
+        return method
+    if method.heads is None:
+        if any(weight.is_meta for weight in subject.model.parameters()):
+            raise IncompatibleError(
+                f"The heads of this {subject.kind} cannot be scored: some of its weights are not in memory. Give "
+                f"heads: their numbers, or the file that `ctxext heads CHECKPOINT -o heads.json` writes."
+            )
+        scores = induction_scores(subject, seeds=SEEDS[:1])
+    else:
+        scores = HeadScores.read(method.heads)
+        if scores.fingerprint != weights_digest(subject.model):
+            raise InvalidParameterError(
+                f"heads={method.heads!r} holds the scores of another model, or of other weights. Where its heads are "
+                f"this model's (quantised, fine-tuned), give heads=HeadScores.read({method.heads!r}).chosen(share=0.2)."
+            )
+    share = SHARE if method.share is None and method.threshold is None else method.share
+    chosen = scores.chosen(share=share, threshold=method.threshold)
+    return replace(method, heads=chosen, share=None, threshold=None)
 
 
 def _scored(
@@ -434,7 +467,7 @@ def _recording(subject: Subject) -> Iterator[_Recorder]:
         PatchStateError: the model is patched.
     """
     model = subject.model
-    if subject.saved or "_ctxext" in vars(model):
+    if "_ctxext" in vars(model):
         raise PatchStateError(
             f"This {type(model).__name__} is extended by ctxext, and its heads are found without that. Call "
             f"ctxext.unpatch first."

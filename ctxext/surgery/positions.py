@@ -23,7 +23,7 @@ from ctxext.attention import Layout
 from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.surgery.bounded import BoundedLayer, bounded_layer_of
+from ctxext.surgery.bounded import BoundedLayer, SplitLayer, bounded_layer_of
 from ctxext.surgery.caches import cache_in
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.travelling import Travelling
@@ -32,6 +32,7 @@ PLAIN_LAYERS = (
     DynamicLayer,
     StaticLayer,
     BoundedLayer,
+    SplitLayer,
 )  # layers of other classes store something else than they return
 
 
@@ -317,17 +318,12 @@ def _layout_mask(
         return call.shard
     if sees_both_ways and call.has_encoder:
         return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
+    layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
     bounded = bounded_layer_of(call.cache)
-    if bounded is None:
-        layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
-    else:
-        layout = _bounded(bounded, slots, attention_mask, _on_one_axis(call.position_ids))
+    if bounded is not None and not torch.compiler.is_compiling():
+        bounded.require_padding(layout)
     replaced = None
-    if (
-        mask_function is causal_mask_function
-        and local_size is None
-        and (bounded is None or bounded.first_slots is None)
-    ):
+    if mask_function is causal_mask_function and local_size is None:
         offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
         sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
         rule = {"mask_function": mask_function, "allow_is_causal_skip": allow_is_causal_skip}
@@ -430,37 +426,6 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
     if attention_mask is None:
         return _one_document(keys, filled, keys, places, position_ids)
     return _padded(attention_mask, slots.kv_offset, keys, filled, places, position_ids)
-
-
-def _bounded(bounded: BoundedLayer, slots: _Slots, attention_mask: Tensor | None, given: Tensor | None) -> Layout:
-    """Return the layout of a call whose cache has dropped the keys between the first and the newest tokens.
-
-    Raises:
-        InvalidParameterError: if the mask does not cover all tokens so far.
-    """
-    held = bounded.slots(slots.query).expand(slots.batch, -1).to(slots.device)
-    places = torch.arange(slots.key - slots.query, slots.key, device=held.device)
-    stop, compiling = bounded.cumulative_length + slots.query, torch.compiler.is_compiling()
-    if attention_mask is not None:
-        _require_covered(attention_mask, stop)
-    if attention_mask is None or (not compiling and _hides_nothing(attention_mask, stop)):
-        first = bounded.first_slots
-        is_padded = first is not None and first != torch.arange(first.shape[1], device=first.device)
-        if not compiling and bool(torch.as_tensor(is_padded).any()):
-            raise InvalidParameterError(
-                "attention_mask hides no token, but this cache was filled with padding in front of some rows. Pass the "
-                f"mask of all {stop} tokens so far, 1 for tokens and 0 for padding."
-            )
-        if compiling:
-            return _one_document(held, held >= 0, held, places, given)
-        _require_agreement(given, held[:, places], held[:, places], None)
-        spans = (Span((0, slots.batch), (0, slots.query), (0, slots.key)),)
-        return Layout(held[:, places], held, spans=spans, consecutive=first is None, from_zero=first is None)
-    if given is None and not compiling:
-        require_no_hole("attention_mask", attention_mask[:, :stop].bool(), "Pad on the left only.")
-    counted = (attention_mask[:, :stop].long().cumsum(1) - 1).clamp(min=0)
-    real = attention_mask.bool().gather(1, held.clamp(min=0)) & (held >= 0)
-    return _one_document(counted.gather(1, held.clamp(min=0)), real, held, places, given)
 
 
 def _require_covered(attention_mask: Tensor, length: int | Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
+from ctxext.attention.groups import HeadGroups, joined
 from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec
 from ctxext.surgery.attend import (
     Backends,
@@ -26,7 +28,7 @@ from ctxext.surgery.attend import (
     try_install,
     why_no_custom_attention,
 )
-from ctxext.surgery.bounded import BoundedLayer, Reach, reach_of
+from ctxext.surgery.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
@@ -45,26 +47,98 @@ NOT_ONE_GRAPH = (
     "torch.jit.trace does not work."
 )
 
+SHOWN_GROUPS = 24
+"""Groups that a note lists."""
+
 # Attribute of a cache layer: the number of its leading slots whose keys have the rotation of the farthest piece.
 SETTLED = "_ctxext_settled"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class HeadPieces:
+    """The pieces in which some heads attend; all layers of a model share the object.
+
+    Args:
+        method: the source of the pieces, and of the sharpness of the scores.
+        spec: frequencies and trained length of the model.
+        pieces: the pieces.
+    """
+
+    method: RemapMethod
+    spec: RopeSpec
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, method: RemapMethod, spec: RopeSpec) -> HeadPieces:
+        """Return the pieces of a method for texts of its target length."""
+        return cls(method, spec, method.pieces(spec, method.target_length(spec.trained_length)))
+
+    @functools.cached_property
+    def reach(self) -> Reach | None:
+        """Numbers of tokens that a query sees; None if there is no bound."""
+        return reach_of([piece.region for piece in self.pieces])
+
+    def turned(self, layout: Layout, precise: torch.dtype, *, interleaved: bool) -> tuple[TurnedPiece, ...]:
+        """Return the pieces with rotations in this precision, shared by all layers of a forward pass."""
+
+        def turn(side: str, where: PositionMap) -> Turn | None:
+            if where.changes_nothing:
+                return None
+            positions = layout.query_positions if side == "query" else layout.key_positions
+            return layout.memo(
+                ("turn", side, where, precise),
+                lambda: Turn(
+                    where,
+                    positions[:1] if positions.stride(0) == 0 else positions,  # all rows are equal then
+                    layout.memo(("inv_freq", positions.device), lambda: self.inv_freq(positions.device)),
+                    interleaved=interleaved,
+                    dtype=precise,
+                ),
+            )
+
+        def build() -> tuple[TurnedPiece, ...]:
+            return tuple(
+                TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key), piece.weight)
+                for piece in self.pieces
+            )
+
+        return layout.memo(("pieces", self, precise), build)
+
+    def sharpened(self, q: Tensor, layout: Layout, precise: torch.dtype) -> Tensor:
+        """Return queries with the temperature of the method."""
+        sharpness = layout.memo(("sharpness", self), lambda: self.method.sharpness(self.spec, layout.query_positions))
+        return q if sharpness is None else (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
+
+    def notes(self, whose: str = "") -> tuple[str, ...]:
+        """Return the notes for a user: the positions of each piece, and the bound of the cache."""
+        bound = () if self.reach is None else (f"The cache{whose} holds {self.reach}.",)
+        return (*(f"Piece{whose}: {in_words(piece)}." for piece in self.pieces), *bound)
+
+    def inv_freq(self, device: torch.device) -> Tensor:
+        """Return the frequencies that the model rotates by, float64, in radians per token."""
+        return self.method.frequencies(self.spec, self.spec.trained_length).inv_freq.to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemapAttend:
-    """Attention in the pieces of a method; one object serves all layers of a model.
+    """Attention of a layer in the pieces of a method, or of two methods where some heads read far and others do not.
 
     Queries before ``exact_length`` are left to the model's own attention.
 
     Args:
-        method: the source of the pieces.
-        spec: frequencies and trained length of the model.
+        method: the method of the model.
+        far: the pieces of the heads that read far, or of all heads.
+        near: the pieces of the other heads; None where all heads read far.
+        heads: the groups that read far, and the others; None where a layer has one kind only, which ``far`` serves.
         interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
         backends: the backends to choose from.
         implementation: the attention implementation of the model before ``patch``.
     """
 
     method: RemapMethod
-    spec: RopeSpec
+    far: HeadPieces
+    near: HeadPieces | None = None
+    heads: tuple[HeadGroups, HeadGroups] | None = None
     interleaved: bool
     backends: Backends
     implementation: str
@@ -72,8 +146,8 @@ class RemapAttend:
     @functools.cached_property
     def exact_length(self) -> int:
         """Length in tokens up to which the method changes no score of the model, by a temperature neither."""
-        exact = self.method.exact_length(self.spec)
-        sharpness = self.method.sharpness(self.spec, torch.arange(exact, device="cpu"))
+        exact = self.method.exact_length(self.far.spec)
+        sharpness = self.method.sharpness(self.far.spec, torch.arange(exact, device="cpu"))
         return exact if sharpness is None or bool((sharpness == 1).all()) else 0
 
     @outside_graphs(NOT_ONE_GRAPH)
@@ -95,7 +169,8 @@ class RemapAttend:
         if traced or any(isinstance(size, torch.SymInt) for size in (q.shape[2], k.shape[2])):
             raise IncompatibleError(NOT_ONE_GRAPH)
         cached = cache_layer_of(k)
-        if mask.is_plain_before(self.exact_length) and not _settled_before(cached, mask.layout):
+        is_plain = mask.is_plain_before(self.exact_length) and _holds_all(cached)
+        if is_plain and not _settled_before(cached, mask.layout):
             return attend_as_before(self.implementation, module, q, k, v, mask, given)
         if dropout:
             raise IncompatibleError(
@@ -106,55 +181,64 @@ class RemapAttend:
                 f"Method {self.method.name!r} cannot serve this call: {BOTH_WAYS}. Call ctxext.unpatch(model) first."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
-        precise = torch.promote_types(k.dtype, torch.float32)
-        pieces = layout.memo(("pieces", precise), lambda: self._pieces(layout, precise))
-        # Settle before autocast, which hands a copy of the cached keys to attention.
-        k, settled = _settle(cached, k, layout, pieces)
-        q, k, v = as_autocast_wants(q, k, v)
-        sharpness = layout.memo("sharpness", lambda: self.method.sharpness(self.spec, layout.query_positions))
-        if sharpness is not None:
-            q = (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
-        call = Call.of(q, k, v, layout, scale=scale, lse=True)
-        out = attend_pieces(self.backends.for_(need_in_pieces(call, pieces)), call, pieces, settled=settled)
-        _drop_unseen(cached, layout, pieces)
+        if self.heads is None:
+            out = self._attend(self.far, q, k, v, layout, cached, scale)
+        else:
+            out = self._attend_split(q, k, v, layout, cached, scale)
+        self._drop_unseen(cached, layout)
         return out
 
-    def notes(self) -> tuple[str, ...]:
-        """Return the notes for a user: the positions of each piece, the bound of the cache, notes of the backends."""
-        pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
-        exact = self.exact_length
-        first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
-        reach = reach_of([piece.region for piece in pieces])
-        bound = () if reach is None else (f"A cache that grows {reach}, whatever the length of the text.",)
-        return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *bound, *self.backends.notes())
+    def _attend(
+        self, heads: HeadPieces, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, scale: float
+    ) -> Tensor:
+        """Compute heads that attend in the same pieces; ``layout`` is that of all keys of the text."""
+        if isinstance(cached, BoundedLayer):
+            layout = cached.held(layout)
+        precise = torch.promote_types(k.dtype, torch.float32)
+        pieces = heads.turned(layout, precise, interleaved=self.interleaved)
+        # Settle before autocast, which hands a copy of the cached keys to attention.
+        k, settled = _settle(cached, k, layout, pieces) if heads.reach is None else (k, 0)
+        q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
+        call = Call.of(q, k, v, layout, scale=scale, lse=True)
+        return attend_pieces(self.backends.for_(need_in_pieces(call, pieces)), call, pieces, settled=settled)
 
-    def _pieces(self, layout: Layout, precise: torch.dtype) -> tuple[TurnedPiece, ...]:
-        """Return the method's pieces with rotations in this precision, shared by all layers of a forward pass."""
-
-        def turn(side: str, where: PositionMap) -> Turn | None:
-            if where.changes_nothing:
-                return None
-            positions = layout.query_positions if side == "query" else layout.key_positions
-            return layout.memo(
-                ("turn", side, where, precise),
-                lambda: Turn(
-                    where,
-                    positions[:1] if positions.stride(0) == 0 else positions,  # all rows are equal then
-                    layout.memo(("inv_freq", positions.device), lambda: self.inv_freq(positions.device)),
-                    interleaved=self.interleaved,
-                    dtype=precise,
-                ),
-            )
-
-        pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
-        return tuple(
-            TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key), piece.weight)
-            for piece in pieces
+    def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, scale: float) -> Tensor:
+        """Compute the heads that read far and the others, each in their pieces."""
+        assert self.heads is not None
+        assert self.near is not None
+        far, near = self.heads
+        bounded = cached.near if isinstance(cached, SplitLayer) else None
+        if bounded is None:  # k and v are those of all heads, and stay as the model rotated them
+            if cached is not None:
+                setattr(cached, SETTLED, 0)
+            far_kv, near_kv, settling = (far.of(k), far.of(v)), (near.of(k), near.of(v)), None
+        else:
+            far_kv, near_kv, settling = (k, v), (bounded.keys, bounded.values), cached
+        return joined(
+            [
+                (far, self._attend(self.far, far.of(q), *far_kv, layout, settling, scale)),
+                (near, self._attend(self.near, near.of(q), *near_kv, layout, bounded, scale)),
+            ]
         )
 
-    def inv_freq(self, device: torch.device) -> Tensor:
-        """Return the frequencies that the model rotates by, float64, in radians per token."""
-        return self.method.frequencies(self.spec, self.spec.trained_length).inv_freq.to(device)
+    def _drop_unseen(self, cached: Any, layout: Layout) -> None:
+        """Drop keys of a growing cache layer that no query after those of ``layout`` can see."""
+        reach = (self.near or self.far).reach
+        if reach is None or not isinstance(cached, DynamicLayer):
+            return
+        if isinstance(cached, BoundedLayer):
+            cached.drop(layout)
+        elif isinstance(cached, SplitLayer):
+            cached.drop(reach, layout)
+        elif is_worth_dropping(reach, layout, layout.key_length):
+            if self.heads is None:
+                bounded = BoundedLayer(reach, cached)
+                bounded.drop(layout)
+                replace_cache_layer(cached, bounded)
+            else:
+                split = SplitLayer(self.heads, cached)
+                split.drop(reach, layout)
+                replace_cache_layer(cached, split)
 
 
 def in_words(piece: Piece) -> str:
@@ -200,7 +284,7 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
         The keys to attend to, and the number of settled slots among them.
     """
     turn = pieces[-1].key
-    if turn is None or cached is None or _reach(layout, pieces) is not None:
+    if turn is None or cached is None:
         return k, 0
     before = int(cached.get_seq_length()) - layout.query_length  # slots filled before this call
     done = _settled_before(cached, layout)
@@ -219,6 +303,13 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     return k, wanted
 
 
+def _holds_all(cached: Any) -> bool:
+    """Return whether a cache layer, or None, gave attention the keys of all heads and of all tokens."""
+    if isinstance(cached, SplitLayer):
+        return cached.near is None
+    return not isinstance(cached, BoundedLayer) or cached.first_slots is None
+
+
 def _settled_before(cached: Any, layout: Layout) -> int:
     """Return the number of settled slots that were filled before this call, and record it: the cache may be cropped."""
     settled: int = getattr(cached, SETTLED, 0)
@@ -226,24 +317,6 @@ def _settled_before(cached: Any, layout: Layout) -> int:
         settled = min(settled, int(cached.get_seq_length()) - layout.query_length)
         setattr(cached, SETTLED, settled)
     return settled
-
-
-def _reach(layout: Layout, pieces: Sequence[TurnedPiece]) -> Reach | None:
-    """Return how far back queries see; None if there is no bound."""
-    return layout.memo("reach", lambda: reach_of([piece.region for piece in pieces]))
-
-
-def _drop_unseen(cached: Any, layout: Layout, pieces: Sequence[TurnedPiece]) -> None:
-    """Drop keys of a growing cache layer that no query after those of ``layout`` can see."""
-    if not isinstance(cached, DynamicLayer):
-        return
-    reach = _reach(layout, pieces)
-    if reach is None:
-        return
-    if not isinstance(cached, BoundedLayer):
-        whole, cached = cached, BoundedLayer(reach, cached)
-        replace_cache_layer(whole, cached)
-    cached.drop(layout)
 
 
 def _lowest_query(layout: Layout) -> int:
@@ -316,8 +389,8 @@ def require_remappable(
 
 def install_pieces(
     subject: Subject, method: RemapMethod, site: RotarySite, rebuild: Rebuild, backend: str, edits: Edits
-) -> RemapAttend:
-    """Make every attention layer of an extended model attend in the pieces of ``method``.
+) -> tuple[str, ...]:
+    """Make every attention layer of an extended model attend in the pieces of ``method``; return notes for a user.
 
     Raises:
         IncompatibleError: if its layers do not use the attention interface, or rotate in an unknown way.
@@ -328,11 +401,77 @@ def install_pieces(
         raise IncompatibleError(f"{refusal}: {trial.failure or BOTH_WAYS}.")
     if trial.crossing:
         raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
-    attend = RemapAttend(method, site.spec, False, Backends(backend), subject.text._attn_implementation)
-    attend.interleaved = _is_interleaved(subject, site, attend, refusal)
-    install_attention(subject, site, attend, edits)
+    far = HeadPieces.of(method, site.spec)
+    interleaved = _is_interleaved(subject, site, far, refusal)
+    attend = RemapAttend(
+        method=method,
+        far=far,
+        interleaved=interleaved,
+        backends=Backends(backend),
+        implementation=subject.text._attn_implementation,
+    )
+    if isinstance(method, RetrievalHeads):
+        install_attention(subject, site, split_by_heads(method, attend, trial.key_heads), edits)
+        notes = _split_notes(method, attend, trial.key_heads)
+    else:
+        install_attention(subject, site, attend, edits)
+        notes = attend.far.notes()
     compile_nothing_in_generate(subject.model, edits)
-    return attend
+    exact = attend.exact_length
+    first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
+    return (*first, *notes, *attend.backends.notes())
+
+
+def _split_notes(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the notes for a user of a model of which some heads read far: which, in which pieces, and the saving."""
+    assert isinstance(method.heads, tuple)
+    near, total = HeadPieces.of(method.near_method, attend.far.spec), sum(key_heads.values())
+    names = [f"{layer}.{group}" for layer, count in enumerate(key_heads.values()) for group in range(count)]
+    far = [names[number] for number in method.heads]
+    layers = len({name.split(".")[0] for name in far})
+    shown = ", ".join(far[:SHOWN_GROUPS]) + (", ..." if len(far) > SHOWN_GROUPS else "")
+    target, reach = method.target_length(attend.far.spec.trained_length), near.reach
+    assert reach is not None
+    share = (len(far) + (total - len(far)) * min(1.0, (reach.first + reach.newest) / target)) / total
+    return (
+        f"{len(far)} of {total} key-value groups read far, in {layers} of {len(key_heads)} layers (layer.group): "
+        f"{shown}.",
+        f"A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads.",
+        *attend.far.notes(" of these groups"),
+        *near.notes(" of the other groups"),
+    )
+
+
+def split_by_heads(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping[str, int]) -> dict[str, RemapAttend]:
+    """Return the attention of each layer, by its path, under a method by which some heads read far.
+
+    Args:
+        method: the method, with the numbers of its groups.
+        attend: attention in which all heads read far.
+        key_heads: number of key heads of each layer, by its path.
+
+    Raises:
+        InvalidParameterError: if the model has no group of such a number.
+    """
+    assert isinstance(method.heads, tuple)
+    total, near = sum(key_heads.values()), HeadPieces.of(method.near_method, attend.far.spec)
+    if method.heads[-1] >= total:
+        raise InvalidParameterError(
+            f"heads must be numbers of key-value groups, of which this model has {total} (0 to {total - 1}), found "
+            f"{method.heads[-1]}. Score this model's own heads: ctxext.heads(model), ctxext heads CHECKPOINT."
+        )
+    layers, first = {}, 0
+    for path, count in key_heads.items():
+        far = tuple(number - first for number in method.heads if first <= number < first + count)
+        others = tuple(group for group in range(count) if group not in far)
+        first += count
+        if not others:
+            layers[path] = attend
+        elif not far:
+            layers[path] = replace(attend, far=near)
+        else:
+            layers[path] = replace(attend, near=near, heads=(HeadGroups(far, count), HeadGroups(others, count)))
+    return layers
 
 
 class _Seen(Exception):
@@ -351,7 +490,7 @@ def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
 
 
-def _is_interleaved(subject: Subject, site: RotarySite, attend: RemapAttend, refusal: str) -> bool:
+def _is_interleaved(subject: Subject, site: RotarySite, pieces: HeadPieces, refusal: str) -> bool:
     """Return whether neighbouring dimensions rotate together, from queries of one token at two positions.
 
     Raises:
@@ -372,7 +511,7 @@ def _is_interleaved(subject: Subject, site: RotarySite, attend: RemapAttend, ref
     start = torch.zeros(1, 1, dtype=torch.long)
     errors = {}
     for interleaved in (False, True):
-        inv_freq = attend.inv_freq(still.device)
+        inv_freq = pieces.inv_freq(still.device)
         moving = Turn(PositionMap(offset=float(FAR)), start, inv_freq, interleaved=interleaved, dtype=torch.float64)
         errors[interleaved] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
     best = min(errors, key=lambda way: errors[way])
