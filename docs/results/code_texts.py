@@ -1,4 +1,4 @@
-"""Write long texts of source code, one an installed Python package, to a parquet file that the studies of this folder read.
+"""Write long texts of source code, one an installed Python package, to a parquet file for the studies of this folder.
 
     python docs/results/code_texts.py transformers/generation pip/_internal -o code.parquet
 
