@@ -33,26 +33,23 @@ from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
-TILE = 2048
-"""Rows of queries (one per head) that a CPU thread merges at once."""
+TILE = 1 << 15
+"""Rows of queries (one per head) that are merged at once: the fewer tiles, the fewer operations.
 
-ACCELERATOR_TILE = 1 << 17
-"""Rows of queries that an accelerator merges at once; fewer would leave it idle."""
+Beside other busy processes every parallel operation waits for a thread, and an accelerator is idle between small ones.
+"""
 
 SHORTEST = 256
 """Least number of queries in a tile: shorter tiles would only cost kernel calls."""
 
-SHARE = 8
+SHARE = 2
 """Rotated keys take at most this fraction (1 / SHARE) of the output's memory, or one key head at a time."""
-
-KEPT = 256
-"""Tokens up to which angles are cached for all layers of a step; those of a long text are as large as its keys."""
 
 
 class Turn:
     """A rotation of queries or keys from their own position, for which they are rotated already, to another one.
 
-    The angles of few tokens are cached, so that all layers of a step share them; those of many are recomputed.
+    Angles are computed once, so that all layers of a forward pass share them.
 
     Args:
         where: the map from own positions to other ones.
@@ -85,49 +82,28 @@ class Turn:
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` reverses the rotation."""
-        turned = torch.empty_like(x)
-        self.into(turned, x, rows, tokens, back=back)
-        return turned
-
-    def into(
-        self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], *, back: bool = False
-    ) -> None:
-        """Write the result of a call into ``turned``."""
-        # Rotation is computed in a wider dtype, so only for some tokens at a time.
-        step = max(1, _rows(x.device.type) // x.shape[1])
-        for first in range(tokens[0], tokens[1], step):
-            stop = min(first + step, tokens[1])
-            here = slice(first - tokens[0], stop - tokens[0])
-            self._into(turned[:, :, here], x[:, :, here], rows, (first, stop), back)
-
-    def _into(self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], back: bool) -> None:
-        """Write ``x``, rotated, into ``turned``."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
-        sin = -sin if back else sin
-        wide = 2 * cos.shape[-1]
-        real, imag = slice(0, wide // 2), slice(wide // 2, wide)  # a pair of dimensions as a complex number
-        if self.interleaved:
-            real, imag = slice(0, wide, 2), slice(1, wide, 2)
-        a, b = x[..., real].to(self.dtype), x[..., imag].to(self.dtype)
-        turned[..., real] = (a * cos).addcmul_(b, sin, value=-1)
-        turned[..., imag] = (b * cos).addcmul_(a, sin)
-        if wide < x.shape[-1]:
-            turned[..., wide:] = x[..., wide:]
+        wide = 2 * sin.shape[-1]
+        dim = -1 if self.interleaved else -2  # of the two numbers of a pair, a complex number
+        # In a wider dtype, so that a narrow one is rounded once.
+        pairs = x[..., :wide].to(self.dtype).unflatten(-1, (-1, 2) if self.interleaved else (2, -1))
+        turned = pairs * cos.unsqueeze(dim)
+        turned.select(dim, 0).addcmul_(pairs.select(dim, 1), sin, value=1 if back else -1)
+        turned.select(dim, 1).addcmul_(pairs.select(dim, 0), sin, value=-1 if back else 1)
+        result = turned.flatten(-2).to(x.dtype)
+        return result if wide == x.shape[-1] else torch.cat([result, x[..., wide:]], -1)
 
     def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, ``[rows, 1, tokens, pairs]``."""
         key = (*rows, *tokens)
-        cos_and_sin = self._parts.get(key)
-        if cos_and_sin is None:
+        if key not in self._parts:
             places = self.positions[slice(*rows), slice(*tokens)]
             target = self.where(places.flatten())
             target = target.view(*places.shape, *target.shape[1:])
             shift = (target if target.ndim == 3 else target[..., None]) - places[..., None]
             angles = shift * self.inv_freq
-            cos_and_sin = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
-            if places.numel() <= KEPT:
-                self._parts[key] = cos_and_sin
-        return cos_and_sin
+            self._parts[key] = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
+        return self._parts[key]
 
 
 class TurnedPiece(NamedTuple):
@@ -281,7 +257,7 @@ def attend_pieces(
             rotation of keys may read them. Without a gradient only.
         tile: queries that are merged at once, at least 1; None chooses by device.
     """
-    plan, key_heads = _plan(call, pieces, tile), _key_heads_at_once(call.need)
+    plan, key_heads = _plan(call, pieces, tile), _key_heads_at_once(call.need, pieces)
     run = _Run(backend, tuple(pieces), plan, call.scale, settled, key_heads)
     with without_autocast(call.q.device):
         if call.need.training:
@@ -305,25 +281,16 @@ def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
 def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[Tile, ...]:
     """Return the kernel calls, shared by all layers of a forward pass."""
     regions = [piece.region for piece in pieces]
-    size = tile or _queries_at_once(call.need, _key_heads_at_once(call.need))
+    heads = call.need.heads // call.need.kv_heads * _key_heads_at_once(call.need, pieces)
+    size = tile or max(SHORTEST, TILE // heads)
     return call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
 
 
-def _key_heads_at_once(need: Need) -> int:
-    """Return the number of key heads whose rotated keys are held at once: all for few queries, few for long texts."""
-    if need.query_length <= SHORTEST:
+def _key_heads_at_once(need: Need, pieces: Sequence[TurnedPiece]) -> int:
+    """Return the number of key heads to compute at once: all, unless their rotated keys would take much memory."""
+    if need.query_length <= SHORTEST or all(piece.key is None for piece in pieces):
         return need.kv_heads
     return min(need.kv_heads, max(1, need.heads * need.query_length // (SHARE * need.key_length)))
-
-
-def _queries_at_once(need: Need, key_heads: int) -> int:
-    """Return the number of queries in a tile for this number of key heads."""
-    return max(SHORTEST, _rows(need.device) // (need.heads // need.kv_heads * key_heads))
-
-
-def _rows(device: str) -> int:
-    """Return the number of rows of queries or keys (one per head) to process at once."""
-    return TILE * torch.get_num_threads() if device == "cpu" else ACCELERATOR_TILE
 
 
 class _Keys:
@@ -358,10 +325,8 @@ class _Keys:
     def _turn(self, turn: Turn) -> Tensor:
         stop = self.used[turn]
         start = min(self.settled, stop) if turn is self.pieces[-1].key else 0
-        turned = torch.empty_like(self.k[:, :, :stop])
-        turned[:, :, :start] = self.k[:, :, :start]
-        turn.into(turned[:, :, start:], self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
-        return turned
+        turned = turn(self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
+        return torch.cat([self.k[:, :, :start], turned], 2) if start else turned
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,17 +340,18 @@ class _Run:
     settled: int
     key_heads: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the merged output, ``[batch, heads, query, head_dim]``, and on request its log-sum-exp."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the merged output, ``[batch, heads, query, head_dim]``, and its log-sum-exp."""
         batch, heads, query, head_dim = q.shape
         # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
-        merged_lse = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device) if lse else None
+        lse = torch.full((batch, query, heads), -math.inf, dtype=precise, device=q.device).transpose(1, 2)
         for query_heads, key_heads in _heads(heads, k.shape[1], self.key_heads * (heads // k.shape[1])):
-            part = None if merged_lse is None else merged_lse[:, query_heads]
-            self._forward_heads(q[:, query_heads], k[:, key_heads], v[:, key_heads], out[:, query_heads], part)
-        return out, merged_lse
+            self._forward_heads(
+                q[:, query_heads], k[:, key_heads], v[:, key_heads], out[:, query_heads], lse[:, query_heads]
+            )
+        return out, lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -403,32 +369,33 @@ class _Run:
             )
         return dq, dk, dv
 
-    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
-            most = _rows(q.device.type) // (
-                tile.query[1] - tile.query[0]
-            )  # the plain beginning of a text may be one long tile
+            most = TILE // (tile.query[1] - tile.query[0])  # the plain beginning of a text may be one long tile
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
-                part = None if lse is None else lse[here]
-                self._forward_tile(q[:, query_heads], keys, v, tile, key_heads, out[here], part)
+                self._forward_tile(q[here], keys, v, tile, key_heads, out[here], lse[here])
 
     def _forward_tile(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: slice, out: Tensor, lse: Tensor | None
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: slice, out: Tensor, lse: Tensor
     ) -> None:
         """Compute ``forward`` of one tile, for some query heads and the key heads that they read."""
-        rows, start = slice(*tile.rows), tile.query[0]
         queries = self._queries(q, tile)
-        merged = _Merge(q[rows, :, slice(*tile.query)].shape, torch.promote_types(q.dtype, torch.float32), q.device)
+        # Parts are merged in the precision of their log-sum-exp.
+        total = out if len(tile.parts) == 1 or out.dtype == lse.dtype else torch.zeros_like(out, dtype=lse.dtype)
         for part in tile.parts:
             k_part = keys(part.piece, tile.rows, *part.key)[:, key_heads]
-            result = self._forward(part, queries(part), k_part, v[rows, key_heads, slice(*part.key)])
-            merged.add(part.query[0] - start, part.query[1] - start, *result)
-        out.copy_(merged.out)
-        if lse is not None:
-            lse.copy_(merged.lse)
+            v_part = v[slice(*tile.rows), key_heads, slice(*part.key)]
+            start, stop = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
+            part_out, part_lse = self._forward(part, queries(part), k_part, v_part)
+            if part is tile.parts[0]:  # the kernel's output is not taken as the total: checkpointing may keep it
+                total[:, :, start:stop], lse[:, :, start:stop] = part_out, part_lse
+            else:
+                _merge(total[:, :, start:stop], lse[:, :, start:stop], part_out, part_lse)
+        if total is not out:
+            out.copy_(total)
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -439,7 +406,7 @@ class _Run:
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
             rows, start = slice(*tile.rows), tile.query[0]
-            queries = self._queries(q, tile)
+            queries = self._queries(q[rows, :, slice(*tile.query)], tile)
             turned = {part.piece: torch.zeros_like(dq[rows, :, slice(*tile.query)]) for part in tile.parts}
             for part in tile.parts:
                 here = (rows, slice(None), slice(*part.query))
@@ -458,16 +425,14 @@ class _Run:
         return dq, torch.as_tensor(total), dv
 
     def _queries(self, q: Tensor, tile: Tile) -> Callable[[Part], Tensor]:
-        """Return the function from a part to its rotated queries; each piece rotates those of the tile once."""
-        here = q[slice(*tile.rows), :, slice(*tile.query)]
-        turned: dict[int, Tensor] = {}
+        """Return the function from a part of a tile to its rotated queries; each rotation is computed once."""
+        turned: dict[Turn | None, Tensor] = {None: q}
 
         def queries(part: Part) -> Tensor:
-            if part.piece not in turned:
-                turn = self.pieces[part.piece].query
-                turned[part.piece] = here if turn is None else turn(here, tile.rows, tile.query)
-            start = tile.query[0]
-            return turned[part.piece][:, :, part.query[0] - start : part.query[1] - start]
+            turn = self.pieces[part.piece].query
+            if turn is not None and turn not in turned:
+                turned[turn] = turn(q, tile.rows, tile.query)
+            return turned[turn][:, :, part.query[0] - tile.query[0] : part.query[1] - tile.query[0]]
 
         return queries
 
@@ -510,37 +475,11 @@ def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.flip(2) for x in tensors)
 
 
-class _Merge:
-    """The running merge of the parts of one tile.
-
-    Outputs of a kernel are never changed in place: selective checkpointing keeps them for the backward pass. So the
-    first part is kept as it is, and copied only if a second one arrives (``is_own``).
-    """
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.is_empty, self.is_own = True, False
-        self.out = self.lse = torch.empty(0)
-
-    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a part that covers queries ``start .. stop`` of the tile."""
-        if self.is_empty and stop - start == self.shape[2]:
-            self.out, self.lse, self.is_empty = out, lse, False
-            return
-        if self.is_empty:
-            self.out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            self.lse = torch.full(self.shape[:3], -math.inf, dtype=self.dtype, device=self.device)
-            self.is_empty, self.is_own = False, True
-        if not self.is_own:
-            self.out, self.lse = (kept.to(self.dtype, copy=True) for kept in (self.out, self.lse))
-            self.is_own = True
-        old, lse = self.lse[:, :, start:stop], lse.to(self.dtype)
-        new = torch.logaddexp(old, lse)
-        # For a query without visible keys so far, minus infinity minus minus infinity would be NaN.
-        kept = torch.where(old == -math.inf, 0.0, (old - new).exp())[..., None]
-        added = torch.where(lse == -math.inf, 0.0, (lse - new).exp())[..., None]
-        self.out[:, :, start:stop].mul_(kept).addcmul_(out.to(self.dtype), added)
-        self.lse[:, :, start:stop] = new
+def _merge(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into a total and its log-sum-exp, in place."""
+    share = torch.sigmoid(part_lse - total_lse).nan_to_num_(0.0)  # NaN where no key is seen, in neither of the two
+    total.lerp_(part.to(total.dtype), share[..., None])
+    torch.logaddexp(total_lse, part_lse, out=total_lse)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -548,7 +487,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = run.forward(q, k, v, lse=True)
+        out, lse = run.forward(q, k, v)
         ctx.run = run
         ctx.save_for_backward(q, k, v, out, lse)
         return out
