@@ -84,9 +84,10 @@ class Turn:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` reverses the rotation."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
         wide = 2 * sin.shape[-1]
-        dim = -1 if self.interleaved else -2  # of the two numbers of a pair, a complex number
         # In a wider dtype, so that a narrow one is rounded once.
-        pairs = x[..., :wide].to(self.dtype).unflatten(-1, (-1, 2) if self.interleaved else (2, -1))
+        # The dimension of the two numbers of a pair, a complex number, and the shape of all pairs.
+        dim, shape = (-1, (wide // 2, 2)) if self.interleaved else (-2, (2, wide // 2))
+        pairs = x[..., :wide].to(self.dtype).view(*x.shape[:-1], *shape)
         turned = pairs * cos.unsqueeze(dim)
         turned.select(dim, 0).addcmul_(pairs.select(dim, 1), sin, value=1 if back else -1)
         turned.select(dim, 1).addcmul_(pairs.select(dim, 0), sin, value=-1 if back else 1)
