@@ -25,12 +25,14 @@ if typing.TYPE_CHECKING:
     from ctxext.choosing.choose import choose
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, patched, unpatch
+    from ctxext.surgery.heads import heads
 
 __all__ = [
     "choose",
     "describe",
     "errors",
     "export",
+    "heads",
     "load",
     "method",
     "methods",
@@ -52,7 +54,7 @@ _VERBS = {
     "save": "checkpoints.save",
 }
 # What a program that only extends a model need not wait for.
-_MEASURING = {"choose": "choosing.choose"}
+_MEASURING = {"choose": "choosing.choose", "heads": "surgery.heads"}
 _PACKAGES = ("methods", "training")
 
 

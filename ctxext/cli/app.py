@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from ctxext.cli.choose import choose
 from ctxext.cli.eval import eval_app
+from ctxext.cli.heads import heads
 from ctxext.cli.lab import lab_app
 from ctxext.cli.options import (
     Checkpoint,
@@ -209,6 +210,7 @@ def export(
 
 app.command(cls=StrictCommand)(plan)
 app.command(cls=StrictCommand)(choose)
+app.command(cls=StrictCommand)(heads)
 app.command(cls=StrictCommand)(show)
 
 

@@ -109,9 +109,13 @@ class HeadScores:
             group, layer = group - self.kv_heads[layer], layer + 1
         return layer, group
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
     def save(self, path: str | Path) -> None:
         """Write the scores as JSON, whole or not at all."""
-        write_json(Path(path), asdict(self))
+        write_json(Path(path), self.to_dict())
 
     @classmethod
     def read(cls, path: str | Path) -> HeadScores:

@@ -1,0 +1,48 @@
+"""``ctxext heads``: the key-value groups of a checkpoint whose heads retrieve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ctxext.cli.eval.common import Session
+from ctxext.cli.options import HaystackOptions, OutputOptions, SourceOptions, grouped, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsTextOptions(HaystackOptions):
+    """Text that needles are hidden in, and passes of each probe."""
+
+    text: str | None = option(
+        "Hide needles in this text, such as a novel.",
+        "--text",
+        "-t",
+        show_default="random tokens, hidden in random tokens",
+    )
+    seeds: int = option("Passes of each probe, each over other tokens.", default=3, min=1)
+
+
+@grouped
+def heads(*, haystack: HeadsTextOptions, source: SourceOptions, results: OutputOptions) -> None:
+    """Find the heads that retrieve: score each key-value group by two probes, in a few passes of up to 2,048 tokens.
+
+    The first probe repeats random tokens, the second hides needles and asks for them. Each counts the attention to
+    where the same tokens stood before. No text is needed, and nothing is trained. An extension that the checkpoint was
+    saved with is taken off first.
+
+    [bold]Example[/]: ctxext heads Llama-3-8B -o heads.json -o heads.png
+    """
+    document = haystack.document()  # before torch is imported: a mistake is answered quickly
+    session = Session(source, results)
+
+    from ctxext.evaluation.report.heads import heads_page
+    from ctxext.patching import patched_state, unpatch
+    from ctxext.surgery.heads import heads as score
+
+    model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
+    if patched_state(model) is not None:
+        unpatch(model)
+    with session.console.status("Reading ..."):
+        text = None if document is None else document.text
+        scores = score(model, tokenizer, text=text, seeds=range(haystack.seeds))
+    provenance = session.provenance(document, 0).to_dict() | {"seed": None}
+    session.finish(replace(scores, settings=scores.settings | {"provenance": provenance}), heads_page)

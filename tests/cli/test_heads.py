@@ -1,0 +1,124 @@
+"""``ctxext heads``: files that the library reads, a table, a picture, and mistakes said before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import ctxext
+from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.evaluation.report.heads import heads_page, sentences
+from ctxext.surgery.heads import HeadScores, heads
+from tests._models import byte_model
+from tests._programs import command, ran
+from tests._tokenizer import make_tokenizer
+
+# Groups of four layers, in which two probes agree on the best two of ten and order the others the other way round.
+SCORES = HeadScores(
+    kv_heads=(2, 4, 1, 3),
+    probes={
+        "induction": (0.0, 0.9, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.8),
+        "needle": (0.07, 0.9, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0, 0.8),
+    },
+    spread={"induction": (0.0, 0.2, *[0.0] * 7, 0.0), "needle": (0.0, 0.0, *[0.0] * 7, 0.2)},
+    settings={"seeds": [0, 1], "tokens": {"induction": 1025, "needle": 2048}, "provenance": {"checkpoint": "tiny"}},
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads")
+    byte_model().save_pretrained(folder / "model")
+    make_tokenizer(bos=True).save_pretrained(folder / "model")
+    ctxext.patch(byte_model(), "yarn", factor=2).save_pretrained(folder / "extended")
+    make_tokenizer(bos=True).save_pretrained(folder / "extended")
+    (folder / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 40)
+    return folder
+
+
+@pytest.mark.slow
+def test_files_hold_what_the_library_returns(place: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"heads.{ending}" for ending in ("json", "md", "png")]
+    asked = [word for file in files for word in ("-o", file)]
+    done = command("heads", place / "model", "--dtype", "fp32", "--seeds", 2, "--text", place / "book.txt", *asked)
+    assert done.exit_code == 0, done.output
+    scores = HeadScores.read(files[0])
+    text = (place / "book.txt").read_text()
+    same = heads(
+        load_checkpoint(str(place / "model"), dtype="fp32").model, make_tokenizer(bos=True), text=text, seeds=range(2)
+    )
+    assert (scores.kv_heads, scores.probes, scores.spread) == (same.kv_heads, same.probes, same.spread)
+    assert scores.fingerprint == same.fingerprint == scores.settings["provenance"]["checkpoint_sha256"]
+    assert scores.settings["provenance"]["documents"] == ["book"]
+    assert "![induction: best are layer" in files[1].read_text()
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_an_extension_is_taken_off_first(place: Path) -> None:
+    plain, extended = (
+        json.loads(command("heads", place / name, "--dtype", "fp32", "--seeds", 1, "--json").stdout)
+        for name in ("model", "extended")
+    )
+    assert extended["probes"] == plain["probes"]
+    assert extended["fingerprint"] == plain["fingerprint"]
+
+
+def test_the_page_says_what_the_scores_say(tmp_path: Path) -> None:
+    page = heads_page(SCORES)
+    assert page.parts[0] == (
+        "The best fifth, 2 of 10 key-value groups, pays 86% of all attention to what a text said before."
+    )
+    assert page.parts[1].rows == [
+        ["1", "0", "1", "1", "0.900 ± 0.200", "0.900 ± 0.000", "0.900"],
+        ["2", "3", "2", "9", "0.800 ± 0.000", "0.800 ± 0.200", "0.800"],
+    ]
+    (figure,) = page.figures
+    figure.save(tmp_path / "heads.png")
+    assert figure.title == "Heads that retrieve: tiny"
+    assert "layer 0 group 1 0.90, layer 3 group 2 0.80, layer 3 group 1 0.07" in figure.alternative
+
+
+def test_the_sentences_say_how_far_probes_and_seeds_agree() -> None:
+    counted, agreement, spread = sentences(SCORES)
+    assert counted == "2 groups score 0.1 or more, 0 less than 0.02."
+    # Spearman's coefficient from the differences of ranks: the best two are equal, eight are in reverse order.
+    differences = sum((2 * place - 9) ** 2 for place in range(1, 9))
+    assert f"rank correlation of {1 - 6 * differences / (10 * 99):.2f};" in agreement
+    assert "2 of the 2 best groups by one are among the 2 best by the other" in agreement
+    assert "vary by 0.100 on average and by 0.200 at most" in spread
+
+
+@pytest.mark.parametrize("kv_heads", [(1,), (2,), (1, 1)])
+def test_a_model_of_few_groups_has_a_page(kv_heads: tuple[int, ...], tmp_path: Path) -> None:
+    values = tuple(0.0 for _ in range(sum(kv_heads)))
+    scores = HeadScores(kv_heads, {"induction": values, "needle": values}, settings=SCORES.settings)
+    (figure,) = heads_page(scores).figures
+    figure.save(tmp_path / "heads.png")
+    assert heads_page(scores).markdown().count("tiny") >= 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["-t", "nowhere.txt"], "Cannot read the text 'nowhere.txt'"),
+        (["-o", "heads.csv"], r"give a file that ends in \.json, \.md or \.png"),
+        (["-o", "nowhere/heads.json"], "there is no directory nowhere"),
+    ],
+)
+def test_a_mistake_is_said_before_a_checkpoint_is_loaded(asked: list[str], says: str) -> None:
+    done = command("heads", "org/model", *asked)
+    assert done.exit_code == 1
+    assert re.search(says, done.output)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    done = ran(["-X", "importtime", "-m", "ctxext", "heads", "-t", "nowhere.txt"], tmp_path)
+    assert done.returncode == 1
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "ctxext.cli.heads" in imported
+    assert not {"torch", "transformers"} & imported
