@@ -1,8 +1,9 @@
-"""The candidates: every formula, some ways to remap positions, and two families of numbers.
+"""The candidates: every formula, some ways to remap positions, and three families of numbers.
 
 A grid over the four numbers of YaRN is the heart of it. Its published thresholds (1 and 32 turns), its factor and its
 temperature are one point among many, and models differ in which point suits them; each point is a ``yarn`` dictionary
-that plain transformers loads. The other family is NTK up to a critical dimension (LongRoPE2), a ``longrope`` one.
+that plain transformers loads. Another family is NTK up to a critical dimension (LongRoPE2), a ``longrope`` one. The
+last is how many heads read far, and what the others see.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
+# Share of the key-value groups that read far, and the window of the others, as a share of the trained length.
+SHARES = (0.2, 0.1, 0.4)
+NEAR_WINDOWS = (0.75, 0.5)
 # How much further than asked a formula is also tried: some need it to hold to their target.
 FURTHER = 1.5
 # One of each kind: groups of tokens, one distance for all that is far, chunks. The other ones are kin of the last, or
@@ -53,8 +58,13 @@ def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
         for method in formulas
         if not method.dynamic and not isinstance(method, RemapMethod)
     ]
+    heads = [
+        RetrievalHeads(factor=factor, share=share, window=window)
+        for share, window in itertools.product(SHARES, NEAR_WINDOWS)
+    ]
     # Of two that are the same, the first stays: what is made for the target itself before what is made for more.
-    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *grid(factor), *critical(factor, rope), *further]))
+    numbers = [*grid(factor), *critical(factor, rope)]
+    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *numbers, *further, *heads]))
 
 
 def grid(factor: float) -> list[YaRN]:
@@ -112,6 +122,10 @@ def _needs_only_a_factor(cls: type[Method]) -> bool:
 
 def short_label(method: Method) -> str:
     """Name a candidate briefly: one of the grid by the turns between which its ramp lies, its divisor and its scale."""
+    if isinstance(method, RetrievalHeads) and isinstance(method.heads, tuple):
+        count = f"{len(method.heads)} group" + "s" * (len(method.heads) > 1)
+        rest = label_for(replace(method, heads=None))
+        return f"{rest[:-1]}, {count} far)" if rest.endswith(")") else f"{rest} ({count} far)"
     if isinstance(method, LongRoPE):
         divisors = method.long_factor
         place = next((at for at, divisor in enumerate(divisors) if at and divisor >= method.factor), 0)

@@ -21,6 +21,7 @@ LABELS = {
     "dynamic_pi": "dynamic PI",
     "alibi": "ALiBi",
     "self_extend": "Self-Extend",
+    "retrieval_heads": "Retrieval heads",
     "rerope": "ReRoPE",
     "dual_chunk": "Dual Chunk",
     "string": "STRING",

@@ -11,7 +11,7 @@ import torch
 from ctxext.architectures.rope import fingerprint
 from ctxext.choosing.candidates import CandidateReach, candidates, critical, distinct, grid, short_label
 from ctxext.evaluation.readings import TIMES, Reading, name_for
-from ctxext.methods import METHODS, NTK, PI, Method, RopeMethod, SelfExtend, YaRN
+from ctxext.methods import METHODS, NTK, PI, Method, RetrievalHeads, RopeMethod, SelfExtend, YaRN
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 
@@ -31,7 +31,10 @@ def test_every_formula_and_the_grid_are_tried_the_published_yarn_first() -> None
     plain = {name for name, cls in METHODS.items() if issubclass(cls, RopeMethod) and not issubclass(cls, RemapMethod)}
     entered = {one.name for one in found}
     assert plain - entered == {"table", "nope"}, "what needs numbers of its own, or training"
-    assert {"self_extend", "rerope", "dual_chunk"} == {one.name for one in found if isinstance(one, RemapMethod)}
+    remapping = {"self_extend", "rerope", "dual_chunk", "retrieval_heads"}
+    assert {one.name for one in found if isinstance(one, RemapMethod)} == remapping
+    shares = {(one.share, one.window) for one in found if isinstance(one, RetrievalHeads)}
+    assert {(0.1, 0.75), (0.2, 0.5), (0.4, 0.5)} <= shares
     assert {PI(factor=2), PI(factor=3), NTK(factor=3)} <= set(found)
     assert set(grid(2.0)) | set(critical(2.0, ROPE)) <= set(found)
 
@@ -113,3 +116,8 @@ def test_labels_tell_candidates_apart() -> None:
     assert len(set(labels)) == len(labels)
     assert f"YaRN {TIMES}2 (step at 1, by 1.5, scale 1.02)" in labels
     assert any(one.startswith(f"LongRoPE2 {TIMES}2 (critical dimension ") for one in labels)
+    scored = [short_label(RetrievalHeads(factor=2, window=window, heads=[1, 5])) for window in (0.75, 0.5)]
+    assert scored == [
+        f"Retrieval heads {TIMES}2 (2 groups far)",
+        f"Retrieval heads {TIMES}2 (window=0.5, 2 groups far)",
+    ]

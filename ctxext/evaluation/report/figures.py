@@ -34,6 +34,7 @@ COLOURS = {
     "longrope": "#7A5C45",
     "alibi": "#2F6B2F",
     "self_extend": "#A3195B",
+    "retrieval_heads": "#C2255C",
     "rerope": "#4B5FD6",
     "dual_chunk": "#8A5A00",
     "string": "#007A87",
