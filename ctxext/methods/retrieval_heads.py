@@ -38,9 +38,9 @@ class RetrievalHeads(RemapMethod):
         factor: target_length / trained_length. Dimensionless, at least 1.
         temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all);
             of the heads that read far only, since the others see no more tokens than in training.
-        heads: the groups that read far: the path of a .json file with the scores of the model's heads; a list of their
-            numbers, counted from 0 through the attention layers; or None, by which ``ctxext.patch`` scores the model's
-            heads on random tokens. The config of a patched model holds the numbers.
+        heads: the groups that read far: the .json file of scores that ``ctxext heads`` wrote; a list of their numbers,
+            counted from 0 through the attention layers; or None, by which ``ctxext.patch`` scores the model's heads on
+            random tokens, as ``ctxext.heads`` does. The config of a patched model holds the numbers.
         share: share of all groups that read far, the best scores first, rounded up. Above 0, at most 1; None for 0.2.
         threshold: score from which a group reads far, instead of ``share``. Above 0, below 1.
         window: the nearest tokens that the other heads see, less than the trained length by ``sinks`` at least.
