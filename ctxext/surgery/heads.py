@@ -139,8 +139,9 @@ class HeadScores:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidParameterError(f"{str(path)!r} does not hold scores of heads ({error!r}). {way}") from error
-        groups = sum(scores.kv_heads)
-        if not scores.probes or any(len(values) != groups for values in scores.probes.values()):
+        groups, measured = sum(scores.kv_heads), list(scores.probes.values())
+        is_whole = bool(measured) and min(scores.kv_heads, default=0) > 0
+        if not is_whole or any(len(values) != groups or not all(map(math.isfinite, values)) for values in measured):
             raise InvalidParameterError(f"{str(path)!r} should hold a score of each of its {groups} groups. {way}")
         return scores
 
@@ -172,7 +173,8 @@ def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS) -> HeadS
         PatchStateError: the model is patched.
     """
     with _recording(subject) as recorder:
-        texts = {"induction": [_repeated(_Source(subject, seed)) for seed in seeds]}
+        with torch.device("cpu"):  # whatever device is the default
+            texts = {"induction": [_repeated(_Source(subject, seed)) for seed in seeds]}
         return _scored(recorder, texts, seeds)
 
 
@@ -200,17 +202,18 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
     its greatest attention is on that token. Counted here is the attention itself, and that to the token before; the
     answer is given and not sampled. The name induction is that of Olsson et al., arXiv:2209.11895.
     """
-    if not seeds:
-        raise InvalidParameterError("seeds is empty. Give at least one whole number, such as 0.")
+    if not isinstance(seeds, Sequence) or not seeds or any(type(seed) is not int for seed in seeds):
+        raise InvalidParameterError(f"seeds must be whole numbers, such as (0, 1), found {shown(seeds)}.")
     if text is not None and tokenizer is None:
         raise InvalidParameterError("A text needs the model's tokenizer. Give both, or neither.")
     subject = Subject.of(model)
     with _recording(subject) as recorder:
-        sources = [_Source(subject, seed) for seed in seeds]
-        texts = {"induction": [_repeated(source) for source in sources]}
-        texts["needle"] = [
-            _random_needles(source) if text is None else _needles_in(text, tokenizer, source) for source in sources
-        ]
+        with torch.device("cpu"):  # whatever device is the default
+            sources = [_Source(subject, seed) for seed in seeds]
+            texts = {"induction": [_repeated(source) for source in sources]}
+            texts["needle"] = [
+                _random_needles(source) if text is None else _needles_in(text, tokenizer, source) for source in sources
+            ]
         return _scored(recorder, texts, seeds, text)
 
 
@@ -257,6 +260,11 @@ def _scored(
         layers = [recorder.run(repetition) for repetition in repetitions]
         kv_heads = tuple(len(layer) for layer in layers[0])
         scores = torch.stack([torch.cat(each) for each in layers])
+        if not bool(scores.isfinite().all()):
+            raise IncompatibleError(
+                f"Attention of this {type(recorder.subject.model).__name__} is not finite. Load it in another dtype, "
+                f"such as bfloat16 or float32."
+            )
         probes[name] = tuple(scores.mean(0).tolist())
         if len(layers) > 1:
             spread[name] = tuple(scores.std(0).tolist())

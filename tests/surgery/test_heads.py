@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.files import digest
 from ctxext.surgery.heads import HeadScores, heads, induction_scores
 from ctxext.surgery.subject import Subject, weights_digest
-from tests._models import bert, byte_model, tiny
+from tests._models import RECENT, bert, byte_model, tiny
 from tests._tokenizer import make_tokenizer
 
 
@@ -133,6 +134,7 @@ def test_a_random_needle_is_said_again_at_the_end() -> None:
     assert len(named) == 4
 
 
+@pytest.mark.slow
 def test_needles_are_hidden_in_the_given_text() -> None:
     tokenizer, model = make_tokenizer(bos=True), byte_model()
     words = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
@@ -157,7 +159,9 @@ def test_needles_are_hidden_in_the_given_text() -> None:
     [
         ({"text": "a text"}, "needs the model's tokenizer"),
         ({"text": "", "tokenizer": make_tokenizer(bos=True)}, "Give a longer text, or none"),
-        ({"seeds": ()}, "seeds is empty"),
+        ({"seeds": ()}, r"seeds must be whole numbers, such as \(0, 1\), found \(\)"),
+        ({"seeds": 3}, "seeds must be whole numbers"),
+        ({"seeds": "ab"}, "seeds must be whole numbers"),
     ],
 )
 def test_what_no_probe_can_be_made_of_is_refused(given: dict[str, Any], message: str) -> None:
@@ -179,7 +183,7 @@ def test_a_model_of_few_tokens_is_refused() -> None:
         {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
         {"max_position_embeddings": 33},
         {"vocab_size": 24},
-        {"vocab_size": 4096, "max_position_embeddings": 4096},
+        pytest.param({"vocab_size": 4096, "max_position_embeddings": 4096}, marks=pytest.mark.slow),
     ],
 )
 def test_small_and_odd_models_are_read(changes: dict[str, Any]) -> None:
@@ -245,6 +249,9 @@ def test_scores_are_read_as_they_were_saved(tmp_path: Path) -> None:
         '{"kv_heads": 3, "probes": {}, "spread": {}, "fingerprint": "", "settings": {}}',
         '{"kv_heads": [2], "probes": {}, "spread": {}, "fingerprint": "", "settings": {}}',
         '{"kv_heads": [2], "probes": {"induction": [0.1]}, "spread": {}, "fingerprint": "", "settings": {}}',
+        '{"kv_heads": [2], "probes": {"needle": [0.1, NaN]}, "spread": {}, "fingerprint": "", "settings": {}}',
+        '{"kv_heads": [3, -1], "probes": {"needle": [0.1, 0.2]}, "spread": {}, "fingerprint": "", "settings": {}}',
+        '{"kv_heads": [], "probes": {"needle": []}, "spread": {}, "fingerprint": "", "settings": {}}',
         '{"kv_heads": [2], "probes": [0.1, 0.2], "spread": {}, "fingerprint": "", "settings": {}}',
     ],
 )
@@ -256,6 +263,7 @@ def test_a_file_of_something_else_is_refused_with_the_way_out(tmp_path: Path, co
         HeadScores.read(path)
 
 
+@pytest.mark.slow
 def test_a_patched_model_is_refused() -> None:
     model = ctxext.patch(tiny(), "yarn", factor=2)
     with pytest.raises(PatchStateError, match=r"ctxext\.unpatch"):
@@ -282,3 +290,47 @@ def test_kernels_that_take_no_dense_mask_give_way_while_heads_are_recorded(own: 
 def test_scores_are_those_of_the_model_s_own_attention(model_type: str) -> None:
     model = tiny(model_type)
     assert heads(model, seeds=(0,)).probes["induction"] == pytest.approx(induction(model), abs=1e-5)
+
+
+@pytest.mark.skipif(not RECENT, reason="before transformers 5.23 no tiny model has layers that differ in groups")
+def test_layers_may_differ_in_groups() -> None:
+    scores = heads(tiny("mimo_v2_flash"), seeds=(0,))
+    assert scores.kv_heads == (2, 4, 2)
+    assert [len(values) for values in scores.probes.values()] == [8, 8]
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("bloom", "BloomForCausalLM"), ("falcon", "FalconForCausalLM")])
+def test_attention_outside_the_interface_is_refused_by_name(model_type: str, name: str) -> None:
+    with pytest.raises(IncompatibleError, match=f"The attention of {name} does not go through"):
+        heads(tiny(model_type))
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="is an encoder-decoder"):
+        heads(tiny("t5"))
+
+
+def test_attention_that_is_not_finite_is_refused() -> None:
+    model = tiny()
+    model.get_input_embeddings().weight.data[:] = math.nan
+    with pytest.raises(IncompatibleError, match="is not finite"):
+        heads(model)
+
+
+@pytest.mark.slow
+def test_wrappers_and_hooks_change_nothing() -> None:
+    scores = heads(tiny(), seeds=(0,))
+    offloaded = tiny()
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    in_training = tiny().train()
+    in_training.gradient_checkpointing_enable()
+    compiled = tiny()
+    compiled.model.layers[0].compile()
+    for model in (torch.nn.DataParallel(tiny()), torch.compile(tiny()), compiled, offloaded, in_training, tiny().model):
+        assert heads(model, seeds=(0,)).probes == scores.probes
+
+
+def test_a_default_device_changes_nothing() -> None:
+    model, scores = tiny(), heads(tiny(), seeds=(0,))
+    with torch.device("meta"):
+        assert heads(model, seeds=(0,)).probes == scores.probes
