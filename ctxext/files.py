@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -31,6 +32,27 @@ def refuse_existing(path: Path) -> None:
     """Raise ``CheckpointError`` if ``path`` exists, even as a broken link."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} already exists and is never overwritten. Give a new name, or remove it.")
+
+
+def refuse_missing(place: str) -> None:
+    """Raise ``CheckpointError`` if a checkpoint's path is a local one where nothing is; a name on the hub passes."""
+    local = Path(place)
+    if local.exists():
+        return
+    if place.startswith((".", "/", "~")) or place.count("/") > 1 or "\\" in place:
+        raise CheckpointError(f"There is no checkpoint at {place}: no such directory.{nearest_name(local)}")
+    if place.count("/") == 1 and local.parent.is_dir():
+        raise CheckpointError(
+            f"There is no directory {place}, though there is one {local.parent}.{nearest_name(local)} A checkpoint of "
+            f"this name on the hub is fetched first: hf download {place} --local-dir {place}."
+        )
+
+
+def nearest_name(path: Path) -> str:
+    """Return a question whether another file of the same folder is meant; nothing where no name is close."""
+    beside = sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def followed(path: Path, root: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, ru
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
-from ctxext.files import files_below, followed, read_json, read_json_as
+from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
 from ctxext.saved import checked_extension, extended_texts
 from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
 from ctxext.surgery.published import refuse_lost_fields
@@ -128,13 +127,7 @@ def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
     """Explain why a config could not be read; a name that is no directory may be a directory's name misspelt."""
     if Path(place).exists():
         return f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}"
-    return f"There is no directory {place}.{_nearest(Path(place))} The hub did not give it either: {error}"
-
-
-def _nearest(path: Path) -> str:
-    beside = sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f" Did you mean {path.with_name(close[0])}?" if close else ""
+    return f"There is no directory {place}.{nearest_name(Path(place))} The hub did not give it either: {error}"
 
 
 def _refuse_two_stories(config: Any, raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
@@ -178,15 +171,8 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
     """
     place = os.fspath(path)
     local = Path(place)
+    refuse_missing(place)
     if not local.exists():
-        looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or "\\" in place
-        if looks_local:
-            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.{_nearest(local)}")
-        if place.count("/") == 1 and local.parent.is_dir():
-            raise CheckpointError(
-                f"There is no directory {place}, though there is one {local.parent}.{_nearest(local)} A checkpoint of "
-                f"this name on the hub is fetched first: hf download {place} --local-dir {place}."
-            )
         return place
     if not local.is_dir():
         raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")

@@ -18,7 +18,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 
 from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError, require_package
-from ctxext.files import whole_file, write_whole
+from ctxext.files import refuse_missing, whole_file, write_whole
 from ctxext.progress import saying_what_is_left_out, terminal
 
 if TYPE_CHECKING:
@@ -70,12 +70,16 @@ class StrictCommand(TyperCommand):
 
 
 def _refuse_missing(given: Mapping[str, Any]) -> None:
-    """Refuse unknown methods and missing texts before torch or a checkpoint is loaded.
+    """Refuse unknown methods, missing checkpoints and missing texts before torch or a checkpoint is loaded.
 
     Raises:
-        UnknownNameError: a method that is neither in the folder of methods nor registered.
+        CheckpointError: a local checkpoint directory that is missing.
         InvalidParameterError: a text that is missing.
+        UnknownNameError: a method that is neither in the folder of methods nor registered.
     """
+    checkpoint = given.get("checkpoint")
+    if isinstance(checkpoint, str) and not checkpoint.endswith(".gguf"):
+        refuse_missing(checkpoint)
     methods = given.get("method") or ()
     for words in [methods] if isinstance(methods, str) else methods:
         name = words.split()[0] if words.split() else words

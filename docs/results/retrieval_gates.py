@@ -100,7 +100,9 @@ class Gated:
                 for gate in gates:
                     gate.clamp_(0, 1)
             if step % 10 == 9:
-                print(f"step {step + 1}: difference {float(difference):.4f}, gates {torch.cat(gates).mean():.3f}")
+                print(
+                    f"step {step + 1}: difference {difference.item():.4f}, gates {torch.cat(gates).mean().item():.3f}"
+                )
         self.window, self.replays = JUDGED_WINDOW, False
         return [gate.detach() for gate in gates]
 

@@ -116,8 +116,9 @@ def test_a_mistake_is_said_before_a_checkpoint_is_loaded(asked: list[str], says:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_said_before_torch_is_imported(tmp_path: Path) -> None:
-    done = ran(["-X", "importtime", "-m", "ctxext", "heads", "-t", "nowhere.txt"], tmp_path)
+@pytest.mark.parametrize("asked", [["-t", "nowhere.txt"], ["./nowhere"]])
+def test_a_mistake_is_said_before_torch_is_imported(asked: list[str], tmp_path: Path) -> None:
+    done = ran(["-X", "importtime", "-m", "ctxext", "heads", *asked], tmp_path)
     assert done.returncode == 1
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "ctxext.cli.heads" in imported
