@@ -38,7 +38,7 @@ def remapped(method: str, dtype: str, tokens: int, device: str) -> Any:
 
 def calls(method: str, dtype: str, tokens: int, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return one attention call by plain causal SDPA, and one in pieces."""
-    attend = remapped(method, dtype, tokens, device).model.layers[0].self_attn._ctxext_attend
+    layer = remapped(method, dtype, tokens, device).model.layers[0].self_attn
     q, k, v = (torch.randn(1, heads, tokens, 64, dtype=DTYPES[dtype], device=device) for heads in (9, 3, 3))
 
     def plain() -> object:
@@ -46,7 +46,7 @@ def calls(method: str, dtype: str, tokens: int, device: str) -> tuple[Callable[[
 
     def in_pieces() -> object:
         mask = LayoutMask(Layout.causal(1, tokens, device=device))
-        return attend(q, k, v, mask, scale=0.125, window=None, dropout=0.0)
+        return layer._ctxext_attend(q, k, v, mask, scale=0.125, window=None, dropout=0.0, module=layer, given={})
 
     return plain, in_pieces
 

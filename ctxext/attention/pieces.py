@@ -34,10 +34,11 @@ from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
 TILE = 1 << 15
-"""Rows of queries (one per head) that are merged at once: the fewer tiles, the fewer operations.
+"""Rows of queries (one per head) that a CPU merges at once. The fewer tiles, the fewer operations, each of which waits
+for a thread beside busy processes; the more rows, the more memory."""
 
-Beside other busy processes every parallel operation waits for a thread, and an accelerator is idle between small ones.
-"""
+ACCELERATOR_TILE = 1 << 17
+"""Rows of queries that an accelerator merges at once; fewer would leave it idle."""
 
 SHORTEST = 256
 """Least number of queries in a tile: shorter tiles would only cost kernel calls."""
@@ -82,9 +83,21 @@ class Turn:
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` reverses the rotation."""
+        # Rotation is computed in a wider dtype, so only for some tokens at a time.
+        step = max(1, _rows(x.device.type) // x.shape[1])
+        if x.shape[2] <= step:
+            return self._turned(x, rows, tokens, back)
+        turned = torch.empty_like(x)
+        for start in range(0, x.shape[2], step):
+            stop = min(start + step, x.shape[2])
+            there = tokens[0] + start, tokens[0] + stop
+            turned[:, :, start:stop] = self._turned(x[:, :, start:stop], rows, there, back)
+        return turned
+
+    def _turned(self, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], back: bool) -> Tensor:
+        """Return ``x``, rotated."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
         wide = 2 * sin.shape[-1]
-        # In a wider dtype, so that a narrow one is rounded once.
         # The dimension of the two numbers of a pair, a complex number, and the shape of all pairs.
         dim, shape = (-1, (wide // 2, 2)) if self.interleaved else (-2, (2, wide // 2))
         pairs = x[..., :wide].to(self.dtype).view(*x.shape[:-1], *shape)
@@ -283,7 +296,7 @@ def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[
     """Return the kernel calls, shared by all layers of a forward pass."""
     regions = [piece.region for piece in pieces]
     heads = call.need.heads // call.need.kv_heads * _key_heads_at_once(call.need, pieces)
-    size = tile or max(SHORTEST, TILE // heads)
+    size = tile or max(SHORTEST, _rows(call.need.device) // heads)
     return call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
 
 
@@ -292,6 +305,11 @@ def _key_heads_at_once(need: Need, pieces: Sequence[TurnedPiece]) -> int:
     if need.query_length <= SHORTEST or all(piece.key is None for piece in pieces):
         return need.kv_heads
     return min(need.kv_heads, max(1, need.heads * need.query_length // (SHARE * need.key_length)))
+
+
+def _rows(device: str) -> int:
+    """Return the number of rows of queries or keys (one per head) to process at once."""
+    return TILE if device == "cpu" else ACCELERATOR_TILE
 
 
 class _Keys:
@@ -374,7 +392,8 @@ class _Run:
         """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
-            most = TILE // (tile.query[1] - tile.query[0])  # the plain beginning of a text may be one long tile
+            # The plain beginning of a text may be one long tile.
+            most = _rows(q.device.type) // (tile.query[1] - tile.query[0])
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
                 self._forward_tile(q[here], keys, v, tile, key_heads, out[here], lse[here])
@@ -389,12 +408,9 @@ class _Run:
         for part in tile.parts:
             k_part = keys(part.piece, tile.rows, *part.key)[:, key_heads]
             v_part = v[slice(*tile.rows), key_heads, slice(*part.key)]
-            start, stop = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
-            part_out, part_lse = self._forward(part, queries(part), k_part, v_part)
-            if part is tile.parts[0]:  # the kernel's output is not taken as the total: checkpointing may keep it
-                total[:, :, start:stop], lse[:, :, start:stop] = part_out, part_lse
-            else:
-                _merge(total[:, :, start:stop], lse[:, :, start:stop], part_out, part_lse)
+            here = slice(part.query[0] - tile.query[0], part.query[1] - tile.query[0])
+            add = _copy if part is tile.parts[0] else _merge
+            add(total[:, :, here], lse[:, :, here], *self._forward(part, queries(part), k_part, v_part))
         if total is not out:
             out.copy_(total)
 
@@ -474,6 +490,12 @@ def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]
 def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors with tokens in reverse order, which turns a fading square into a causal one."""
     return tuple(x.flip(2) for x in tensors)
+
+
+def _copy(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Begin a total with a copy of a part: selective checkpointing may keep what a kernel returned."""
+    total.copy_(part)
+    total_lse.copy_(part_lse)
 
 
 def _merge(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
