@@ -1,107 +1,110 @@
-"""Position remapping: time and memory of attention in pieces, as ratios to stock measured in the same run.
+"""Position remapping: time and memory beside plain attention, as ratios measured in the same run.
 
-    python scripts/bench_remap.py                            # SmolLM2-135M's shape at 16K tokens, bf16 and fp32
+    python scripts/bench_remap.py                            # SmolLM2-135M's shape at 32K tokens, bf16 and fp32
     python scripts/bench_remap.py --device cuda --tokens 65536 --markdown table.md
 
-Three numbers for each method, each beside stock transformers with SDPA: a whole text read at once (two layers, no
-head), one attention call of it alone, and one step of decoding after it. Stock and remapped take turns. Memory is what
-the tensors of the attention call take at its peak, output included.
+Each number is beside that of plain transformers with SDPA at the same length, which such a model computes but cannot
+use: a whole text read into a cache (five layers, no head), one more token after it, the keys and values in that cache,
+and all tensors at the peak of reading the text. Plain and remapped models take turns. Of the 15 key-value groups of
+these layers three read far under ``retrieval_heads``, one and two in a layer: a fifth of the groups in two fifths of
+the layers, as in SmolLM2-135M.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import bench
 import torch
-import torch.nn.functional as F
 import typer
 from transformers import DynamicCache
 
 import ctxext
-from ctxext.attention import Layout
 from ctxext.evaluation.checkpoint import DTYPES
-from ctxext.surgery.positions import LayoutMask
+from ctxext.evaluation.readings import named_method
+from ctxext.methods import RetrievalHeads
+from ctxext.surgery.bounded import SplitLayer
 
-TRAINED = 8192
-METHODS = ("self_extend", "self_extend window=0.25", "rerope", "dual_chunk", "streaming")
-COLUMNS = ("method", "dtype", "text", "attention", "step", "memory")
-
-
-def remapped(method: str, dtype: str, tokens: int, device: str) -> Any:
-    """Return the model with a method of ``METHODS`` on it."""
-    name, *parameters = method.split()
-    given = {key: float(value) for key, value in (part.split("=") for part in parameters)}
-    return ctxext.patch(bench.two_layers(dtype, device), name, factor=tokens / TRAINED, **given)
+TRAINED, LAYERS, FAR = 8192, 5, (1, 9, 10)
+METHODS = "self_extend,rerope,dual_chunk,streaming,retrieval_heads"
+COLUMNS = ("method", "dtype", "text", "step", "cache", "memory")
 
 
-def calls(method: str, dtype: str, tokens: int, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return one attention call by plain causal SDPA, and one in pieces."""
-    layer = remapped(method, dtype, tokens, device).model.layers[0].self_attn
-    q, k, v = (torch.randn(1, heads, tokens, 64, dtype=DTYPES[dtype], device=device) for heads in (9, 3, 3))
+def layers(dtype: str, device: str) -> Any:
+    """Return layers of SmolLM2-135M's shape with few words, where attention is what is measured."""
+    return bench.random_model("smollm2", dtype, device, layers=LAYERS, vocab_size=256)
 
-    def plain() -> object:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.125)
 
-    def in_pieces() -> object:
-        mask = LayoutMask(Layout.causal(1, tokens, device=device))
-        return layer._ctxext_attend(q, k, v, mask, scale=0.125, window=None, dropout=0.0, module=layer, given={})
+def remapped(text: str, dtype: str, tokens: int, device: str) -> Any:
+    """Return the model with a method on it, named as command lines name it."""
+    method = named_method(text, tokens / TRAINED)
+    if isinstance(method, RetrievalHeads):
+        method = named_method(f"{text} heads={list(FAR)}".replace(", ", ","), tokens / TRAINED)
+    return ctxext.patch(layers(dtype, device), method)
 
-    return plain, in_pieces
+
+def held(cache: DynamicCache) -> int:
+    """Return the bytes of keys and values in a cache."""
+    near = [layer.near for layer in cache.layers if isinstance(layer, SplitLayer) and layer.near is not None]
+    return sum(part.keys.nbytes + part.values.nbytes for part in [*cache.layers, *near])
 
 
 @torch.no_grad()
 def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> bench.Row:
     """Return one row of the table."""
-    models = bench.two_layers(dtype, device), remapped(method, dtype, tokens, device)
+    models = layers(dtype, device), remapped(method, dtype, tokens, device)
     ids = torch.randint(256, (1, tokens), device=device)
 
-    def read(model: Any) -> Callable[[], object]:
-        return lambda: model.model(ids, use_cache=False)
-
-    def step(model: Any) -> Callable[[], object]:
+    def read(model: Any) -> DynamicCache:
         cache = DynamicCache()
-        model.model(ids[:, :-64], past_key_values=cache)
+        model.model(ids, past_key_values=cache)
+        return cache
+
+    def reading(model: Any) -> Callable[[], object]:
+        return lambda: read(model)
+
+    def step(model: Any, cache: DynamicCache) -> Callable[[], object]:
         return lambda: model.model(ids[:, -1:], past_key_values=cache)
 
-    text, long_text = bench.in_turns([*map(read, models)], rounds, device)
-    attention = calls(method, dtype, tokens, device)
-    plain, in_pieces = bench.in_turns(attention, rounds, device)
-    least, most = (bench.allocated_memory(device, call) for call in attention)
-    token, long_token = bench.in_turns([*map(step, models)], 5 * rounds, device)
+    text, long_text = bench.in_turns([*map(reading, models)], rounds, device)
+    least, most = (bench.allocated_memory(device, reading(model)) for model in models)
+    caches = [read(model) for model in models]
+    plain_cache, cache = map(held, caches)
+    token, long_token = bench.in_turns([*map(step, models, caches)], 10 * rounds, device)
     return [
         method,
         dtype,
         f"{long_text / text:.2f} ({text:.1f} s)",
-        f"{in_pieces / plain:.2f}",
         f"{long_token / token:.2f} ({1e3 * token:.1f} ms)",
+        f"{cache / plain_cache:.2f} ({plain_cache / 2**20:.0f} MiB)",
         f"{most / least:.2f} ({least:.0f} MiB)",
     ]
 
 
 def main(
-    tokens: bench.Tokens = 2 * TRAINED,
+    tokens: bench.Tokens = 4 * TRAINED,
     rounds: bench.Rounds = 3,
     device: bench.Device = bench.DEVICE,
     dtypes: bench.Dtypes = "bf16,fp32",
     threads: bench.Threads = 0,
+    methods: Annotated[str, typer.Option(help="Separated by commas, each with its parameters.")] = METHODS,
     markdown: bench.Markdown = None,
 ) -> None:
-    """Measure position remapping beside plain attention; steps of decoding take five times as many rounds."""
+    """Measure position remapping beside plain attention; steps of decoding take ten times as many rounds."""
     bench.use_threads(threads)
 
     def rows(say: bench.Say) -> Iterator[bench.Row]:
         for dtype in bench.listed(dtypes, DTYPES):
-            for method in METHODS:
+            for method in bench.listed(methods):
                 say(f"{method}, {dtype}")
                 yield measure(method, dtype, tokens, rounds, device)
 
     notes = [
         f"{tokens:,} tokens, trained length {TRAINED:,}; {bench.machine(device)}.",
-        "Ratios to stock transformers with SDPA in the same run; stock's own number in brackets.",
-        "`text`: two layers without a head read the whole text; `attention`: one call of it; `step`: one more token, "
-        "on a cache of the text; `memory`: what the tensors of the attention call take at its peak.",
+        "Ratios to plain transformers with SDPA at the same length in the same run; its own number in brackets.",
+        f"`text`: {LAYERS} layers without a head read the whole text into a cache; `step`: one more token after it; "
+        "`cache`: keys and values held; `memory`: all tensors at the peak of reading the text.",
     ]
     bench.report("# Position remapping: time and memory", COLUMNS, rows, markdown, notes)
 

@@ -1,4 +1,4 @@
-"""Some of the key-value groups of a layer: key heads, and the query heads that read each."""
+"""Key-value groups of a layer, a key head and the query heads that read it each, split into two kinds."""
 
 from __future__ import annotations
 
@@ -21,31 +21,50 @@ class HeadGroups:
 
     numbers: tuple[int, ...]
     total: int
-    _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _indices: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, x: Float[Tensor, "batch heads seq head_dim"]) -> Float[Tensor, "batch some seq head_dim"]:
         """Return these groups' heads of queries, keys or values: a view where they lie side by side, else a copy."""
         shared, first, count = x.shape[1] // self.total, self.numbers[0], len(self.numbers)
         if self.numbers[-1] - first + 1 == count:
             return x[:, first * shared : (first + count) * shared]
-        return x.index_select(1, self._heads(shared, x.device))
-
-    def _heads(self, shared: int, device: torch.device) -> Tensor:
-        """Return the heads of these groups, ``shared`` to a group."""
-        groups = self._indices.get(device)
-        if groups is None:
-            groups = self._indices[device] = torch.tensor(self.numbers, device=device)
-        return groups if shared == 1 else (groups[:, None] * shared + torch.arange(shared, device=device)).flatten()
+        key = (x.device, shared)
+        if key not in self._indices:
+            heads = [number * shared + head for number in self.numbers for head in range(shared)]
+            self._indices[key] = _index(heads, x.device)
+        return x.index_select(1, self._indices[key])
 
 
-def joined(
-    parts: Sequence[tuple[HeadGroups, Float[Tensor, "batch some query head_dim"]]],
-) -> Float[Tensor, "batch heads query head_dim"]:
-    """Return all heads in order, from those of groups that together are all of a layer's."""
-    order = torch.tensor([number for groups, _ in parts for number in groups.numbers]).argsort()
-    # Memory in the order that the layers expect, so that they need no copy.
-    outputs = torch.cat([output.transpose(1, 2) for _, output in parts], 2)
-    batch, query, heads, head_dim = outputs.shape
-    grouped = outputs.view(batch, query, len(order), heads // len(order), head_dim)
-    ordered = grouped.index_select(2, order.to(outputs.device))
-    return ordered.view(batch, query, heads, head_dim).transpose(1, 2)
+@dataclass(frozen=True)
+class SplitGroups:
+    """The groups of a layer that read far, and the others."""
+
+    far: HeadGroups
+    near: HeadGroups
+    _orders: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, far: Sequence[int], total: int) -> SplitGroups:
+        """Split ``total`` groups; some, but not all, read far."""
+        near = [number for number in range(total) if number not in far]
+        return cls(HeadGroups(tuple(far), total), HeadGroups(tuple(near), total))
+
+    def joined(
+        self, far: Float[Tensor, "batch some query head_dim"], near: Float[Tensor, "batch others query head_dim"]
+    ) -> Float[Tensor, "batch heads query head_dim"]:
+        """Return the outputs of all query heads in their order."""
+        shared = far.shape[1] // len(self.far.numbers)
+        key = (far.device, shared)
+        if key not in self._orders:
+            numbers = self.far.numbers + self.near.numbers
+            heads = [numbers.index(number) * shared + head for number in range(len(numbers)) for head in range(shared)]
+            self._orders[key] = _index(heads, far.device)
+        # Memory in the order that the layers expect, so that they need no copy.
+        outputs = torch.cat([far.transpose(1, 2), near.transpose(1, 2)], 2)
+        return outputs.index_select(2, self._orders[key]).transpose(1, 2)
+
+
+def _index(heads: list[int], device: torch.device) -> Tensor:
+    """Return numbers of heads as a tensor that autograd can use, also where it is first needed in inference mode."""
+    with torch.inference_mode(False):
+        return torch.tensor(heads, device=device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Layout
-from ctxext.attention.groups import HeadGroups
+from ctxext.attention.groups import SplitGroups
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.spec import Band, Region, Sinks
 
@@ -203,7 +203,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
     keys: Any
     values: Any
 
-    def __init__(self, heads: tuple[HeadGroups, HeadGroups], whole: DynamicLayer) -> None:
+    def __init__(self, heads: SplitGroups, whole: DynamicLayer) -> None:
         super().__init__()
         self.__dict__.update(vars(whole))
         self.heads = heads
@@ -214,7 +214,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
         if self.near is None:
             if not is_worth_dropping(reach, layout, layout.key_length):
                 return
-            whole, (far, near) = DynamicLayer(), self.heads
+            whole, far, near = DynamicLayer(), self.heads.far, self.heads.near
             whole.__dict__.update(vars(self), keys=near.of(self.keys), values=near.of(self.values))
             self.near = BoundedLayer(reach, whole)
             self.keys, self.values = (
@@ -224,7 +224,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.near is not None:
-            far, near = self.heads
+            far, near = self.heads.far, self.heads.near
             self.near.update(near.of(key_states), near.of(value_states), *args, **kwargs)
             key_states, value_states = far.of(key_states), far.of(value_states)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)

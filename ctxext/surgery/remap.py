@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
-from ctxext.attention.groups import HeadGroups, joined
+from ctxext.attention.groups import SplitGroups
 from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
@@ -129,7 +129,7 @@ class RemapAttend:
         method: the method of the model.
         far: the pieces of the heads that read far, or of all heads.
         near: the pieces of the other heads; None where all heads read far.
-        heads: the groups that read far, and the others; None where a layer has one kind only, which ``far`` serves.
+        heads: the groups of both kinds; None where a layer has one kind only, which ``far`` serves.
         interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
         backends: the backends to choose from.
         implementation: the attention implementation of the model before ``patch``.
@@ -138,7 +138,7 @@ class RemapAttend:
     method: RemapMethod
     far: HeadPieces
     near: HeadPieces | None = None
-    heads: tuple[HeadGroups, HeadGroups] | None = None
+    heads: SplitGroups | None = None
     interleaved: bool
     backends: Backends
     implementation: str
@@ -206,7 +206,7 @@ class RemapAttend:
         """Compute the heads that read far and the others, each in their pieces."""
         assert self.heads is not None
         assert self.near is not None
-        far, near = self.heads
+        far, near = self.heads.far, self.heads.near
         bounded = cached.near if isinstance(cached, SplitLayer) else None
         if bounded is None:  # k and v are those of all heads, and stay as the model rotated them
             if cached is not None:
@@ -214,11 +214,9 @@ class RemapAttend:
             far_kv, near_kv, settling = (far.of(k), far.of(v)), (near.of(k), near.of(v)), None
         else:
             far_kv, near_kv, settling = (k, v), (bounded.keys, bounded.values), cached
-        return joined(
-            [
-                (far, self._attend(self.far, far.of(q), *far_kv, layout, settling, scale)),
-                (near, self._attend(self.near, near.of(q), *near_kv, layout, bounded, scale)),
-            ]
+        return self.heads.joined(
+            self._attend(self.far, far.of(q), *far_kv, layout, settling, scale),
+            self._attend(self.near, near.of(q), *near_kv, layout, bounded, scale),
         )
 
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:
@@ -463,14 +461,13 @@ def split_by_heads(method: RetrievalHeads, attend: RemapAttend, key_heads: Mappi
     layers, first = {}, 0
     for path, count in key_heads.items():
         far = tuple(number - first for number in method.heads if first <= number < first + count)
-        others = tuple(group for group in range(count) if group not in far)
         first += count
-        if not others:
+        if len(far) == count:
             layers[path] = attend
         elif not far:
             layers[path] = replace(attend, far=near)
         else:
-            layers[path] = replace(attend, near=near, heads=(HeadGroups(far, count), HeadGroups(others, count)))
+            layers[path] = replace(attend, near=near, heads=SplitGroups.of(far, count))
     return layers
 
 
