@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -88,6 +89,8 @@ class RetrievalHeads(RemapMethod):
     exact: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.heads, os.PathLike):
+            object.__setattr__(self, "heads", os.fspath(self.heads))
         super().__post_init__()
         is_file = not isinstance(self.heads, str) or self.heads.endswith(".json")
         require(is_file, "heads", self.heads, "a list of numbers of groups, or the path of a .json file of scores")

@@ -136,12 +136,14 @@ class Tried:
         sees_both_ways: whether tokens see later tokens.
         crossing: paths, below the decoder, of attention whose keys come from an encoder.
         key_heads: number of key heads of each attention layer, by its path below the decoder, in order.
+        attends_again: whether a layer computes attention more than once in a pass.
     """
 
     failure: str | None = None
     sees_both_ways: bool = False
     crossing: tuple[str, ...] = ()
     key_heads: Mapping[str, int] = field(default_factory=dict)
+    attends_again: bool = False
 
 
 @dataclass
@@ -150,9 +152,10 @@ class _Witness:
 
     mask: LayoutMask | None = None
     key_heads: int = 0
+    calls: int = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-        self.mask, self.key_heads = mask, k.shape[1]
+        self.mask, self.key_heads, self.calls = mask, k.shape[1], self.calls + 1
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -181,6 +184,7 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
         sees_both_ways=any(mask.layout.sees == "both" and not mask.crosses for mask in masks.values()),
         crossing=tuple(path for path, mask in masks.items() if mask.crosses),
         key_heads={path: witness.key_heads for path, witness in witnesses.items()},
+        attends_again=any(witness.calls > 1 for witness in witnesses.values()),
     )
 
 

@@ -274,6 +274,22 @@ def bounded_layer_of(cache: Any) -> BoundedLayer | None:
     return next((part for part in parts if isinstance(part, BoundedLayer)), None)
 
 
+def require_one_length(cache: Any) -> None:
+    """Raise ``IncompatibleError`` if the layers of a cache hold texts of different lengths.
+
+    A layer that dropped keys may refuse to be cropped, after layers before it were cropped.
+    """
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    lengths = {
+        int(layer.get_seq_length()) for layer in layers if isinstance(layer, DynamicLayer) and layer.keys is not None
+    }
+    if len(lengths) > 1:
+        raise IncompatibleError(
+            f"Some layers of this cache hold {min(lengths)} tokens and others {max(lengths)}: a crop of it was refused "
+            f"by some of them. Start with a new cache."
+        )
+
+
 def removed_by(argument: int | Tensor, length: int) -> int:
     """Return how many of ``length`` tokens a crop removes; see ``BoundedLayer.crop``."""
     tokens = int(argument)

@@ -11,6 +11,7 @@ tokens and the others the last 256, the second half of six texts lost 0.24 nats 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from ctxext.surgery.code import names_of
 from ctxext.surgery.config import stated_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import FAILURES
-from ctxext.surgery.subject import Subject, weights_digest
+from ctxext.surgery.subject import Subject, is_shared_out, sample
 from ctxext.version import __version__
 
 RECORDING = "ctxext_heads"
@@ -59,7 +60,7 @@ class HeadScores:
         kv_heads: key-value groups of each attention layer, in the order of layers.
         probes: by probe, the score of every group: attention to what was said before, from 0 to 1, mean over seeds.
         spread: by probe, the standard deviation of each of these scores over seeds; empty for one seed.
-        fingerprint: of the model without an extension, see ``weights_digest``.
+        fingerprint: of the model without an extension, see ``fingerprint_of``.
         settings: the seeds, tokens and versions that the scores were measured with.
     """
 
@@ -239,14 +240,32 @@ def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
         scores = induction_scores(subject, seeds=SEEDS[:1])
     else:
         scores = HeadScores.read(method.heads)
-        if scores.fingerprint != weights_digest(subject.model):
+        if not scores.fingerprint.startswith(fingerprint_of(subject.model)):
             raise InvalidParameterError(
-                f"heads={method.heads!r} holds the scores of another model, or of other weights. Where its heads are "
-                f"this model's (quantised, fine-tuned), give heads=HeadScores.read({method.heads!r}).chosen(share=0.2)."
+                f"heads={method.heads!r} holds the scores of another model, or of one that was fine-tuned, quantised "
+                f"or given an adapter since. Score this {subject.kind} itself: ctxext.heads(model).save('heads.json'). "
+                f"Or give the numbers of its groups: heads=[2, 5]."
             )
     share = SHARE if method.share is None and method.threshold is None else method.share
     chosen = scores.chosen(share=share, threshold=method.threshold)
     return replace(method, heads=chosen, share=None, threshold=None)
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """Return digits of the names and shapes of a model's tensors, then digits of samples of their values.
+
+    The dtype that a model was loaded in does not count: values are rounded to bfloat16. Where some values are not in
+    memory, their digits are left out, so that what is returned begins the fingerprint of the whole model. Where ZeRO-3
+    or FSDP has shared the weights out, "unknown".
+    """
+    if is_shared_out(model):
+        return "unknown"
+    tensors, shapes, values = sorted(model.state_dict().items()), hashlib.sha256(), hashlib.sha256()
+    for name, tensor in tensors:
+        shapes.update(f"{name} {list(tensor.shape)}".encode())
+        values.update(sample(tensor, torch.bfloat16 if tensor.is_floating_point() else tensor.dtype))
+    whole = not any(tensor.is_meta for _, tensor in tensors)
+    return f"{shapes.hexdigest()[:12]}-" + values.hexdigest()[:12] * whole
 
 
 def _scored(
@@ -274,7 +293,7 @@ def _scored(
         "text": None if text is None else digest(text),
         "versions": {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
-    return HeadScores(kv_heads, probes, spread, weights_digest(recorder.subject.model), made)
+    return HeadScores(kv_heads, probes, spread, fingerprint_of(recorder.subject.model), made)
 
 
 class _Source:
@@ -397,13 +416,13 @@ class _Recorder:
         subject: the model that reads.
         own: name of its own attention implementation.
         text: the text that is read.
-        layers: for each attention layer so far, the score of each of its groups.
+        layers: for each attention layer so far, the score of each of its groups; the best of all its calls.
     """
 
     subject: Subject
     own: str
     text: Repetition | None = None
-    layers: list[Float[Tensor, " groups"]] = field(default_factory=list)
+    layers: dict[nn.Module, Float[Tensor, " groups"]] = field(default_factory=dict)
 
     def run(self, text: Repetition) -> list[Float[Tensor, " groups"]]:
         """Read a text, and return the scores of each layer's groups.
@@ -411,7 +430,7 @@ class _Recorder:
         Raises:
             IncompatibleError: no layer calls transformers' attention interface, or the model's code fails.
         """
-        self.text, self.layers = text, []
+        self.text, self.layers = text, {}
         model = self.subject.model
         device = model.get_input_embeddings().weight.device
         try:
@@ -426,7 +445,7 @@ class _Recorder:
             ) from error
         if not self.layers:
             raise _not_recorded(self.subject)
-        return self.layers
+        return list(self.layers.values())
 
     def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: Any) -> None:
         """Compute the attention of the chosen queries by the model's own eager function, in float32."""
@@ -456,8 +475,8 @@ class _Recorder:
             _, weights = eager(module, query[:, :, start:stop].float(), keys, values, rows, **given | part)
             at, twins = (text.queries[here] - start).to(weights.device), text.twins[here].to(weights.device)
             total += weights[0][:, at, twins].float().sum(-1) + weights[0][:, at, twins + 1].float().sum(-1)
-        groups = (total / len(text.queries)).view(key.shape[1], -1)
-        self.layers.append(groups.amax(-1).cpu())
+        groups = (total / len(text.queries)).view(key.shape[1], -1).amax(-1).cpu()
+        self.layers[module] = torch.maximum(groups, self.layers.get(module, groups))
 
 
 def _as_bias(mask: Tensor) -> Tensor:

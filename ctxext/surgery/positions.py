@@ -23,7 +23,7 @@ from ctxext.attention import Layout
 from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.surgery.bounded import BoundedLayer, SplitLayer, bounded_layer_of
+from ctxext.surgery.bounded import BoundedLayer, SplitLayer, bounded_layer_of, require_one_length
 from ctxext.surgery.caches import cache_in
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.travelling import Travelling
@@ -321,6 +321,7 @@ def _layout_mask(
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
     bounded = bounded_layer_of(call.cache)
     if bounded is not None and not torch.compiler.is_compiling():
+        require_one_length(call.cache)
         bounded.require_padding(layout)
     replaced = None
     if mask_function is causal_mask_function and local_size is None:

@@ -109,9 +109,9 @@ class HeadPieces:
         sharpness = layout.memo(("sharpness", self), lambda: self.method.sharpness(self.spec, layout.query_positions))
         return q if sharpness is None else (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
 
-    def notes(self, whose: str = "") -> tuple[str, ...]:
-        """Return the notes for a user: the positions of each piece, and the bound of the cache."""
-        bound = () if self.reach is None else (f"The cache{whose} holds {self.reach}.",)
+    def notes(self, whose: str = "", *, drops: bool = True) -> tuple[str, ...]:
+        """Return the notes for a user: the positions of each piece, and the bound of a cache that drops keys."""
+        bound = () if self.reach is None or not drops else (f"The cache{whose} holds {self.reach}.",)
         return (*(f"Piece{whose}: {in_words(piece)}." for piece in self.pieces), *bound)
 
     def inv_freq(self, device: torch.device) -> Tensor:
@@ -133,6 +133,7 @@ class RemapAttend:
         interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
         backends: the backends to choose from.
         implementation: the attention implementation of the model before ``patch``.
+        drops: whether keys out of sight are dropped from the cache after a call; not where the layer calls again.
     """
 
     method: RemapMethod
@@ -142,6 +143,7 @@ class RemapAttend:
     interleaved: bool
     backends: Backends
     implementation: str
+    drops: bool = True
 
     @functools.cached_property
     def exact_length(self) -> int:
@@ -222,7 +224,7 @@ class RemapAttend:
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:
         """Drop keys of a growing cache layer that no query after those of ``layout`` can see."""
         reach = (self.near or self.far).reach
-        if reach is None or not isinstance(cached, DynamicLayer):
+        if reach is None or not self.drops or not isinstance(cached, DynamicLayer):
             return
         if isinstance(cached, BoundedLayer):
             cached.drop(layout)
@@ -407,13 +409,14 @@ def install_pieces(
         interleaved=interleaved,
         backends=Backends(backend),
         implementation=subject.text._attn_implementation,
+        drops=not trial.attends_again,
     )
     if isinstance(method, RetrievalHeads):
         install_attention(subject, site, split_by_heads(method, attend, trial.key_heads), edits)
         notes = _split_notes(method, attend, trial.key_heads)
     else:
         install_attention(subject, site, attend, edits)
-        notes = attend.far.notes()
+        notes = attend.far.notes(drops=attend.drops)
     compile_nothing_in_generate(subject.model, edits)
     exact = attend.exact_length
     first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
@@ -424,6 +427,7 @@ def _split_notes(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping
     """Return the notes for a user of a model of which some heads read far: which, in which pieces, and the saving."""
     assert isinstance(method.heads, tuple)
     near, total = HeadPieces.of(method.near_method, attend.far.spec), sum(key_heads.values())
+    others = near.notes(" of the other groups", drops=attend.drops) if len(method.heads) < total else ()
     names = [f"{layer}.{group}" for layer, count in enumerate(key_heads.values()) for group in range(count)]
     far = [names[number] for number in method.heads]
     layers = len({name.split(".")[0] for name in far})
@@ -436,7 +440,7 @@ def _split_notes(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping
         f"{shown}.",
         f"A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads.",
         *attend.far.notes(" of these groups"),
-        *near.notes(" of the other groups"),
+        *others,
     )
 
 

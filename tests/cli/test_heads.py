@@ -51,10 +51,20 @@ def test_files_hold_what_the_library_returns(place: Path, tmp_path: Path) -> Non
         load_checkpoint(str(place / "model"), dtype="fp32").model, make_tokenizer(bos=True), text=text, seeds=range(2)
     )
     assert (scores.kv_heads, scores.probes, scores.spread) == (same.kv_heads, same.probes, same.spread)
-    assert scores.fingerprint == same.fingerprint == scores.settings["provenance"]["checkpoint_sha256"]
+    assert scores.fingerprint == same.fingerprint
     assert scores.settings["provenance"]["documents"] == ["book"]
     assert "![induction: best are layer" in files[1].read_text()
     assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_patch_takes_the_file_that_was_written(place: Path, tmp_path: Path) -> None:
+    file, extended = tmp_path / "heads.json", tmp_path / "extended"
+    assert command("heads", place / "model", "-o", file).exit_code == 0
+    done = command("patch", place / "model", extended, "-m", "retrieval_heads", "-f", 4, "-p", f"heads={file}")
+    assert done.exit_code == 0, done.output
+    chosen = json.loads((extended / "config.json").read_text())["ctxext"]["method"]["heads"]
+    assert chosen == list(HeadScores.read(file).chosen(share=0.2))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import RetrievalHeads
+from ctxext.methods import RetrievalHeads, Streaming
 from ctxext.surgery.bounded import BoundedLayer, SplitLayer
 from tests._models import logits, tiny, tokens
 
@@ -220,3 +220,36 @@ def test_a_mask_that_forgets_the_padding_is_refused_before_anything_is_cached() 
 def test_groups_that_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(InvalidParameterError, match=r"of which this model has 12 \(0 to 11\), found 12"):
         model_of(heads=(3, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(0, 1, 2, 3), (0, 1, 2, 3, 5), (0, 1, 2, 3, 4, 5, 6, 7)], ids=str)
+def test_a_cache_of_which_some_layers_were_cropped_and_others_refused_is_not_read_further(
+    heads: tuple[int, ...],
+) -> None:
+    """The first layer holds all keys, and is cropped before a later one refuses."""
+    model, cache = model_of(heads=heads), DynamicCache()
+    ids = tokens(200)
+    read(model, cache, ids, [180])
+    with pytest.raises(IncompatibleError, match=r"cropped by up to \d+ tokens, found 100"):
+        cache.crop(-100)
+    with pytest.raises(IncompatibleError, match="Some layers of this cache hold 80 tokens and others 180"):
+        read(model, cache, ids, [1])
+    cache.reset()
+    assert error(read(model, cache, ids, [150, *[1] * 40]), logits(model, ids[:, :190])) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", [Streaming(factor=4, window=WINDOW), RetrievalHeads(factor=4, heads=(0, 5), window=WINDOW)], ids=str
+)
+def test_a_layer_that_attends_twice_in_a_pass_drops_no_key_between(method: Streaming | RetrievalHeads) -> None:
+    model, cache = ctxext.patch(tiny("diffllama").double(), method), DynamicCache()
+    ids = tokens(180)
+    assert error(read(model, cache, ids, [100, *[1] * 50, 30]), logits(model, ids)) < EXACT
+    assert not any("cache" in note for note in ctxext.describe(model).notes)
+
+
+def test_where_all_groups_read_far_nothing_is_said_of_others() -> None:
+    assert any("other groups" in note for note in ctxext.describe(model_of()).notes)
+    assert not any("other groups" in note for note in ctxext.describe(model_of(heads=tuple(range(12)))).notes)

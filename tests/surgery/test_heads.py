@@ -81,7 +81,8 @@ def test_the_model_is_left_as_it_was(dtype: torch.dtype) -> None:
     model.model.layers[0].eval()
     training = [module.training for module in model.modules()]
     digest, config, state = weights_digest(model), model.config.to_dict(), torch.get_rng_state()
-    assert heads(model).fingerprint == digest == weights_digest(model)
+    heads(model)
+    assert weights_digest(model) == digest
     assert [module.training for module in model.modules()] == training
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "sdpa"
@@ -334,3 +335,34 @@ def test_a_default_device_changes_nothing() -> None:
     model, scores = tiny(), heads(tiny(), seeds=(0,))
     with torch.device("meta"):
         assert heads(model, seeds=(0,)).probes == scores.probes
+
+
+def test_a_layer_that_attends_twice_in_a_pass_has_its_groups_once() -> None:
+    """DiffLlama halves its values, and calls attention with each half."""
+    model = tiny("diffllama")
+    scores = heads(model, seeds=(0,))
+    assert scores.kv_heads == (model.config.num_key_value_heads,) * model.config.num_hidden_layers
+    extended = ctxext.patch(model, "retrieval_heads", factor=4, share=1.0)
+    assert extended.config.ctxext["method"]["heads"] == list(range(sum(scores.kv_heads)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_file_of_scores_fits_the_model_in_every_dtype_and_without_its_weights(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """The command scores in bfloat16, programs load in float32, and ``ctxext patch`` reads no weights."""
+    path = tmp_path / "heads.json"
+    scores = heads(tiny().bfloat16(), seeds=(0,))
+    scores.save(path)
+    for model in (tiny().to(dtype), tiny().to("meta")):
+        extended = ctxext.patch(model, "retrieval_heads", factor=4, heads=path)
+        assert extended.config.ctxext["method"]["heads"] == list(scores.chosen(share=0.2))
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "heads.json"
+    heads(tiny(), seeds=(0,)).save(path)
+    deeper = tiny(num_hidden_layers=3)
+    for model in (tiny(seed=1), deeper, deeper.to("meta")):
+        with pytest.raises(InvalidParameterError, match="holds the scores of another model, or of one that was fine"):
+            ctxext.patch(model, "retrieval_heads", factor=4, heads=str(path))
