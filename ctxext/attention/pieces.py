@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -312,6 +313,14 @@ def _rows(device: str) -> int:
     return TILE if device == "cpu" else ACCELERATOR_TILE
 
 
+def _cut(x: Tensor, rows: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]) -> Tensor:
+    """Return some rows, heads and tokens of a tensor, each as (start, stop)."""
+    for dim, (start, stop) in enumerate((rows, heads, tokens)):
+        if stop - start < x.shape[dim]:
+            x = x.narrow(dim, start, stop - start)
+    return x
+
+
 class _Keys:
     """Keys rotated for each piece, on first use, and once for all pieces with the same rotation.
 
@@ -332,14 +341,14 @@ class _Keys:
                 self.used[turn] = max(self.used.get(turn, 0), part.key[1])
         self._turned: dict[Turn, Tensor] = {}
 
-    def __call__(self, piece: int, rows: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Return keys ``start .. stop`` of some rows, rotated for a piece."""
-        turn = self.pieces[piece].key
-        if turn is None or (stop <= self.settled and turn is self.pieces[-1].key):
-            return self.k[slice(*rows), :, start:stop]
+    def __call__(self, part: Part, rows: tuple[int, int], heads: tuple[int, int]) -> Tensor:
+        """Return the keys of a part, of some rows and key heads, rotated for its piece."""
+        turn = self.pieces[part.piece].key
+        if turn is None or (part.key[1] <= self.settled and turn is self.pieces[-1].key):
+            return _cut(self.k, rows, heads, part.key)
         if turn not in self._turned:
             self._turned[turn] = self._turn(turn)
-        return self._turned[turn][slice(*rows), :, start:stop]
+        return _cut(self._turned[turn], rows, heads, part.key)
 
     def _turn(self, turn: Turn) -> Tensor:
         stop = self.used[turn]
@@ -362,6 +371,10 @@ class _Run:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the merged output, ``[batch, heads, query, head_dim]``, and its log-sum-exp."""
         batch, heads, query, head_dim = q.shape
+        tile = self.plan[0] if len(self.plan) == 1 else None
+        if tile and tile[:2] == ((0, batch), (0, query)) and query <= SHORTEST:  # as in each step of decoding
+            out, lse = self._forward_tile(q, self._keys(k), v, tile, (0, k.shape[1]))
+            return out.to(q.dtype), lse
         # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -388,31 +401,39 @@ class _Run:
             )
         return dq, dk, dv
 
+    def _keys(self, k: Tensor) -> _Keys:
+        return _Keys(k, self.pieces, self.plan, self.settled)
+
     def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
-        keys = _Keys(k, self.pieces, self.plan, self.settled)
+        keys = self._keys(k)
         for tile in self.plan:
             # The plain beginning of a text may be one long tile.
             most = _rows(q.device.type) // (tile.query[1] - tile.query[0])
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
-                self._forward_tile(q[here], keys, v, tile, key_heads, out[here], lse[here])
+                key_range = (key_heads.start, key_heads.stop)
+                out[here], lse[here] = self._forward_tile(q[here], keys, v, tile, key_range)
 
     def _forward_tile(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: slice, out: Tensor, lse: Tensor
-    ) -> None:
-        """Compute ``forward`` of one tile, for some query heads and the key heads that they read."""
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute ``forward`` of one tile, for some query heads and the key heads that they read.
+
+        Returns:
+            The output, in the precision of the log-sum-exp if parts were merged, and the log-sum-exp.
+        """
         queries = self._queries(q, tile)
-        # Parts are merged in the precision of their log-sum-exp.
-        total = out if len(tile.parts) == 1 or out.dtype == lse.dtype else torch.zeros_like(out, dtype=lse.dtype)
+        total: tuple[Tensor, Tensor] | None = None
         for part in tile.parts:
-            k_part = keys(part.piece, tile.rows, *part.key)[:, key_heads]
-            v_part = v[slice(*tile.rows), key_heads, slice(*part.key)]
-            here = slice(part.query[0] - tile.query[0], part.query[1] - tile.query[0])
-            add = _copy if part is tile.parts[0] else _merge
-            add(total[:, :, here], lse[:, :, here], *self._forward(part, queries(part), k_part, v_part))
-        if total is not out:
-            out.copy_(total)
+            k_part, v_part = keys(part, tile.rows, key_heads), _cut(v, tile.rows, key_heads, part.key)
+            here = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
+            result = _spread(self._forward(part, queries(part), k_part, v_part), here, q.shape[2])
+            # Outputs of a kernel are not changed in place: selective checkpointing keeps them for the backward pass.
+            total = result if total is None else _merge(*total, *result, is_own=part is not tile.parts[1])
+            del result  # not held beside that of the next part
+        assert total is not None, "a tile has a part"
+        return total
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -420,7 +441,7 @@ class _Run:
         """Compute ``backward`` of some heads, in the precision of ``lse``."""
         dq, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, v))
         dk = {piece.key: torch.zeros_like(k, dtype=lse.dtype) for piece in self.pieces}
-        keys = _Keys(k, self.pieces, self.plan, self.settled)
+        keys = self._keys(k)
         for tile in self.plan:
             rows, start = slice(*tile.rows), tile.query[0]
             queries = self._queries(q[rows, :, slice(*tile.query)], tile)
@@ -428,7 +449,7 @@ class _Run:
             for part in tile.parts:
                 here = (rows, slice(None), slice(*part.query))
                 there = (rows, slice(None), slice(*part.key))
-                k_part = keys(part.piece, tile.rows, *part.key)
+                k_part = keys(part, tile.rows, (0, k.shape[1]))
                 grads = self._backward(part, queries(part), k_part, v[there], out[here], lse[here], grad[here])
                 turned[part.piece][:, :, part.query[0] - start : part.query[1] - start] += grads[0]
                 dk[self.pieces[part.piece].key][there] += grads[1]
@@ -449,7 +470,8 @@ class _Run:
             turn = self.pieces[part.piece].query
             if turn is not None and turn not in turned:
                 turned[turn] = turn(q, tile.rows, tile.query)
-            return turned[turn][:, :, part.query[0] - tile.query[0] : part.query[1] - tile.query[0]]
+            here = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
+            return _cut(turned[turn], (0, q.shape[0]), (0, q.shape[1]), here)
 
         return queries
 
@@ -492,17 +514,21 @@ def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.flip(2) for x in tensors)
 
 
-def _copy(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Begin a total with a copy of a part: selective checkpointing may keep what a kernel returned."""
-    total.copy_(part)
-    total_lse.copy_(part_lse)
+def _spread(part: tuple[Tensor, Tensor], here: tuple[int, int], length: int) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of a part for all queries of its tile, of which it covers those ``here``."""
+    out, lse = part
+    if here == (0, length):
+        return part
+    room = here[0], length - here[1]
+    return F.pad(out, (0, 0, *room)), F.pad(lse, room, value=-math.inf)
 
 
-def _merge(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into a total and its log-sum-exp, in place."""
-    share = torch.sigmoid(part_lse - total_lse).nan_to_num_(0.0)  # NaN where no key is seen, in neither of the two
-    total.lerp_(part.to(total.dtype), share[..., None])
-    torch.logaddexp(total_lse, part_lse, out=total_lse)
+def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, *, is_own: bool) -> tuple[Tensor, Tensor]:
+    """Merge a part into a total, in place if that is our ``own``; return outputs and log-sum-exp."""
+    share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
+    total, out = total.to(lse.dtype), out.to(lse.dtype)
+    merged = total.lerp_(out, share) if is_own else torch.lerp(total, out, share)
+    return merged, torch.logaddexp(total_lse, lse)
 
 
 class _Differentiable(torch.autograd.Function):
