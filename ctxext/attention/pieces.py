@@ -524,7 +524,7 @@ def _spread(part: tuple[Tensor, Tensor], here: tuple[int, int], length: int) -> 
 
 
 def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, *, is_own: bool) -> tuple[Tensor, Tensor]:
-    """Merge a part into a total, in place if that is our ``own``; return outputs and log-sum-exp."""
+    """Merge a part into a total, in place if the total ``is_own``; return the merged output and log-sum-exp."""
     share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
     total, out = total.to(lse.dtype), out.to(lse.dtype)
     merged = total.lerp_(out, share) if is_own else torch.lerp(total, out, share)

@@ -22,7 +22,7 @@ from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.attend import Backends
 from ctxext.surgery.encodings import ENCODING, EncodingAttend
 from ctxext.surgery.positions import LayoutMask
-from ctxext.surgery.remap import RemapAttend
+from ctxext.surgery.remap import HeadPieces, RemapAttend
 from ctxext.surgery.travelling import Travelling
 from ctxext.training.lora import attach_lora
 from tests._encodings import SCALE, SPEC, carried_by, encoding_of
@@ -59,7 +59,8 @@ class Layer:
         if isinstance(method, EncodingMethod):
             return EncodingAttend(self.owner, backends)
         if isinstance(method, RemapMethod):
-            return RemapAttend(method, ROPE, False, backends, "sdpa")
+            far = HeadPieces.of(method, ROPE)
+            return RemapAttend(method=method, far=far, interleaved=False, backends=backends, implementation="sdpa")
         assert isinstance(method, BiasMethod)
         return AlibiAttend(method, AlibiSpec(SPEC.num_heads, ROPE.trained_length), backends)
 
