@@ -34,7 +34,8 @@ from ctxext.errors import (
     VerificationError,
     require_package,
 )
-from ctxext.methods import Method, known_methods, method_class
+from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.patching import extend, patch, patched_state, refuse_sides
 from ctxext.saved import (
     already_extended,
@@ -156,6 +157,8 @@ def _extended(
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
+        if _scores_heads(arguments):
+            return extend(_read_model(place, config, loading, auto_class), arguments)
         extended = extend(model, arguments).config
         if not replaces_weights(model, extended.ctxext):
             return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
@@ -231,6 +234,18 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
     subject = Subject.of(model)
     architecture = find_architecture(subject)
     return architecture is not None and architecture.replaces_weights(subject, saved)
+
+
+def _scores_heads(arguments: ExtensionArguments | dict[str, ExtensionArguments]) -> bool:
+    """Return whether the method scores a model's heads, or compares their scores with its weights."""
+    if not isinstance(arguments, ExtensionArguments):
+        return False
+    method = arguments.method
+    if isinstance(method, str) and is_choice(method):
+        method = method_in(method)
+    if method == RetrievalHeads.name:
+        return not isinstance(arguments.parameters.get("heads"), list | tuple)
+    return isinstance(method, RetrievalHeads) and not isinstance(method.heads, tuple)
 
 
 def _buildable(extended: Any, config: Any) -> Any:

@@ -285,8 +285,8 @@ def require_one_length(cache: Any) -> None:
     }
     if len(lengths) > 1:
         raise IncompatibleError(
-            f"Some layers of this cache hold {min(lengths)} tokens and others {max(lengths)}: a crop of it was refused "
-            f"by some of them. Start with a new cache."
+            f"Some layers of this cache hold {min(lengths)} tokens and others {max(lengths)}, as after "
+            f"a crop that was refused. Start with a new cache."
         )
 
 

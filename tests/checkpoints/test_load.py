@@ -23,10 +23,11 @@ from ctxext.errors import (
     BackendUnavailableError,
     CheckpointError,
     CtxextError,
+    InvalidParameterError,
     PatchStateError,
 )
 from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.methods import METHODS, Method, RopeMethod, YaRN
+from ctxext.methods import METHODS, Method, RetrievalHeads, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, logits, tiny, tokens
@@ -320,3 +321,39 @@ def test_describe_a_checkpoint_that_transformers_loaded(tmp_path: Path) -> None:
     )
     with pytest.raises(CtxextError, match="was not patched in place"):
         ctxext.unpatch(loaded)
+
+
+def scored(model: PreTrainedModel, path: Path) -> Path:
+    """Scores of its heads, in a file."""
+    ctxext.heads(model, seeds=(0,)).save(path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["none", "file", "path", "object"])
+def test_heads_are_scored_on_the_weights_that_are_loaded(form: str, plain: Path, tmp_path: Path) -> None:
+    file = scored(LlamaForCausalLM.from_pretrained(plain), tmp_path / "heads.json")
+    heads = {"none": None, "file": str(file), "path": file, "object": None}[form]
+    method: Any = (
+        {"method": RetrievalHeads(factor=4)} if form == "object" else {"method": "retrieval_heads", "factor": 4}
+    )
+    given = {} if form == "object" else {"heads": heads}
+    wanted = ctxext.patch(LlamaForCausalLM.from_pretrained(plain), **method, **given)
+    loaded = ctxext.load(plain, **method, **given)
+    assert loaded.config.ctxext == wanted.config.ctxext
+    assert torch.equal(logits(loaded, tokens(150)), logits(wanted, tokens(150)))
+
+
+@pytest.mark.parametrize("first", ["yarn", "self_extend", "retrieval_heads"])
+def test_heads_of_a_checkpoint_that_was_saved_extended_are_scored_without_that(first: str, tmp_path: Path) -> None:
+    wanted = ctxext.patch(tiny(), "retrieval_heads", factor=4)
+    ctxext.patch(tiny(), first, factor=2).save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path, "retrieval_heads", factor=4, trained_length=TRAINED_LENGTH)
+    assert loaded.config.ctxext["method"] == wanted.config.ctxext["method"]
+    assert torch.equal(logits(loaded, tokens(150)), logits(wanted, tokens(150)))
+    assert torch.equal(logits(ctxext.unpatch(loaded), tokens(60)), logits(tiny(), tokens(60)))
+
+
+def test_scores_of_other_weights_are_refused_when_a_checkpoint_is_loaded(plain: Path, tmp_path: Path) -> None:
+    file = scored(tiny(seed=7), tmp_path / "heads.json")
+    with pytest.raises(InvalidParameterError, match="holds the scores of another model"):
+        ctxext.load(plain, "retrieval_heads", factor=4, heads=file)

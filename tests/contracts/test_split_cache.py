@@ -15,6 +15,7 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import RetrievalHeads, Streaming
 from ctxext.surgery.bounded import BoundedLayer, SplitLayer
+from ctxext.surgery.caches import empty
 from tests._models import logits, tiny, tokens
 
 EXACT = 1e-6
@@ -169,7 +170,7 @@ def test_a_cache_that_was_emptied_reads_a_short_text_as_without_the_extension() 
     model, cache, plain = model_of(), DynamicCache(), tiny(**MIXED).double()
     ids = tokens(LENGTH)
     read(model, cache, ids, [180])
-    cache.reset()
+    empty(cache)
     assert cache.get_seq_length() == 0
     found = read(model, cache, ids, [30, *[1] * 10])
     assert torch.equal(found, read(plain, DynamicCache(), ids, [30, *[1] * 10]))
@@ -235,7 +236,7 @@ def test_a_cache_of_which_some_layers_were_cropped_and_others_refused_is_not_rea
         cache.crop(-100)
     with pytest.raises(IncompatibleError, match="Some layers of this cache hold 80 tokens and others 180"):
         read(model, cache, ids, [1])
-    cache.reset()
+    empty(cache)
     assert error(read(model, cache, ids, [150, *[1] * 40]), logits(model, ids[:, :190])) < EXACT
 
 

@@ -290,7 +290,7 @@ def test_kernels_that_take_no_dense_mask_give_way_while_heads_are_recorded(own: 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "gemma3_text", "qwen3", "gpt2", "opt", "mistral"])
 def test_scores_are_those_of_the_model_s_own_attention(model_type: str) -> None:
     model = tiny(model_type)
-    assert heads(model, seeds=(0,)).probes["induction"] == pytest.approx(induction(model), abs=1e-5)
+    assert heads(model, seeds=(0,)).probes["induction"] == pytest.approx(induction(model), abs=5e-5)
 
 
 @pytest.mark.skipif(not RECENT, reason="before transformers 5.23 no tiny model has layers that differ in groups")
