@@ -25,14 +25,15 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
-# Share of the key-value groups that read far, and the window of the others, as a share of the trained length.
+# Share of the key-value groups that read far, and the window of the others, as a share of the trained length. The
+# first of each is the default, which is among the formulas.
 SHARES = (0.2, 0.1, 0.4)
 NEAR_WINDOWS = (0.75, 0.5)
 # How much further than asked a formula is also tried: some need it to hold to their target.
 FURTHER = 1.5
-# One of each kind: groups of tokens, one distance for all that is far, chunks. The other ones are kin of the last, or
-# see no old text at all.
-REMAPS = ("self_extend", "rerope", "dual_chunk")
+# One of each kind: groups of tokens, for all heads or for a few, one distance for all that is far, chunks. The other
+# ones are kin of the last, or see no old text at all.
+REMAPS = ("self_extend", "retrieval_heads", "rerope", "dual_chunk")
 # The grid: turns from which a frequency is divided in full; the ratio to those from which it is kept (the smallest is a
 # step, whose ends round to neighbouring dimensions); what it is divided by, as a share of the factor; and how much of
 # YaRN's temperature is taken.
@@ -64,7 +65,7 @@ def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
     ]
     # Of two that are the same, the first stays: what is made for the target itself before what is made for more.
     numbers = [*grid(factor), *critical(factor, rope)]
-    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *numbers, *further, *heads]))
+    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *heads[1:], *numbers, *further]))
 
 
 def grid(factor: float) -> list[YaRN]:

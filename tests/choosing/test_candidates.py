@@ -34,7 +34,7 @@ def test_every_formula_and_the_grid_are_tried_the_published_yarn_first() -> None
     remapping = {"self_extend", "rerope", "dual_chunk", "retrieval_heads"}
     assert {one.name for one in found if isinstance(one, RemapMethod)} == remapping
     shares = {(one.share, one.window) for one in found if isinstance(one, RetrievalHeads)}
-    assert {(0.1, 0.75), (0.2, 0.5), (0.4, 0.5)} <= shares
+    assert shares == {(None, 0.75), (0.2, 0.5), (0.1, 0.75), (0.1, 0.5), (0.4, 0.75), (0.4, 0.5)}
     assert {PI(factor=2), PI(factor=3), NTK(factor=3)} <= set(found)
     assert set(grid(2.0)) | set(critical(2.0, ROPE)) <= set(found)
 
