@@ -232,7 +232,8 @@ def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
     if isinstance(method.heads, tuple):
         return method
     if method.heads is None:
-        if any(weight.is_meta for weight in subject.model.parameters()):
+        modules = list(subject.model.modules())  # a hook of accelerate brings weights from the disk
+        if any(w.is_meta for w in subject.model.parameters()) and not any(hasattr(m, "_hf_hook") for m in modules):
             raise IncompatibleError(
                 f"The heads of this {subject.kind} cannot be scored: some of its weights are not in memory. Give "
                 f"heads: their numbers, or the file that `ctxext heads CHECKPOINT -o heads.json` writes."

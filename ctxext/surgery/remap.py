@@ -434,7 +434,8 @@ def _split_notes(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping
     shown = ", ".join(far[:SHOWN_GROUPS]) + (", ..." if len(far) > SHOWN_GROUPS else "")
     target, reach = method.target_length(attend.far.spec.trained_length), near.reach
     assert reach is not None
-    share = (len(far) + (total - len(far)) * min(1.0, (reach.first + reach.newest) / target)) / total
+    seen = target if target <= reach.whole_before else min(target, reach.first + reach.newest)
+    share = (len(far) + (total - len(far)) * seen / target) / total
     return (
         f"{len(far)} of {total} key-value groups read far, in {layers} of {len(key_heads)} layers (layer.group): "
         f"{shown}.",

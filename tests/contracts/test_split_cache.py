@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -254,3 +255,113 @@ def test_a_layer_that_attends_twice_in_a_pass_drops_no_key_between(method: Strea
 def test_where_all_groups_read_far_nothing_is_said_of_others() -> None:
     assert any("other groups" in note for note in ctxext.describe(model_of()).notes)
     assert not any("other groups" in note for note in ctxext.describe(model_of(heads=tuple(range(12)))).notes)
+
+
+@pytest.mark.parametrize(("factor", "exact", "read"), [(4, True, "0.55"), (1, True, "1.00"), (1, False, "0.72")])
+def test_what_a_step_reads_is_said_of_the_longest_text(factor: float, exact: bool, read: str) -> None:
+    """Inside the trained window all groups read all keys, unless exact=False."""
+    notes = ctxext.describe(model_of(factor=factor, exact=exact)).notes
+    assert any(f"A step at {64 * factor:,} tokens reads {read} of the keys" in note for note in notes)
+
+
+def drawn(chance: random.Random) -> tuple[PreTrainedModel, RetrievalHeads]:
+    """A model of one of several shapes, extended by some method of the far heads."""
+    layers, kv_heads = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": 16}
+    model = tiny(
+        chance.choice(["llama", "glm", "cohere"]), **sizes, num_attention_heads=kv_heads * chance.choice([1, 2])
+    )
+    groups = range(layers * kv_heads)
+    far = chance.choice(["self_extend", "rerope", "dual_chunk", "plain"])
+    own = {
+        "rerope": {"far_window": 20},
+        "dual_chunk": {"chunk": 32, "local": 4},
+        "plain": {"factor": 1, "exact": False},
+    }
+    parameters = {
+        "factor": chance.choice([2, 4]),
+        "heads": chance.sample(groups, chance.randint(1, len(groups))),
+        "window": chance.choice([1, 2, 17, 24, 33]),
+        "sinks": chance.choice([1, 4, 30]),
+        "exact": chance.random() < 0.5,
+        "temperature": chance.choice(["none", "logn"]),
+    }
+    method = RetrievalHeads(far=far, **parameters | own.get(far, {}))
+    return ctxext.patch(model.double(), method), method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_users_do_to_a_cache_decoding_is_that_of_no_cache(seed: int) -> None:
+    """Passes of many sizes; between them crops, copies and other orders of rows, each padded at its own length."""
+    chance = random.Random(seed)
+    model, method = drawn(chance)
+    length, rows, at, cache = 190, chance.choice([1, 2, 3]), 0, DynamicCache()
+    ids = tokens(length, rows=rows)
+    keep = torch.arange(length)[None] >= torch.tensor([[chance.choice([0, 9, 70])] for _ in range(rows)])
+    alone = [logits(model, ids[row : row + 1, keep[row]])[0] for row in range(rows)]
+    order = list(range(rows))
+    while at < length:
+        how = chance.choice(["crop", "order", "copy", "repeat", "nothing", "nothing", "nothing", "nothing"])
+        if how == "crop" and at:
+            removed = chance.choice([1, 5, 31, 60, at])
+            try:
+                cache.crop(-min(removed, at))
+                at -= min(removed, at)
+            except IncompatibleError:
+                cache, at = DynamicCache(), 0
+        elif how == "order" and at:
+            picked = [chance.randrange(len(order)) for _ in order]
+            cache.reorder_cache(torch.tensor(picked))
+            order = [order[row] for row in picked]
+        elif how == "copy":
+            cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+        elif how == "repeat" and at and len(order) < 4:
+            cache.batch_repeat_interleave(2)
+            order = [row for row in order for _ in range(2)]
+        step = min(length - at, chance.choice([1, 1, 1, 5, 37, 90]))
+        found = read(model, cache, ids[order], [step], keep[order])
+        for place, row in enumerate(order):
+            start = int((~keep[row]).sum())
+            wanted = alone[row][max(0, at - start) : max(0, at + step - start)]
+            if len(wanted):
+                assert error(found[place, step - len(wanted) :], wanted) < EXACT, (method, at, step)
+        at += step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "top_k": 5, "num_return_sequences": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"prefill_chunk_size": 64},
+        {"prefill_chunk_size": 7, "num_beams": 2},
+    ],
+    ids=str,
+)
+def test_every_way_to_generate_is_that_of_no_cache(how: dict[str, Any]) -> None:
+    """Three rows, which leave the trained window at different steps."""
+    model, ids = model_of(), tokens(90, rows=3)
+    keep = torch.arange(90)[None] >= torch.tensor([[0], [40], [60]])
+    how = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | how
+    results = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        given = how if cached else {name: value for name, value in how.items() if name != "prefill_chunk_size"}
+        results.append(model.generate(ids, attention_mask=keep.long(), use_cache=cached, **given))
+    assert torch.equal(*results)
+
+
+@pytest.mark.slow
+def test_an_assistant_and_a_chat_with_a_kept_cache() -> None:
+    model, text = model_of(), tokens(50)
+    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cache = DynamicCache()
+    for turn in range(4):
+        how["attention_mask"] = torch.ones_like(text)  # token 0, which pads, may have been written
+        wanted = model.generate(text, use_cache=False, **how)
+        assert torch.equal(model.generate(text, past_key_values=cache, **how), wanted)
+        assert torch.equal(model.generate(text, assistant_model=model_of(exact=False), **how), wanted)
+        text = torch.cat([wanted, tokens(20 + turn)], 1)
+    assert len(held(cache)[0]) == 2

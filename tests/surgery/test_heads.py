@@ -11,6 +11,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 
 import ctxext
@@ -366,3 +367,12 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     for model in (tiny(seed=1), deeper, deeper.to("meta")):
         with pytest.raises(InvalidParameterError, match="holds the scores of another model, or of one that was fine"):
             ctxext.patch(model, "retrieval_heads", factor=4, heads=str(path))
+
+
+def test_the_heads_of_a_model_whose_weights_are_offloaded_are_scored_where_they_are_brought_back() -> None:
+    model, wanted = tiny(initializer_range=0.3), heads(tiny(initializer_range=0.3))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert heads(model).probes == wanted.probes
+    extended = ctxext.patch(model, "retrieval_heads", factor=4)
+    plain = ctxext.patch(tiny(initializer_range=0.3), "retrieval_heads", factor=4)
+    assert extended.config.ctxext["method"] == plain.config.ctxext["method"]
