@@ -58,7 +58,8 @@ class RetrievalHeads(RemapMethod):
         local: ``local`` of dual_chunk; None for its default.
         leak: ``leak`` of rerope; None for its default.
         exact: whether queries inside the trained window see all tokens at their distances, so that texts of up to the
-            trained length are read as by the unextended model; else only texts of ``window`` tokens are.
+            trained length are read as by the unextended model; else only texts of ``window`` tokens are. A
+            short ``chunk`` of dual_chunk makes it fewer tokens.
 
     Raises:
         InvalidParameterError: for ``share`` or ``threshold`` beside a list of numbers, for both, or for a parameter of
