@@ -51,6 +51,7 @@ ROUNDING = 1e-4
 METHODS = (
     "self_extend",
     "self_extend thinning=0.5",
+    "retrieval_heads",
     "self_extend window=0.25 reach=0.67",
     "rerope",
     "rerope window=0.5",
@@ -310,7 +311,7 @@ def main(
     texts: TextOptions,
     output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished, the table and the figure.")],
     method: Annotated[
-        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: twelve of them.")
+        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: thirteen of them.")
     ] = None,
     factor: Annotated[list[float] | None, Option("--factor", "-f", help="Repeatable. Default: 2.")] = None,
     trials: Annotated[int, Option(min=0, help="Passkeys per depth.")] = 1,
