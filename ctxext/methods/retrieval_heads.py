@@ -117,7 +117,7 @@ class RetrievalHeads(RemapMethod):
         common: dict[str, Any] = {"factor": self.factor, "temperature": self.temperature}
         own = {theirs: getattr(self, name) for name, theirs in FAR[self.far].items() if getattr(self, name) is not None}
         if self.far == "self_extend":
-            usual = {"thinning": 0.5 * min(math.log2(self.factor), 1.0)}
+            usual = {"thinning": round(0.5 * min(math.log2(self.factor), 1.0), 6)}
             return SelfExtend(**common, **usual | own, sinks=self.sinks, exact=self.exact)
         if self.far == "rerope":
             return ReRoPE(**common, **own, exact=self.exact)

@@ -179,7 +179,7 @@ def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS) -> HeadS
         return _scored(recorder, texts, seeds)
 
 
-def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: Sequence[int] = SEEDS) -> HeadScores:
+def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: Any = SEEDS) -> HeadScores:
     """Find the key-value groups whose heads retrieve, by two probes: a repetition, and needles in a text.
 
     The first is induction: up to 512 random tokens, then the same tokens again. The second hides facts in up to 2,048

@@ -205,7 +205,7 @@ def test_the_best_groups_come_first_and_the_lower_number_of_equal_ones() -> None
     assert scores.chosen(share=0.2) == (4,)
     assert scores.chosen(share=0.21) == (1, 4)
     assert scores.chosen(share=0.001) == (4,)
-    assert scores.chosen(share=1) == (0, 1, 2, 3, 4)
+    assert scores.chosen(share=1.0) == (0, 1, 2, 3, 4)
     assert scores.chosen(threshold=0.5) == (1, 2, 4)
     assert scores.chosen(threshold=1.0) == (4,)
     assert [scores.place(group) for group in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
