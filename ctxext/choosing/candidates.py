@@ -21,14 +21,14 @@ from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
-from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
 # Share of the key-value groups that read far, and the window of the others, as a share of the trained length. The
 # first of each is the default, which is among the formulas.
-SHARES = (0.2, 0.1, 0.4)
-NEAR_WINDOWS = (0.75, 0.5)
+SHARES = (SHARE, 0.1, 0.4)
+NEAR_WINDOWS = (RetrievalHeads.window, 0.5)
 # How much further than asked a formula is also tried: some need it to hold to their target.
 FURTHER = 1.5
 # One of each kind: groups of tokens, for all heads or for a few, one distance for all that is far, chunks. The other

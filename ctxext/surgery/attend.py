@@ -74,12 +74,17 @@ class _Under:
         return getattr(vars(self)["_now"], name)
 
 
+def attention_function(module: nn.Module, implementation: str) -> Any:
+    """Return the function by which a layer computes attention under an implementation of transformers."""
+    names = names_of(type(module))
+    return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
+
+
 def attend_as_before(
     implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, given: dict[str, Any]
 ) -> Tensor:
     """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit."""
-    names = names_of(type(module))
-    attention = names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
+    attention = attention_function(module, implementation)
     # Flash attention reads in the config of the layer which kernel to load.
     layer = _Under(module, config=_Under(module.config, _attn_implementation=implementation))
     out: Tensor = attention(layer, q, k, v, mask.under(implementation), **given)[0]

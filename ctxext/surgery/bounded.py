@@ -196,6 +196,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
     far heads, ``near`` has the others', and ``update`` returns the far heads' alone.
 
     Args:
+        reach: the numbers of tokens that must be held for the others.
         heads: the key heads that read far, and the others.
         whole: the layer to replace, with the keys of all heads.
     """
@@ -203,23 +204,22 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
     keys: Any
     values: Any
 
-    def __init__(self, heads: SplitGroups, whole: DynamicLayer) -> None:
+    def __init__(self, reach: Reach, heads: SplitGroups, whole: DynamicLayer) -> None:
         super().__init__()
         self.__dict__.update(vars(whole))
-        self.heads = heads
+        self.reach, self.heads = reach, heads
         self.near: BoundedLayer | None = None
 
-    def drop(self, reach: Reach, layout: Layout) -> None:
+    def drop(self, layout: Layout) -> None:
         """Drop keys of the near heads that no query after those of ``layout`` can see; split the layer before that."""
         if self.near is None:
-            if not is_worth_dropping(reach, layout, layout.key_length):
+            if not is_worth_dropping(self.reach, layout, layout.key_length):
                 return
             whole, far, near = DynamicLayer(), self.heads.far, self.heads.near
             whole.__dict__.update(vars(self), keys=near.of(self.keys), values=near.of(self.values))
-            self.near = BoundedLayer(reach, whole)
-            self.keys, self.values = (
-                far.of(part).clone() for part in (self.keys, self.values)
-            )  # a view would keep all
+            self.near = BoundedLayer(self.reach, whole)
+            # Copies: a view would keep the keys of all heads alive.
+            self.keys, self.values = (far.of(part).clone() for part in (self.keys, self.values))
         self.near.drop(layout)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

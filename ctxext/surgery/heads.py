@@ -30,7 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
 from ctxext.files import digest, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
-from ctxext.surgery.code import names_of
+from ctxext.surgery.attend import attention_function
 from ctxext.surgery.config import stated_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import FAILURES
@@ -77,8 +77,7 @@ class HeadScores:
 
     def ranked(self) -> tuple[int, ...]:
         """Return the numbers of all groups, best first; of equal scores the lower number."""
-        scores = self.scores
-        return tuple(sorted(range(len(scores)), key=lambda group: (-scores[group], group)))
+        return tuple(best_first(self.scores))
 
     def chosen(self, *, share: float | None = None, threshold: float | None = None) -> tuple[int, ...]:
         """Return the numbers of the groups that retrieve, in ascending order.
@@ -145,6 +144,11 @@ class HeadScores:
         if not is_whole or any(len(values) != groups or not all(map(math.isfinite, values)) for values in measured):
             raise InvalidParameterError(f"{str(path)!r} should hold a score of each of its {groups} groups. {way}")
         return scores
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Return the numbers of groups, the greatest score first; of equal scores the lower number."""
+    return sorted(range(len(scores)), key=lambda group: (-scores[group], group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -459,7 +463,7 @@ class _Recorder:
                 f"its own. ctxext cannot record which heads retrieve there."
             )
         keys, values = key.float(), value[..., :1].float()
-        eager = names_of(type(module))["eager_attention_forward"]
+        eager = attention_function(module, "eager")
         total = torch.zeros(query.shape[1], device=query.device)
         first, last = int(text.queries[0]), int(text.queries[-1])
         for start in range(first, last + 1, CHUNK):
@@ -550,9 +554,9 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Record the attention to what was said before, and compute the layer's output by the model's own attention."""
-    recorder, names = _running(), names_of(type(module))
+    recorder = _running()
     recorder.record(module, query, key, value, attention_mask, given)
-    own = names["ALL_ATTENTION_FUNCTIONS"].get_interface(recorder.own, names["eager_attention_forward"])
+    own = attention_function(module, recorder.own)
     result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **given)
     return result
 

@@ -226,19 +226,13 @@ class RemapAttend:
         reach = (self.near or self.far).reach
         if reach is None or not self.drops or not isinstance(cached, DynamicLayer):
             return
-        if isinstance(cached, BoundedLayer):
+        if isinstance(cached, BoundedLayer | SplitLayer):
             cached.drop(layout)
-        elif isinstance(cached, SplitLayer):
-            cached.drop(reach, layout)
         elif is_worth_dropping(reach, layout, layout.key_length):
-            if self.heads is None:
-                bounded = BoundedLayer(reach, cached)
-                bounded.drop(layout)
-                replace_cache_layer(cached, bounded)
-            else:
-                split = SplitLayer(self.heads, cached)
-                split.drop(reach, layout)
-                replace_cache_layer(cached, split)
+            heads = self.heads
+            layer = BoundedLayer(reach, cached) if heads is None else SplitLayer(reach, heads, cached)
+            layer.drop(layout)
+            replace_cache_layer(cached, layer)
 
 
 def in_words(piece: Piece) -> str:
@@ -412,8 +406,9 @@ def install_pieces(
         drops=not trial.attends_again,
     )
     if isinstance(method, RetrievalHeads):
-        install_attention(subject, site, split_by_heads(method, attend, trial.key_heads), edits)
-        notes = _split_notes(method, attend, trial.key_heads)
+        near = HeadPieces.of(method.near_method, site.spec)
+        install_attention(subject, site, split_by_heads(method, attend, near, trial.key_heads), edits)
+        notes = _split_notes(method, attend, near, trial.key_heads)
     else:
         install_attention(subject, site, attend, edits)
         notes = attend.far.notes(drops=attend.drops)
@@ -423,10 +418,12 @@ def install_pieces(
     return (*first, *notes, *attend.backends.notes())
 
 
-def _split_notes(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping[str, int]) -> tuple[str, ...]:
+def _split_notes(
+    method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, key_heads: Mapping[str, int]
+) -> tuple[str, ...]:
     """Return the notes for a user of a model of which some heads read far: which, in which pieces, and the saving."""
     assert isinstance(method.heads, tuple)
-    near, total = HeadPieces.of(method.near_method, attend.far.spec), sum(key_heads.values())
+    total = sum(key_heads.values())
     others = near.notes(" of the other groups", drops=attend.drops) if len(method.heads) < total else ()
     names = [f"{layer}.{group}" for layer, count in enumerate(key_heads.values()) for group in range(count)]
     far = [names[number] for number in method.heads]
@@ -445,19 +442,22 @@ def _split_notes(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping
     )
 
 
-def split_by_heads(method: RetrievalHeads, attend: RemapAttend, key_heads: Mapping[str, int]) -> dict[str, RemapAttend]:
+def split_by_heads(
+    method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, key_heads: Mapping[str, int]
+) -> dict[str, RemapAttend]:
     """Return the attention of each layer, by its path, under a method by which some heads read far.
 
     Args:
         method: the method, with the numbers of its groups.
         attend: attention in which all heads read far.
+        near: the pieces of the heads that do not.
         key_heads: number of key heads of each layer, by its path.
 
     Raises:
         InvalidParameterError: if the model has no group of such a number.
     """
     assert isinstance(method.heads, tuple)
-    total, near = sum(key_heads.values()), HeadPieces.of(method.near_method, attend.far.spec)
+    total = sum(key_heads.values())
     if method.heads[-1] >= total:
         raise InvalidParameterError(
             f"heads must be numbers of key-value groups, of which this model has {total} (0 to {total - 1}), found "

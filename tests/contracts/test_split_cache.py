@@ -17,6 +17,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import RetrievalHeads, Streaming
 from ctxext.surgery.bounded import BoundedLayer, SplitLayer
 from ctxext.surgery.caches import empty
+from tests._caches import OF_ROWS, read
 from tests._models import logits, tiny, tokens
 
 EXACT = 1e-6
@@ -41,20 +42,6 @@ def held(cache: DynamicCache) -> list[list[tuple[int, int]]]:
         assert all(part.keys.shape == part.values.shape for part in parts)
         found.append([tuple(part.keys.shape[1:3]) for part in parts])
     return found
-
-
-@torch.no_grad()
-def read(model: PreTrainedModel, cache: Any, ids: Tensor, steps: list[int], keep: Tensor | None = None) -> Tensor:
-    """Logits of the tokens after those in the cache, read in passes of so many tokens."""
-    found, at = [], int(cache.get_seq_length())
-    for step in steps:
-        mask = {}
-        if keep is not None:
-            places = (keep.long().cumsum(1) - 1).clamp(min=0)
-            mask = {"attention_mask": keep[:, : at + step], "position_ids": places[:, at : at + step]}
-        found.append(model(ids[:, at : at + step], past_key_values=cache, **mask).logits)
-        at += step
-    return torch.cat(found, 1)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -185,11 +172,7 @@ def test_rows_are_repeated_picked_and_put_in_another_order() -> None:
     ids = tokens(170, rows=2)
     keep = torch.arange(170)[None] >= torch.tensor([[0], [29]])
     whole = torch.cat([logits(model, ids[:1]), torch.nn.functional.pad(logits(model, ids[1:, 29:]), (0, 0, 29, 0))])
-    for change, rows in (
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-    ):
+    for change, rows in OF_ROWS:
         cache = DynamicCache()
         read(model, cache, ids, [150], keep)
         assert len(held(cache)[0]) == 2

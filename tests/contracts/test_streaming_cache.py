@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Streaming
+from tests._caches import OF_ROWS, read
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -32,20 +32,6 @@ def held(cache: DynamicCache) -> int:
     sizes = {part.shape[-2] for layer in cache.layers for part in (layer.keys, layer.values)}
     assert len(sizes) == 1
     return sizes.pop()
-
-
-@torch.no_grad()
-def read(model: PreTrainedModel, cache: Any, ids: Tensor, steps: list[int], keep: Tensor | None = None) -> Tensor:
-    """Logits of the tokens after those in the cache, read in passes of so many tokens."""
-    found, at = [], int(cache.get_seq_length())
-    for step in steps:
-        mask = {}
-        if keep is not None:
-            places = (keep.long().cumsum(1) - 1).clamp(min=0)
-            mask = {"attention_mask": keep[:, : at + step], "position_ids": places[:, at : at + step]}
-        found.append(model(ids[:, at : at + step], past_key_values=cache, **mask).logits)
-        at += step
-    return torch.cat(found, 1)
 
 
 @pytest.mark.slow
@@ -142,11 +128,7 @@ def test_rows_are_repeated_picked_and_put_in_another_order() -> None:
     ids = tokens(150, rows=2)
     keep = torch.arange(150)[None] >= torch.tensor([[0], [29]])
     whole = torch.cat([logits(model, ids[:1]), torch.nn.functional.pad(logits(model, ids[1:, 29:]), (0, 0, 29, 0))])
-    for change, rows in (
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-    ):
+    for change, rows in OF_ROWS:
         cache = DynamicCache()
         read(model, cache, ids, [130], keep)
         change(cache)

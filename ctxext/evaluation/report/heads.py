@@ -9,9 +9,9 @@ from typing import Any
 
 from ctxext.evaluation.report.figures import INK, NOTE, Panel, paneled
 from ctxext.evaluation.report.page import Headline, Page, TextTable, provenance_table
-from ctxext.surgery.heads import HeadScores
+from ctxext.methods.retrieval_heads import SHARE
+from ctxext.surgery.heads import HeadScores, best_first
 
-SHARE = 0.2  # of all groups: with so many far, remapping keeps nearly all of its gain on SmolLM2
 MOST_ROWS = 20
 RETRIEVES, IDLE = 0.1, 0.02
 # From sand to a dark blue, lighter to darker in grey as well.
@@ -45,7 +45,7 @@ def sentences(scores: HeadScores) -> list[str]:
     said = [f"{above} groups score {RETRIEVES} or more, {below} less than {IDLE}."]
     if len(scores.probes) > 1 and len(values) > 2:
         (first, ours), (second, theirs) = list(scores.probes.items())[:2]
-        shared = len(set(_best_by(ours, len(best))) & set(_best_by(theirs, len(best))))
+        shared = len(set(best_first(ours)[: len(best)]) & set(best_first(theirs)[: len(best)]))
         said.append(
             f"The probes {first} and {second} agree with a rank correlation of {_rank_correlation(ours, theirs):.2f}; "
             f"{shared} of the {len(best)} best groups by one are among the {len(best)} best by the other."
@@ -62,14 +62,14 @@ def sentences(scores: HeadScores) -> list[str]:
 def _table(scores: HeadScores, best: Sequence[int]) -> TextTable:
     """Return the best groups, best first, with the score of each probe and its spread over seeds."""
     shown = [group for group in scores.ranked() if group in best][:MOST_ROWS]
-    rows = []
+    means, rows = scores.scores, []
     for rank, group in enumerate(shown, 1):
         layer, index = scores.place(group)
         cells = []
         for name, values in scores.probes.items():
             spread = f" ± {scores.spread[name][group]:.3f}" if name in scores.spread else ""
             cells.append(f"{values[group]:.3f}{spread}")
-        rows.append([str(rank), str(layer), str(index), str(group), *cells, f"{scores.scores[group]:.3f}"])
+        rows.append([str(rank), str(layer), str(index), str(group), *cells, f"{means[group]:.3f}"])
     left_out = f" {len(best) - len(shown)} more are in the JSON." if len(shown) < len(best) else ""
     return TextTable(
         header=["", "layer", "group", "number", *scores.probes, "mean"],
@@ -115,17 +115,12 @@ def _map(scores: HeadScores, probe: str, best: Sequence[int]) -> Panel:
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0)
 
-    ranked = _best_by(values, 3)
+    ranked = best_first(values)[:3]
     words = ", ".join("layer {} group {} {:.2f}".format(*scores.place(group), values[group]) for group in ranked)
     return Panel(draw, f"{probe}: best are {words}", (width, height))
 
 
-def _best_by(values: Sequence[float], count: int) -> list[int]:
-    """Return the numbers of the groups with the greatest values."""
-    return sorted(range(len(values)), key=lambda group: (-values[group], group))[:count]
-
-
 def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Return Spearman's rank correlation; equal values rank by their number."""
-    ranks = [{group: rank for rank, group in enumerate(_best_by(values, len(values)))} for values in (first, second)]
+    ranks = [{group: rank for rank, group in enumerate(best_first(values))} for values in (first, second)]
     return statistics.correlation(*([rank[group] for group in range(len(first))] for rank in ranks))
