@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device on this machine"'
-PYTHONPATH=. "$python" -m pytest -p no:cacheprovider -o addopts="-q --strict-markers" -m gpu "$@"
+PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -p no:cacheprovider -o addopts="-q --strict-markers" -m gpu "$@"

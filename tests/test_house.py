@@ -47,7 +47,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 47_600,
+    "lines of ctxext/": 48_800,
     "classes of evaluation/": 84,
     "files that one patch enters": 18,
     "functions that one patch enters": 130,

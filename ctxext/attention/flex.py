@@ -121,7 +121,8 @@ class Flex(AttentionBackend):
         if q.shape[1] != k.shape[1]:
             grouped = True
         score_mod = None if slopes is None else _score_mod(slopes.float(), layout)
-        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, enable_gqa=grouped)
+        how = {"enable_gqa": grouped, "kernel_options": _options(q, k)}
+        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, **how)
         return out
 
     def with_lse(
@@ -133,9 +134,21 @@ class Flex(AttentionBackend):
         blocks = _blocks_of(mask, causal, q.shape[2], k.shape[2], q.device)
         grouped = q.shape[1] != k.shape[1]
         q, k, v = q.detach(), k.detach(), v.detach()
-        aux = AuxRequest(lse=True)
-        out, extra = kernel(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, return_aux=aux)
+        how = {"enable_gqa": grouped, "kernel_options": _options(q, k), "return_aux": AuxRequest(lse=True)}
+        out, extra = kernel(q, k, v, block_mask=blocks, scale=scale, **how)
         return out, extra.lse
+
+
+def _options(q: Tensor, k: Tensor) -> dict[str, bool] | None:
+    """Return what the compiler must be told: not to take its kernel for few queries where that has too many rows.
+
+    The kernel for fewer than 128 queries reads a key once for all query heads of its group, as rows of one block. Where
+    these are more than a block of the mask, torch 2.11 to 2.13 find no kernel at all ("No choices to select").
+    """
+    group = q.shape[1] // k.shape[1]
+    most = 1 << ((BLOCK // group).bit_length() - 1) if group <= BLOCK else 0
+    is_too_much = q.device.type == "cuda" and most < q.shape[2] < BLOCK
+    return {"FORCE_USE_FLEX_ATTENTION": True} if is_too_much else None
 
 
 def _blocks_of(mask: Tensor | None, causal: bool, query: int, key: int, device: torch.device) -> BlockMask | None:

@@ -192,6 +192,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Te
         if mask is not None:  # this kernel returns 0, not minus infinity, for a query that sees nothing
             lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
         return out, lse
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     if mask is None and _is_for_flash(q) and q.shape[3] % 8 == 0:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
         return out, lse
@@ -212,7 +213,18 @@ def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
 
 
-@dataclass(frozen=True)
+def _aligned(x: Tensor) -> Tensor:
+    """Return the tensor in such an order that heads and tokens begin at multiples of 16 bytes, as CUDA's kernels want.
+
+    Keys out of a cache in which other numbers travel with them are a part of longer vectors. torch asks only how many
+    dimensions a head has, and then finds no kernel ("cutlassF: no kernel found to launch").
+    """
+    step = 16 // x.element_size()
+    is_aligned = all(stride % step == 0 for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: torch.compile hashes it before it has its fields
 class _Kernel:
     """torch's kernel with the settings that all blocks of one call share."""
 
@@ -225,6 +237,8 @@ class _Kernel:
         if mask is not None or (self.need.device == "cuda" and not _is_for_flash(q)):
             # Efficient attention has no grouped heads: torch would materialise all scores.
             k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+        if self.need.device == "cuda":
+            q, k, v = _aligned(q), _aligned(k), _aligned(v)
         grouped = False
         if q.shape[1] != k.shape[1]:  # a branch, because dynamic shapes would turn the expression into a SymBool
             grouped = True

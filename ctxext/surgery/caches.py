@@ -232,7 +232,8 @@ class Filling:
 
 
 class _CurrentPass(threading.local):
-    filling: Filling | None = None
+    def __init__(self) -> None:
+        self.filling: Filling | None = None
 
 
 _current = _CurrentPass()

@@ -135,9 +135,13 @@ class _DecoderCall:
 
 
 class _CurrentCall(threading.local):
-    """The running decoder call of a thread; not a context variable, which torch.compile cannot trace."""
+    """The running decoder call of a thread; not a context variable, which torch.compile cannot trace.
 
-    call: _DecoderCall | None = None
+    The attribute has no value in the class: torch 2.11 would compile that one in.
+    """
+
+    def __init__(self) -> None:
+        self.call: _DecoderCall | None = None
 
 
 _current = _CurrentCall()

@@ -230,7 +230,7 @@ def table(title: str, found: Sequence[Found], trained: int, length: int) -> str:
                 "" if one.key_tokens is None else str(one.key_tokens),
                 share,
                 " ".join(map(str, one.keys)) if one.asked else "",
-                f"{1000 * one.seconds / length:.1f}",
+                f"{1000 * one.seconds / length:.2g}",
             ]
         )
     quarter = trained // 4

@@ -58,6 +58,11 @@ def _refuses(backend: AttentionBackend, case: Case, *, backward: bool) -> bool:
     return True
 
 
+def _rounding(found: torch.Tensor) -> float:
+    """Largest error in parts of a naive run's. CUDA's fused float32 kernels make a product of three in TF32."""
+    return 5 if found.is_cuda and found.dtype == torch.float32 else 2  # at most 3.9 on an H100
+
+
 def _check(backend: AttentionBackend, case: Case) -> None:
     backward = not _refuses(backend, case, backward=True)
     if not backward and _refuses(backend, case, backward=False):
@@ -68,7 +73,7 @@ def _check(backend: AttentionBackend, case: Case) -> None:
         if exact.norm() == 0:
             assert ours.norm() == 0, what
         else:
-            assert error(ours, exact) <= 2 * error(plain, exact), what
+            assert error(ours, exact) <= _rounding(ours) * error(plain, exact), what
 
 
 def _forms() -> list[Any]:
