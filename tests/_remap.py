@@ -53,22 +53,28 @@ def dense_attention(
     *,
     scale: float,
     weight: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of one row without rotation in q and k, ``[heads, seq, head_dim]``, by ``relative`` positions.
 
     A pair of dimensions in halves is a complex number; the score of a pair of tokens is the real part of
     ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate. The
-    exponential of it is multiplied by ``weight``, ``[query, key]``.
+    exponential of it is multiplied by ``weight``, ``[query, key]``. ``sinks``, ``[heads]``, are scores of keys whose
+    value is 0; ``softcap`` bounds the scores.
     """
-    scores = dense_scores(q, k, relative[-q.shape[1] :], inv_freq, scale=scale)
-    if weight is not None:
-        largest = scores.amax(-1, keepdim=True)
-        counted = (scores - largest).exp() * weight[-q.shape[1] :]
-        return (counted / counted.sum(-1, keepdim=True)) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
-    return torch.softmax(scores, -1) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
+    scores = dense_scores(q, k, relative[-q.shape[1] :], inv_freq, scale=scale, softcap=softcap)
+    largest = scores.amax(-1, keepdim=True)
+    counted = (scores - largest).exp() * (1 if weight is None else weight[-q.shape[1] :])
+    total = counted.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks[:, None, None] - largest).exp()
+    return (counted / total) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 
-def dense_scores(q: Tensor, k: Tensor, apart: Tensor, inv_freq: Tensor, *, scale: float) -> Tensor:
+def dense_scores(
+    q: Tensor, k: Tensor, apart: Tensor, inv_freq: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
     """The scores of ``dense_attention``, ``[heads, query, key]``, minus infinity where nothing is seen."""
     half = len(inv_freq)
     k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
@@ -79,4 +85,7 @@ def dense_scores(q: Tensor, k: Tensor, apart: Tensor, inv_freq: Tensor, *, scale
     )
     scores = torch.einsum("hif,hjf,ijf->hij", rotating[0], rotating[1].conj(), turned).real
     scores = scores + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])
-    return (scores * scale).masked_fill(apart[..., 0].isnan(), -torch.inf)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(apart[..., 0].isnan(), -torch.inf)

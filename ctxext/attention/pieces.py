@@ -6,7 +6,8 @@ of each query's scores. With it, the parts of a query are merged exactly::
 
     lse = log(sum over parts of exp(lse_part))            out = sum over parts of exp(lse_part - lse) * out_part
 
-A piece whose keys have a weight other than 1 adds its logarithm to ``lse_part``, at no further cost.
+A piece whose keys have a weight other than 1 adds its logarithm to ``lse_part``, at no further cost. A sink (a learned
+score of each head, which takes a share of the softmax and gives nothing) is a part with an output of 0, merged last.
 
 Regions do not overlap, so the kernels compute as many scores as plain causal attention. Queries and keys arrive rotated
 by the model itself. Rotations compose, so a piece rotates them further, by the *difference* of the two positions, and a
@@ -260,9 +261,15 @@ def _masked(layout: Layout, regions: Sequence[Region], size: int) -> list[Tile]:
 
 
 def attend_pieces(
-    backend: AttentionBackend, call: Call, pieces: Sequence[TurnedPiece], *, settled: int = 0, tile: int | None = None
+    backend: AttentionBackend,
+    call: Call,
+    pieces: Sequence[TurnedPiece],
+    *,
+    settled: int = 0,
+    sinks: Float[Tensor, " heads"] | None = None,
+    tile: int | None = None,
 ) -> Float[Tensor, "batch heads query head_dim"]:
-    """Compute attention in ``pieces``, differentiable in q, k and v.
+    """Compute attention in ``pieces``, differentiable in q, k, v and sinks.
 
     Args:
         backend: the backend of the parts; it serves ``call.need`` with ``lse``.
@@ -270,15 +277,16 @@ def attend_pieces(
         pieces: disjoint regions. Pairs outside of them are not visible.
         settled: the number of leading key slots with the rotation of the last piece already. Only pieces with the same
             rotation of keys may read them. Without a gradient only.
+        sinks: the score of each query head's sink, as in gpt-oss; None for no sinks.
         tile: queries that are merged at once, at least 1; None chooses by device.
     """
     plan, key_heads = _plan(call, pieces, tile), _key_heads_at_once(call.need, pieces)
     run = _Run(backend, tuple(pieces), plan, call.scale, settled, key_heads)
     with without_autocast(call.q.device):
-        if call.need.training:
-            out: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
+        if call.need.training or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
+            out: Tensor = _Differentiable.apply(run, call.q, call.k, call.v, sinks)  # type: ignore[no-untyped-call]
             return out
-        return run.forward(call.q, call.k, call.v)[0]
+        return run.forward(call.q, call.k, call.v, sinks)[0]
 
 
 def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
@@ -368,20 +376,27 @@ class _Run:
     settled: int
     key_heads: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the merged output, ``[batch, heads, query, head_dim]``, and its log-sum-exp."""
         batch, heads, query, head_dim = q.shape
         tile = self.plan[0] if len(self.plan) == 1 else None
         if tile and tile[:2] == ((0, batch), (0, query)) and query <= SHORTEST:  # as in each step of decoding
-            out, lse = self._forward_tile(q, self._keys(k), v, tile, (0, k.shape[1]))
+            out, lse = self._forward_tile(q, self._keys(k), v, tile, (0, k.shape[1]), sinks)
             return out.to(q.dtype), lse
         # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full((batch, query, heads), -math.inf, dtype=precise, device=q.device).transpose(1, 2)
+        if sinks is not None:
+            lse.copy_(sinks.detach()[:, None])
         for query_heads, key_heads in _heads(heads, k.shape[1], self.key_heads * (heads // k.shape[1])):
             self._forward_heads(
-                q[:, query_heads], k[:, key_heads], v[:, key_heads], out[:, query_heads], lse[:, query_heads]
+                q[:, query_heads],
+                k[:, key_heads],
+                v[:, key_heads],
+                out[:, query_heads],
+                lse[:, query_heads],
+                None if sinks is None else sinks[query_heads],
             )
         return out, lse
 
@@ -404,7 +419,7 @@ class _Run:
     def _keys(self, k: Tensor) -> _Keys:
         return _Keys(k, self.pieces, self.plan, self.settled)
 
-    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
         """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
         keys = self._keys(k)
         for tile in self.plan:
@@ -413,10 +428,11 @@ class _Run:
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
                 key_range = (key_heads.start, key_heads.stop)
-                out[here], lse[here] = self._forward_tile(q[here], keys, v, tile, key_range)
+                some_sinks = None if sinks is None else sinks[query_heads]
+                out[here], lse[here] = self._forward_tile(q[here], keys, v, tile, key_range, some_sinks)
 
     def _forward_tile(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int]
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Compute ``forward`` of one tile, for some query heads and the key heads that they read.
 
@@ -433,7 +449,7 @@ class _Run:
             total = result if total is None else _merge(*total, *result, is_own=part is not tile.parts[1])
             del result  # not held beside that of the next part
         assert total is not None, "a tile has a part"
-        return total
+        return total if sinks is None else _merge_sinks(*total, sinks)
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -531,18 +547,32 @@ def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, *, is_own
     return merged, torch.logaddexp(total_lse, lse)
 
 
+def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the sink of each head, whose value is 0, into an output; return the merged output and log-sum-exp."""
+    scores = sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - scores)[..., None]
+    return out * share, torch.logaddexp(lse, scores)
+
+
 class _Differentiable(torch.autograd.Function):
-    """The whole call as one autograd function: it saves q, k, v, out and lse, and rotates again in the backward."""
+    """The whole call as one autograd function: it saves its inputs, out and lse, and rotates again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = run.forward(q, k, v)
+    def forward(ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        out, lse = run.forward(q, k, v, sinks)
         ctx.run = run
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, Tensor | None]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         with without_autocast(grad.device):
-            return (None, *ctx.run.backward(*ctx.saved_tensors, grad))
+            grads = ctx.run.backward(q, k, v, out, lse, grad)
+        if sinks is None:
+            return None, *grads, None
+        # The weight of a sink lowers the output by its share of it.
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+        lowered = (out.to(lse.dtype) * grad.to(lse.dtype)).sum(-1)
+        return None, *grads, -(share * lowered).sum((0, 2)).to(sinks.dtype)

@@ -18,6 +18,7 @@ from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Piece, PositionMap
+from tests._products import crossed
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 
 LENGTH = 203
@@ -98,7 +99,7 @@ def _tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     return draw(HEADS, layout.query_length), draw(KV_HEADS, layout.key_length), draw(KV_HEADS, layout.key_length)
 
 
-def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """Row by row and document by document, from relative positions written out pair by pair."""
     longest = int(layout.key_positions.max()) + 1
     relative, weight = (written(method, ROPE, min(longest, 256)) for written in (relative_positions, weights))
@@ -108,12 +109,17 @@ def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor)
         apart = relative[places][:, keys].masked_fill(~layout.visible()[row, :, :, None], torch.nan)
         seen = ~apart[..., 0].isnan().all(-1)
         counted = weight[places][:, keys][seen]
-        out = dense_attention(q[row][:, seen], k[row], v[row], apart[seen], INV_FREQ, scale=SCALE, weight=counted)
-        rows.append(torch.zeros_like(q[row]).index_copy(1, seen.nonzero()[:, 0], out))
+        out = dense_attention(
+            q[row][:, seen], k[row], v[row], apart[seen], INV_FREQ, scale=SCALE, weight=counted, **how
+        )
+        rows.append(out.new_zeros(*q[row].shape[:2], v.shape[3]).index_copy(1, seen.nonzero()[:, 0], out))
     return torch.stack(rows)
 
 
 SCALE = 0.2
+SINKS = torch.linspace(-2, 3, HEADS)
+VARIANTS: dict[str, dict[str, Any]] = {"sinks": {"sinks": True}}
+VARIED = ("self_extend", "dual_chunk", "streaming")
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -146,6 +152,76 @@ def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, 
             assert max(errors) < 1e-13, (name, tile, errors)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "layout"), crossed(VARIED, list(LAYOUTS)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sinks_have_the_output_and_gradients_of_dense_attention(variant: str, method: str, layout: str) -> None:
+    """In float64: the gradients of q, k and v, and that of the sinks."""
+    where, how = LAYOUTS[layout](), dict(VARIANTS[variant])
+    q, k, v = _tensors(where, torch.float64)
+    inputs = [q, k, v]
+    if how.pop("sinks", False):
+        how["sinks"] = SINKS.double().requires_grad_()
+        inputs.append(how["sinks"])
+    truth = _truth(METHODS[method], where, q, k, v, **how)
+    up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = [truth, *torch.autograd.grad(truth, inputs, up)]
+    turned = _pieces(METHODS[method], where, torch.float64)
+    queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
+    for name in ("sdpa", "reference"):
+        for tile in (16, 1000):
+            call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
+            out = attend_pieces(named(name), call, turned, tile=tile, sinks=how.get("sinks"))
+            found = [out, *torch.autograd.grad(out, inputs, up, retain_graph=True)]
+            errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
+            assert max(errors) < 1e-12, (name, tile, errors)
+            with torch.no_grad():
+                alone = attend_pieces(named(name), call, turned, tile=tile, sinks=how.get("sinks"))
+            assert torch.equal(alone, out)
+
+
+def test_sinks_alone_may_be_trained() -> None:
+    where = Layout.causal(1, 64)
+    method = METHODS["self_extend"]
+    q, k, v = (x.detach() for x in _tensors(where, torch.float64))
+    sinks = SINKS.double().requires_grad_()
+    truth = _truth(method, where, q, k, v, sinks=sinks).sum()
+    call = Call.of(*(_rotated(x, where.query_positions) for x in (q, k)), v, where, scale=SCALE, lse=True)
+    out = attend_pieces(named("sdpa"), call, _pieces(method, where, torch.float64), sinks=sinks)
+    (wanted,), (found,) = torch.autograd.grad(truth, sinks), torch.autograd.grad(out.sum(), sinks)
+    assert torch.allclose(found, wanted, atol=1e-13)
+
+
+def test_heads_that_are_computed_apart_keep_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long texts: one key head at a time, and some of its query heads in a long tile."""
+    monkeypatch.setattr("ctxext.attention.pieces.SHORTEST", 8)
+    monkeypatch.setattr("ctxext.attention.pieces.TILE", 64)
+    where, method = Layout.causal(2, LENGTH), METHODS["self_extend"]
+    q, k, v = _tensors(where, torch.float64)
+    sinks = SINKS.double().requires_grad_()
+    truth = _truth(method, where, q, k, v, sinks=sinks)
+    queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
+    call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
+    out = attend_pieces(named("sdpa"), call, _pieces(method, where, torch.float64), sinks=sinks)
+    wanted, found = (torch.autograd.grad(x.square().sum(), (q, k, v, sinks)) for x in (truth, out))
+    for a, b in zip([out, *found], [truth, *wanted], strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_settled_keys_go_with_sinks() -> None:
+    """A step of decoding whose oldest keys have the rotation of the last piece already."""
+    where, method = Layout.causal(2, 1, LENGTH), METHODS["self_extend"]
+    q, k, v = (x.detach() for x in _tensors(where, torch.float64))
+    truth = _truth(method, where, q, k, v, sinks=SINKS.double())
+    pieces, settled = _pieces(method, where, torch.float64), LENGTH - 60
+    keys, last = _rotated(k, where.key_positions), pieces[-1].key
+    assert last is not None
+    keys = torch.cat([last(keys[:, :, :settled], (0, 2), (0, settled)), keys[:, :, settled:]], 2)
+    call = Call.of(_rotated(q, where.query_positions), keys, v, where, scale=SCALE, lse=True)
+    out = attend_pieces(named("sdpa"), call, pieces, settled=settled, sinks=SINKS.double())
+    assert float((out - truth).abs().max()) < 1e-13
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every_layout
 @pytest.mark.parametrize("method", ["self_extend", "dual_chunk", "streaming"])
@@ -156,8 +232,10 @@ def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[
     queries = _rotated(q.double(), where.query_positions).to(dtype)
     keys = _rotated(k.double(), where.key_positions).to(dtype)
     call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
-    for name in ("sdpa", "reference"):
-        out = attend_pieces(named(name), call, _pieces(METHODS[method], where, torch.float32), tile=64)
+    for name, sinks in (("sdpa", None), ("reference", None), ("sdpa", SINKS.to(dtype))):
+        if sinks is not None:
+            truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)), sinks=sinks.double())
+        out = attend_pieces(named(name), call, _pieces(METHODS[method], where, torch.float32), tile=64, sinks=sinks)
         assert out.dtype == dtype
         # Rotating twice and rounding between: a few units of the last place of q and k, in scores of about 1.
         allowed = 12 * torch.finfo(dtype).eps * float(v.double().abs().max())
