@@ -99,16 +99,6 @@ def compiled_steps(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
-def test_requests_of_several_lengths_in_one_row_are_refused(model_type: str, method: str) -> None:
-    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
-    for batch in (model.generate_batch, model.init_continuous_batching):
-        with pytest.raises(IncompatibleError, match=f"Method '{method}' fits positions to the length .* one row"):
-            batch(inputs=[[1, 2, 3], [4, 5]]) if batch == model.generate_batch else batch()
-    ctxext.unpatch(model)
-    assert "init_continuous_batching" not in vars(model)
-
-
-@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
 def test_a_trace_that_would_hold_one_length_is_refused(model_type: str, method: str) -> None:
     model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
     model.requires_grad_(requires_grad=False)
