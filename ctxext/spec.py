@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -281,7 +281,10 @@ class PositionMap:
 
 
 class Region(ABC):
-    """Set of pairs of a query and a key (at or before the query) that a piece of attention serves."""
+    """Set of pairs of a query and a key that a piece of attention serves.
+
+    The key is at or before the query, except in ``Ahead``.
+    """
 
     @abstractmethod
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
@@ -355,6 +358,23 @@ class Sinks(Region):
         return f"the first {self.count} keys, where they lie {self.start:,} or more tokens back{late}"
 
 
+@dataclass(frozen=True)
+class Ahead(Region):
+    """Keys after their query, where the region ``of`` holds the pair with query and key exchanged.
+
+    The first keys of a text are ahead of no far query, so ``skip`` of a band leaves none of them out.
+    """
+
+    of: Band | Chunks
+
+    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
+        whole = replace(self.of, skip=0) if isinstance(self.of, Band) else self.of
+        return (key > query) & whole.holds(key, query)
+
+    def __str__(self) -> str:
+        return f"ahead of the query, {self.of}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A part of attention in which queries and keys stand at positions of its own.
@@ -371,6 +391,16 @@ class Piece:
     query: PositionMap = PositionMap()
     key: PositionMap = PositionMap()
     weight: float = 1.0
+
+    @property
+    def ahead(self) -> Piece | None:
+        """Piece of the same pairs of tokens with query and key exchanged, for tokens that see both ways.
+
+        A relative position keeps its size and changes its sign. None for ``Sinks``: no first token of a text is ahead.
+        """
+        if isinstance(self.region, Sinks):
+            return None
+        return replace(self, region=Ahead(self.region), query=self.key, key=self.query)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ctxext.methods.remap import RemapMethod
-from ctxext.spec import RopeSpec
+from ctxext.spec import Band, Piece, RopeSpec, Sinks
 
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 
 
-def relative_positions(method: RemapMethod, rope: RopeSpec, length: int, shown: int | None = None) -> Tensor:
+def relative_positions(
+    method: RemapMethod, rope: RopeSpec, length: int, shown: int | None = None, *, both_ways: bool = False
+) -> Tensor:
     """``[query, key, frequency]``, not a number where a query does not see a key; every pair is in one piece at most.
 
-    The pieces are those for texts of ``length`` tokens, of which the first ``shown`` are looked at.
+    The pieces are those for texts of ``length`` tokens, of which the first ``shown`` are looked at. Where tokens see
+    ``both_ways``, a key ahead lies as far as the pair exchanged, with the other sign; none ahead is a first token.
     """
-    places = torch.arange(shown or length)
+    pieces, places = method.pieces(rope, length), torch.arange(shown or length)
+    found = _behind(pieces, places, rope)
+    if not both_ways:
+        return found
+    ahead = -_behind(without_first_tokens(pieces), places, rope).transpose(0, 1)
+    return torch.where((places[:, None] < places[None])[..., None], ahead, found)
+
+
+def without_first_tokens(pieces: tuple[Piece, ...]) -> list[Piece]:
+    """The pieces of a text whose first tokens are like any others."""
+    kept = [piece for piece in pieces if not isinstance(piece.region, Sinks)]
+    return [replace(p, region=replace(p.region, skip=0)) if isinstance(p.region, Band) else p for p in kept]
+
+
+def _behind(pieces: Iterable[Piece], places: Tensor, rope: RopeSpec) -> Tensor:
+    """The relative positions of keys at or before their query."""
     found = torch.full((len(places), len(places), rope.rotary_dim // 2), torch.nan, dtype=torch.float64)
-    for piece in method.pieces(rope, length):
+    for piece in pieces:
         here = piece.region.holds(places[:, None], places[None])
         assert not bool((here & (places[:, None] < places[None])).any()), "a query sees what comes after it"
         assert not bool((here & ~found[..., 0].isnan()).any()), "a pair is in two pieces"
@@ -29,12 +48,15 @@ def relative_positions(method: RemapMethod, rope: RopeSpec, length: int, shown: 
     return found
 
 
-def weights(method: RemapMethod, rope: RopeSpec, length: int) -> Tensor:
+def weights(method: RemapMethod, rope: RopeSpec, length: int, *, both_ways: bool = False) -> Tensor:
     """``[query, key]``: how much a key counts for a query, 1 where it counts like any other."""
     places = torch.arange(length)
     found = torch.ones(length, length, dtype=torch.float64)
-    for piece in method.pieces(rope, length):
+    pieces = method.pieces(rope, length)
+    for piece in pieces:
         found[piece.region.holds(places[:, None], places[None])] = piece.weight
+    for piece in without_first_tokens(pieces) if both_ways else ():
+        found[piece.region.holds(places[:, None], places[None]).T & (places[:, None] < places[None])] = piece.weight
     return found
 
 

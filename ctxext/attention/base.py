@@ -231,8 +231,6 @@ class AttentionBackend(ABC):
         """Return why the backend cannot serve ``need``: a limit of all backends, or ``why_not``; else None."""
         if need.lse and type(self).with_lse is AttentionBackend.with_lse:
             return "it does not return the log-sum-exp, which attention in pieces needs."
-        if need.lse and need.sees == "both":
-            return "attention in pieces needs tokens that see the past only."
         if need.lse and need.order == "external":
             return "attention in pieces needs all keys, and an engine around a sharded layout holds only some."
         if need.score not in self.scores:

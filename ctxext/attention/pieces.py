@@ -180,7 +180,7 @@ def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, .
         for start, end in tiles(list(regions), first, stop, size):
             parts = []
             for index, region in enumerate(regions):
-                for q, k, kind in rectangles(region, start, end):
+                for q, k, kind in rectangles(region, start, end, stop):
                     slots = _slots(held, k)
                     if slots is None:  # some keys that these queries see are missing
                         return tuple(_masked(layout, regions, size))
@@ -292,13 +292,14 @@ def attend_pieces(
 def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
     """Return the requirements of a call for the backend that computes its parts.
 
-    Blocks of plain attention need no mask, but their pieces do if positions have gaps.
+    Blocks of plain attention need no mask, but their pieces do if positions have gaps. A part of a piece is causal or
+    full by itself, whatever the tokens of the call see.
     """
     if call.need.order == "external":
         return call.need
     plan = _plan(call, pieces, None)
     is_masked = bool(plan) and any(part.mask is not None for part in plan[0].parts)  # all parts have a mask, or none
-    return replace(call.need, order="free") if is_masked else call.need
+    return replace(call.need, sees="past", order="free" if is_masked else call.need.order)
 
 
 def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[Tile, ...]:

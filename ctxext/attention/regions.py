@@ -1,4 +1,4 @@
-"""Cut regions of the causal triangle into rectangles that a kernel computes without a mask: full, or one causal half.
+"""Cut regions of pairs of tokens into rectangles that a kernel computes without a mask: full, or one causal half.
 
 A text is cut into tiles of queries. In one tile a band has a staircase of keys that come into sight, a staircase of
 keys that go out of sight, and between the two a rectangle that every query of the tile sees::
@@ -9,7 +9,8 @@ keys that go out of sight, and between the two a rectangle that every query of t
     query b   . . . #   # # # # # # # # # # #   # # # #
 
 Staircases are squares: ``CAUSAL`` where the first query sees one key and the last sees all, ``FADING`` where the first
-sees all and the last one. Together they hold each pair of the region once, and no other.
+sees all and the last one. Together they hold each pair of the region once, and no other. Keys after their query lie a
+negative number of tokens behind it, and form the same staircases.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ctxext.errors import InvalidParameterError
-from ctxext.spec import Band, Chunks, Region, Sinks
+from ctxext.spec import Ahead, Band, Chunks, Region, Sinks
 
 FULL, CAUSAL, FADING = "full", "causal", "fading"
 
@@ -45,18 +46,22 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
     """Cut queries ``first .. stop`` (positions) into tiles in which every region has the form above.
 
     A tile ends at the end of a chunk, and is no longer than the narrowest band. Queries before the first far key are
-    one tile of any length, in which all regions except one are empty: attention is plain there.
+    one tile of any length, in which all regions except one are empty: attention is plain there. Where tokens see both
+    ways, the first queries have far keys ahead, unless the whole text ends before the first far key.
 
     Args:
         regions: the regions of a method's pieces.
         first: position of the first query.
-        stop: position after the last query.
+        stop: position after the last query, which is the last token of the text.
         size: largest number of queries in a tile; at least 1.
     """
-    plain = min((_first_far(region) for region in regions), default=0)
-    borders = {region.plain_before for region in regions if isinstance(region, Band | Sinks)}
-    chunks = {region.size for region in regions if isinstance(region, Chunks)}
-    bands = [region.stop - region.start for region in regions if isinstance(region, Band) and region.stop is not None]
+    behind = [region.of if isinstance(region, Ahead) else region for region in regions]
+    plain = min((_first_far(region) for region in behind), default=0)
+    if stop > plain and any(isinstance(region, Ahead) for region in regions):
+        plain = 0
+    borders = {region.plain_before for region in behind if isinstance(region, Band | Sinks)}
+    chunks = {region.size for region in behind if isinstance(region, Chunks)}
+    bands = [max(1, _width(region)) for region in regions if _width(region) is not None]
     start = first
     while start < stop:
         end = min(stop, start + min([size, *bands])) if start >= plain else min(stop, plain)
@@ -75,37 +80,75 @@ def _first_far(region: Region) -> int:
     return region.size if isinstance(region, Chunks) else 1 << 62
 
 
-def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
+def _width(region: Region) -> int | None:
+    """Return the number of keys in a band, of which a query sees all; None for other regions, and without an end."""
+    band, nearest = (region.of, 1) if isinstance(region, Ahead) else (region, 0)
+    return band.stop - max(band.start, nearest) if isinstance(band, Band) and band.stop is not None else None
+
+
+def rectangles(region: Region, first: int, stop: int, length: int | None = None) -> Iterator[Rectangle]:
     """Yield the rectangles of a region for one tile of queries, ``first .. stop`` (positions), over keys from 0.
+
+    Args:
+        region: the region.
+        first: position of the first query.
+        stop: position after the last query.
+        length: number of keys; None if they end with the last query.
 
     Raises:
         InvalidParameterError: if the region's kind is unknown, or the tile is longer than a band is wide.
     """
-    if isinstance(region, Chunks):
+    length = stop if length is None else length
+    if isinstance(region, Ahead):
+        yield from _ahead(region.of, first, stop, length)
+    elif isinstance(region, Chunks):
         chunk = first // region.size - region.back
         low = 0 if region.older else max(0, chunk * region.size)
-        if region.back == 0:
-            yield from _coming(first, stop, low, stop, 0)
-        elif chunk >= 0:
-            yield from _some(Rectangle((first, stop), (low, (chunk + 1) * region.size), FULL))
+        yield from _between(first, stop, low, min(stop, (chunk + 1) * region.size), near=0, far=None)
     elif isinstance(region, Sinks):
         if first >= region.plain_before:
-            yield from _coming(first, stop, 0, region.count, region.start)
+            yield from _between(first, stop, 0, region.count, near=region.start, far=None)
     elif isinstance(region, Band) and first < region.plain_before:
         if region.start == 0:
-            yield from _coming(first, stop, 0, stop, 0)
+            yield from _between(first, stop, 0, stop, near=0, far=None)
     elif isinstance(region, Band):
-        low = region.skip if region.stop is None else max(region.skip, stop - region.stop)
-        if region.stop is not None and low > region.skip:
-            if stop - first > region.stop - region.start:
-                raise InvalidParameterError(
-                    f"A tile of {stop - first} queries is longer than the {region.stop - region.start} tokens of its "
-                    f"band. Cut it by tiles()."
-                )
-            yield from _going(first, stop, low, region.stop, region.skip)
-        yield from _coming(first, stop, low, stop - region.start, region.start)
+        yield from _between(first, stop, region.skip, stop, near=region.start, far=region.stop)
     else:
         raise InvalidParameterError(f"A region must be a Band, Chunks or Sinks, found {type(region).__name__}.")
+
+
+def _ahead(region: Band | Chunks, first: int, stop: int, length: int) -> Iterator[Rectangle]:
+    """Yield the rectangles of ``Ahead(region)`` for one tile of queries."""
+    if isinstance(region, Chunks):
+        low = (first // region.size + region.back) * region.size
+        high = length if region.older else min(length, low + region.size)
+        yield from _between(first, stop, low, high, near=None, far=0)
+        return
+    plain = region.plain_before
+    if region.start == 0 and first < plain:
+        yield from _between(first, stop, 0, min(plain, length), near=None, far=0)
+    near = None if region.stop is None else 1 - region.stop
+    yield from _between(first, stop, plain, length, near=near, far=1 - max(1, region.start))
+
+
+def _between(first: int, stop: int, low: int, high: int, *, near: int | None, far: int | None) -> Iterator[Rectangle]:
+    """Yield rectangles of keys ``low .. high`` that lie ``near`` or more, and less than ``far``, tokens behind.
+
+    None is no bound; a negative number of tokens behind is ahead.
+    """
+    if far is not None and low < (seen_by_all := min(high, stop - far)):
+        if near is not None and seen_by_all > first + 1 - near and far > near:
+            raise InvalidParameterError(
+                f"A tile of {stop - first} queries is longer than the {far - near} tokens of its band. Cut it by "
+                f"tiles()."
+            )
+        if near is None or far > near:
+            yield from _going(first, stop, seen_by_all, far, low)
+        low = seen_by_all
+    if near is None:
+        yield from _some(Rectangle((first, stop), (low, high), FULL))
+    else:
+        yield from _coming(first, stop, low, min(high, stop - near), near)
 
 
 def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[Rectangle]:

@@ -45,7 +45,7 @@ class LayoutMask:
         layout: the positions of queries and keys.
         length: the sequence's global length in tokens, if the caller holds a shard and passed it.
         window: tokens that a query would see under the replaced mask; None for all.
-        replaced: the arguments of the mask function, if the replaced mask is causal and hides padding only.
+        replaced: the arguments of the mask function, if the replaced mask is causal or full and hides padding only.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.
     """
@@ -94,8 +94,8 @@ class LayoutMask:
 
 
 def _is_one_text_before(layout: Layout, stop: int) -> bool:
-    """Return whether each row is one document, read forwards, and all queries lie before position ``stop``."""
-    if layout.sees != "past" or layout.external_causality:
+    """Return whether each row is one document, and all queries lie before position ``stop``."""
+    if layout.external_causality:
         return False
     documents = layout.query_documents
     if documents is None and layout.from_zero and layout.consecutive and layout.spans:
@@ -328,7 +328,7 @@ def _layout_mask(
         require_one_length(call.cache)
         bounded.require_padding(layout)
     replaced = None
-    if mask_function is causal_mask_function and local_size is None:
+    if mask_function in (causal_mask_function, bidirectional_mask_function) and local_size is None:
         offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
         sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
         rule = {"mask_function": mask_function, "allow_is_causal_skip": allow_is_causal_skip}

@@ -39,8 +39,6 @@ from ctxext.surgery.replaced import original_code, replaced_in
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 from ctxext.surgery.subject import Subject
 
-BOTH_WAYS = "its attention is not causal, and the pieces cover keys before their query only"
-
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces reads the values of position_ids, which one compiled, exported or traced graph cannot "
     "do. Compile with fullgraph=False: the rest of each layer is compiled. Use torch.export with fixed lengths only; "
@@ -61,22 +59,31 @@ class HeadPieces:
     Args:
         method: the source of the pieces, and of the sharpness of the scores.
         spec: frequencies and trained length of the model.
-        pieces: the pieces.
+        pieces: the pieces of keys at or before their query, as the method has them.
+        ahead: the pieces of keys after their query; none if tokens see the past only.
     """
 
     method: RemapMethod
     spec: RopeSpec
     pieces: tuple[Piece, ...]
+    ahead: tuple[Piece, ...] = ()
 
     @classmethod
-    def of(cls, method: RemapMethod, spec: RopeSpec) -> HeadPieces:
-        """Return the pieces of a method for texts of its target length."""
-        return cls(method, spec, method.pieces(spec, method.target_length(spec.trained_length)))
+    def of(cls, method: RemapMethod, spec: RopeSpec, *, both_ways: bool = False) -> HeadPieces:
+        """Return the pieces of a method for texts of its target length, whose tokens may see ``both_ways``."""
+        pieces = method.pieces(spec, method.target_length(spec.trained_length))
+        ahead = (piece.ahead for piece in pieces if both_ways)
+        return cls(method, spec, pieces, tuple(piece for piece in ahead if piece is not None))
+
+    @property
+    def sees(self) -> str:
+        """``"past"``, or ``"both"`` if tokens see later tokens as well, as in ``Layout``."""
+        return "both" if self.ahead else "past"
 
     @functools.cached_property
     def reach(self) -> Reach | None:
-        """Numbers of tokens that a query sees; None if there is no bound."""
-        return reach_of([piece.region for piece in self.pieces])
+        """Numbers of tokens that a query sees; None if there is no bound, or later tokens are seen too."""
+        return None if self.ahead else reach_of([piece.region for piece in self.pieces])
 
     def turned(self, layout: Layout, precise: torch.dtype, *, interleaved: bool) -> tuple[TurnedPiece, ...]:
         """Return the pieces with rotations in this precision, shared by all layers of a forward pass."""
@@ -99,20 +106,25 @@ class HeadPieces:
         def build() -> tuple[TurnedPiece, ...]:
             return tuple(
                 TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key), piece.weight)
-                for piece in self.pieces
+                for piece in (*self.pieces, *self.ahead)
             )
 
         return layout.memo(("pieces", self, precise), build)
 
     def sharpened(self, q: Tensor, layout: Layout, precise: torch.dtype) -> Tensor:
-        """Return queries with the temperature of the method."""
-        sharpness = layout.memo(("sharpness", self), lambda: self.method.sharpness(self.spec, layout.query_positions))
+        """Return queries with the temperature of the method; all tokens of an encoder's text have that of the last."""
+
+        def positions() -> Tensor:
+            return _last_positions(layout) if self.ahead else layout.query_positions
+
+        sharpness = layout.memo(("sharpness", self), lambda: self.method.sharpness(self.spec, positions()))
         return q if sharpness is None else (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
 
     def notes(self, whose: str = "", *, drops: bool = True) -> tuple[str, ...]:
         """Return the notes for a user: the positions of each piece, and the bound of a cache that drops keys."""
         bound = () if self.reach is None or not drops else (f"The cache{whose} holds {self.reach}.",)
-        return (*(f"Piece{whose}: {in_words(piece)}." for piece in self.pieces), *bound)
+        ahead = ("Tokens see both ways: keys ahead of a query lie as far from it as they would behind.",)
+        return (*(f"Piece{whose}: {in_words(piece)}." for piece in self.pieces), *bound, *(ahead if self.ahead else ()))
 
     def inv_freq(self, device: torch.device) -> Tensor:
         """Return the frequencies that the model rotates by, float64, in radians per token."""
@@ -170,6 +182,12 @@ class RemapAttend:
         traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if traced or any(isinstance(size, torch.SymInt) for size in (q.shape[2], k.shape[2])):
             raise IncompatibleError(NOT_ONE_GRAPH)
+        if mask.layout.sees != self.far.sees:
+            ways = {"past": "the past only", "both": "both ways"}
+            raise IncompatibleError(
+                f"Method {self.method.name!r} was applied to attention that sees {ways[self.far.sees]}, but in this "
+                f"call it sees {ways[mask.layout.sees]}. Call ctxext.unpatch(model), and patch the model as it is now."
+            )
         cached = cache_layer_of(k)
         is_plain = mask.is_plain_before(self.exact_length) and _holds_all(cached)
         if is_plain and not _settled_before(cached, mask.layout):
@@ -177,10 +195,6 @@ class RemapAttend:
         if dropout:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
-            )
-        if mask.layout.sees != "past":
-            raise IncompatibleError(
-                f"Method {self.method.name!r} cannot serve this call: {BOTH_WAYS}. Call ctxext.unpatch(model) first."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         if self.heads is None:
@@ -198,8 +212,8 @@ class RemapAttend:
             layout = cached.held(layout)
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = heads.turned(layout, precise, interleaved=self.interleaved)
-        # Settle before autocast, which hands a copy of the cached keys to attention.
-        k, settled = _settle(cached, k, layout, pieces) if heads.reach is None else (k, 0)
+        # Settle before autocast, which hands a copy of the cached keys to attention. Keys that see ahead never are.
+        k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
         return attend_pieces(self.backends.for_(need_in_pieces(call, pieces)), call, pieces, settled=settled)
@@ -261,7 +275,18 @@ def _analysed(layout: Layout) -> Layout:
     """Return the layout with its spans of consecutive positions, which cheap constructors leave out."""
     if layout.spans is not None or layout.external_causality:
         return layout
-    return Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
+    analysed = Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
+    return replace(analysed, sees=layout.sees)
+
+
+def _last_positions(layout: Layout) -> Tensor:
+    """Return the position of the last token of each query's document, ``[batch, query]``."""
+    if layout.query_documents is None or layout.key_documents is None:
+        return layout.key_positions.amax(1, keepdim=True).expand_as(layout.query_positions)
+    documents = layout.key_documents.clamp(min=0)
+    tokens = torch.where(layout.key_documents >= 0, layout.key_positions, 0)
+    last = tokens.new_zeros(layout.batch, int(documents.max()) + 1).scatter_reduce(1, documents, tokens, "amax")
+    return last.gather(1, layout.query_documents.clamp(min=0))
 
 
 def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece]) -> tuple[Tensor, int]:
@@ -391,11 +416,16 @@ def install_pieces(
     """
     refusal = f"Method {method.name!r} cannot replace the attention of this {rebuild.text.model_type}"
     trial = try_install(rebuild, site)
-    if trial.failure or trial.sees_both_ways:
-        raise IncompatibleError(f"{refusal}: {trial.failure or BOTH_WAYS}.")
+    if trial.failure:
+        raise IncompatibleError(f"{refusal}: {trial.failure}.")
+    if trial.sees_both_ways and isinstance(method, RetrievalHeads):
+        raise IncompatibleError(
+            f"{refusal}: its tokens see later ones. Heads retrieve where a model predicts the next token; for tokens "
+            f"that see both ways, take self_extend."
+        )
     if trial.crossing:
         raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
-    far = HeadPieces.of(method, site.spec)
+    far = HeadPieces.of(method, site.spec, both_ways=trial.sees_both_ways)
     interleaved = _is_interleaved(subject, site, far, refusal)
     attend = RemapAttend(
         method=method,

@@ -61,6 +61,8 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "gaps": _gaps,
     "gaps behind padding": _padded_gaps,
 }
+BOTH_WAYS = ("causal", "chunk of a prefill", "packed", "padded", "static cache", "gaps", "gaps behind padding")
+LAYOUTS |= {f"{name}, both ways": lambda name=name: LAYOUTS[name]().both_ways for name in BOTH_WAYS}  # type: ignore[misc]
 
 
 def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object, Turn]) -> TurnedPiece:
@@ -78,7 +80,9 @@ def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object,
 
 def _pieces(method: RemapMethod, layout: Layout, dtype: torch.dtype) -> list[TurnedPiece]:
     made: dict[object, Turn] = {}
-    return [_turned(piece, layout, dtype, made) for piece in method.pieces(ROPE, 4 * ROPE.trained_length)]
+    pieces = list(method.pieces(ROPE, 4 * ROPE.trained_length))
+    pieces += [piece.ahead for piece in pieces if layout.sees == "both" and piece.ahead is not None]
+    return [_turned(piece, layout, dtype, made) for piece in pieces]
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -102,7 +106,10 @@ def _tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """Row by row and document by document, from relative positions written out pair by pair."""
     longest = int(layout.key_positions.max()) + 1
-    relative, weight = (written(method, ROPE, min(longest, 256)) for written in (relative_positions, weights))
+    relative, weight = (
+        written(method, ROPE, min(longest, 256), both_ways=layout.sees == "both")
+        for written in (relative_positions, weights)
+    )
     rows = []
     for row in range(layout.batch):
         places, keys = layout.query_positions[row], layout.key_positions[row]

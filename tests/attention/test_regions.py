@@ -10,7 +10,7 @@ import torch
 from ctxext.attention.regions import CAUSAL, FULL, Rectangle, rectangles, tiles
 from ctxext.errors import InvalidParameterError
 from ctxext.methods import DualChunk, ReRoPE, SelfExtend, Streaming
-from ctxext.spec import Band, Chunks, Region, RopeSpec, Sinks
+from ctxext.spec import Ahead, Band, Chunks, Region, RopeSpec, Sinks
 
 
 def _pairs(found: Rectangle) -> torch.Tensor:
@@ -24,6 +24,13 @@ def _pairs(found: Rectangle) -> torch.Tensor:
 
 
 def _check(regions: list[Region], first: int, stop: int, size: int) -> None:
+    """Of tokens that see the past, and of tokens that see both ways."""
+    _check_one_way(regions, first, stop, size)
+    ahead: list[Region] = [Ahead(region) for region in regions if isinstance(region, Band | Chunks)]
+    _check_one_way([*regions, *ahead], first, stop, size)
+
+
+def _check_one_way(regions: list[Region], first: int, stop: int, size: int) -> None:
     at = first
     for start, end in tiles(regions, first, stop, size):
         assert start == at < end
@@ -32,7 +39,7 @@ def _check(regions: list[Region], first: int, stop: int, size: int) -> None:
     for region in regions:
         seen = torch.zeros(stop - first, stop, dtype=torch.long)
         for start, end in tiles(regions, first, stop, size):
-            for found in rectangles(region, start, end):
+            for found in rectangles(region, start, end, stop):
                 assert start <= found.query[0] < found.query[1] <= end
                 pairs = _pairs(found)
                 assert int(pairs.sum()) == found.pairs

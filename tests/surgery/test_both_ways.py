@@ -13,10 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.methods import METHODS
 from ctxext.methods.formulas import alibi_slopes
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import AlibiSpec, RopeSpec
+from ctxext.spec import AlibiSpec
 from ctxext.surgery.subject import Subject
 from tests._models import RECENT, tiny, tokens
 from tests.walk.check import State
@@ -240,16 +238,6 @@ def test_a_window_to_both_sides_is_refused() -> None:
     before = State.of(model, tokens(LENGTH))
     with pytest.raises(IncompatibleError, match="a window to both sides"):
         ctxext.patch(model, "alibi", factor=4.0, sliding_window="keep")
-    assert before.difference(model) is None
-
-
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if issubclass(method, RemapMethod)])
-@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
-def test_pieces_refuse_what_sees_both_ways(model_type: str, name: str) -> None:
-    model = encoder(model_type).float()
-    before = State.of(model, tokens(LENGTH))
-    with pytest.raises(IncompatibleError, match="its attention is not causal"):
-        ctxext.patch(model, METHODS[name].example(RopeSpec(32, 10000.0, TRAINED_LENGTH)))
     assert before.difference(model) is None
 
 

@@ -1,0 +1,249 @@
+"""Remapping where tokens see both ways: encoders, and decoders turned into encoders, against dense attention."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ctxext
+from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.methods import METHODS, DualChunk, RetrievalHeads, SelfExtend, Streaming
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import RopeSpec
+from ctxext.surgery.subject import Subject
+from tests._models import RECENT, tokens
+from tests._remap import ROPE, dense_attention, relative_positions, weights
+from tests.contracts.test_remap import unrotated
+from tests.surgery.test_both_ways import LENGTH, encoder, keep_of, logits
+from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+
+REMAPS = {
+    name: cls
+    for name, cls in METHODS.items()
+    if issubclass(cls, RemapMethod) and not issubclass(cls, RetrievalHeads)
+}
+TYPES = ("eurobert", "llama", *(("esmc", "gte", "jina_embeddings_v3", "nomic_bert") if RECENT else ()))
+ROWS = ((0, LENGTH), (30, LENGTH), (0, LENGTH - 20), (3, 20))
+
+every_method = pytest.mark.parametrize("cls", REMAPS.values(), ids=REMAPS)
+every_type = pytest.mark.parametrize("model_type", TYPES)
+
+
+def spec_of(model: PreTrainedModel) -> RopeSpec:
+    (_, rotary) = next(iter(Subject(model).rotaries))
+    return RopeSpec(2 * len(rotary.inv_freq), 10000.0, TRAINED_LENGTH, tuple(rotary.inv_freq.double().tolist()))
+
+
+def extended(cls: type[RemapMethod], model_type: str = "eurobert") -> PreTrainedModel:
+    model = encoder(model_type)
+    return ctxext.patch(model, cls.example(spec_of(model)))
+
+
+def by_hand(rope: RopeSpec, method: RemapMethod, keep: Tensor) -> Any:
+    """Attention in the signature that transformers calls, which rotates each pair of tokens by itself."""
+    target, inv_freq = method.target_length(TRAINED_LENGTH), torch.tensor(rope.inv_freq, dtype=torch.float64)
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        q, k = (torch.stack([unrotated(row, inv_freq, interleaved=False) for row in part]) for part in (q, k))
+        rows = []
+        for row, real in enumerate(keep):
+            length, slots = int(real.sum()), real.nonzero()[:, 0]
+            relative = relative_positions(method, rope, target, length, both_ways=True)
+            weight = weights(method, rope, target, both_ways=True)[:length, :length]
+            sharp = 1.0
+            if method.temperature == "logn":  # all tokens of a text see all of it
+                sharp = max(1.0, math.log(length) / math.log(TRAINED_LENGTH))
+            seen = (q[row][:, slots] * sharp, k[row][:, slots], v[row][:, slots])
+            out = dense_attention(*seen, relative, inv_freq, scale=scaling, weight=weight)
+            rows.append(torch.zeros_like(q[row]).index_copy(1, slots, out))
+        return torch.stack(rows).transpose(1, 2), None
+
+    return attention
+
+
+@pytest.mark.slow
+@every_type
+@every_method
+def test_logits_and_gradients_are_those_of_dense_attention(
+    cls: type[RemapMethod], model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole model, with padding on the left, on the right, on both sides and on none."""
+    oracle = encoder(model_type)
+    method = cls.example(spec_of(oracle))
+    length = min(LENGTH, method.target_length(TRAINED_LENGTH))
+    ids, keep = tokens(length, rows=len(ROWS)), keep_of(*ROWS)[:, :length]
+    attention = by_hand(spec_of(oracle), method, keep)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", attention)
+    oracle.config._attn_implementation_internal = "by_hand"
+    expected = oracle(input_ids=ids).logits
+    up = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).double() * keep[..., None]
+    expected.backward(up)
+    wanted = {name: part.grad for name, part in oracle.named_parameters() if part.grad is not None}
+    for backend in ("sdpa", "reference"):
+        model = ctxext.patch(encoder(model_type), method, attention=backend)
+        found = model(input_ids=ids, attention_mask=keep.long()).logits
+        torch.testing.assert_close(found[keep], expected[keep], rtol=1e-9, atol=1e-9)
+        found.backward(up)
+        grads = {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+        assert grads.keys() == wanted.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-9 * float(wanted[name].abs().max()))
+
+
+@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
+def test_a_temperature_that_follows_the_length_is_that_of_the_whole_text(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, keep = tokens(LENGTH, rows=len(ROWS)), keep_of(*ROWS)
+    oracle, method = encoder(model_type), SelfExtend(factor=4.0, temperature="logn")
+    attention = by_hand(spec_of(oracle), method, keep)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", attention)
+    oracle.config._attn_implementation_internal = "by_hand"
+    found = logits(ctxext.patch(encoder(model_type), method), ids, attention_mask=keep.long())
+    torch.testing.assert_close(found[keep], logits(oracle, ids)[keep], rtol=1e-9, atol=1e-9)
+    packed = torch.cat([torch.arange(length) for length in (50, LENGTH - 50)])[None]
+    model = ctxext.patch(encoder(model_type), method)
+    alone = torch.cat([logits(model, part) for part in ids[:1].split([50, LENGTH - 50], 1)], 1)
+    torch.testing.assert_close(logits(model, ids[:1], position_ids=packed), alone, rtol=1e-9, atol=1e-9)
+
+
+def test_relative_positions_are_those_of_the_past_with_the_other_sign() -> None:
+    """Written out by formula for one method of each kind of region."""
+    length, trained = 150, ROPE.trained_length
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    late, early, sign = torch.maximum(i, j), torch.minimum(i, j), (i - j).sign()
+    near = (late - early < 23) | (late < trained)
+    groups = torch.where(near, late - early, late // 7 + 23 - 23 // 7 - early // 7)
+    extend = SelfExtend(factor=4, window=23, group=7)
+    chunk, local, period = 48, 8, 40
+    apart = late // period - early // period
+    far = torch.where(apart == 1, (late % period + period).clamp(max=chunk), torch.tensor(chunk)) - early % period
+    chunks = torch.where(apart == 0, late - early, far)
+    for method, wanted in ((extend, groups), (DualChunk(factor=4, chunk=chunk, local=local), chunks)):
+        found = relative_positions(method, ROPE, 256, length, both_ways=True)
+        assert torch.equal(found, (sign * wanted).double()[..., None].expand_as(found)), method.name
+    streaming = relative_positions(Streaming(factor=4, sinks=4, window=48), ROPE, 256, length, both_ways=True)
+    seen = ~streaming[..., 0].isnan()
+    assert torch.equal(seen, (late - early < 48) | ((j < 4) & (i > j)))
+
+
+@every_type
+@every_method
+def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod], model_type: str) -> None:
+    for implementation in ("sdpa", "eager"):
+        plain = encoder(model_type).float()
+        plain.set_attn_implementation(implementation)
+        method = cls.example(spec_of(plain))
+        model = ctxext.patch(copy.deepcopy(plain), method)
+        exact = min(method.exact_length(spec_of(plain)), TRAINED_LENGTH)
+        assert exact >= 16
+        ids, keep = tokens(LENGTH, rows=2), torch.ones(2, exact, dtype=torch.long)
+        keep[0, exact - 4 :] = keep[1, :3] = 0
+        for mask in (None, keep):
+            found, wanted = (logits(each, ids[:, :exact], attention_mask=mask) for each in (model, plain))
+            assert torch.equal(found, wanted)
+        assert float((logits(model, ids) - logits(plain, ids)).abs().max()) > 1e-3, "beyond, it does something"
+
+
+@every_method
+@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
+def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack(
+    cls: type[RemapMethod], model_type: str
+) -> None:
+    model, ids = extended(cls, model_type), tokens(LENGTH, rows=len(ROWS))
+    together = logits(model, ids, attention_mask=keep_of(*ROWS).long())
+    for row, (start, stop) in enumerate(ROWS):
+        alone = logits(model, ids[row : row + 1, start:stop])
+        close = 1e-3 if start else 1e-9  # of rotations that the model computes in float32, counting padding
+        torch.testing.assert_close(together[row, start:stop], alone[0], rtol=close, atol=close)
+    lengths = [50, 1, LENGTH - 51]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = logits(model, ids[:1], position_ids=positions)
+    for part, document in zip(packed.split(lengths, 1), ids[:1].split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@every_type
+@every_method
+def test_undone_bit_for_bit_and_saved_and_reloaded(cls: type[RemapMethod], model_type: str, tmp_path: Path) -> None:
+    model = encoder(model_type).float()
+    model.save_pretrained(tmp_path / "plain")  # which writes into the config
+    before = State.of(model, tokens(LENGTH))
+    ctxext.patch(model, cls.example(spec_of(model)))
+    read = logits(model, tokens(LENGTH))
+    model.save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path)
+    assert torch.equal(logits(loaded, tokens(LENGTH)), read)
+    assert type(loaded) is type(model)
+    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
+        type(model).from_pretrained(tmp_path)
+    for one in (model, loaded):
+        ctxext.unpatch(one)
+    assert before.difference(model) is None
+    assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
+
+
+def test_a_description_says_that_keys_ahead_are_remapped_too() -> None:
+    notes = ctxext.describe(extended(Streaming)).notes
+    assert any("keys ahead of a query lie as far from it as they would behind" in note for note in notes)
+    assert not any("cache" in note for note in notes)
+
+
+def test_a_classifier_is_served_and_trains_with_checkpoints() -> None:
+    model = tiny_model(tiny_config("eurobert"), loader=AutoModelForSequenceClassification).double().train()
+    ctxext.patch(model, "self_extend", factor=4.0)
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(tokens(LENGTH, rows=2)).logits.square().sum().backward()
+        grads.append([part.grad for part in model.parameters() if part.grad is not None])
+    assert len(grads[0]) > 5
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_cache_of_a_decoder_turned_into_an_encoder_keeps_the_keys_that_it_was_given() -> None:
+    """New tokens then see all that is in it; no key is turned or dropped, whatever the method does to a causal one."""
+    for cls in (SelfExtend, Streaming):
+        model, ids = extended(cls, "llama"), tokens(LENGTH)
+        with torch.no_grad():
+            first = model(ids[:, : LENGTH - 20], use_cache=True)
+            keys = first.past_key_values.layers[0].keys.clone()
+            second = model(ids[:, LENGTH - 20 :], past_key_values=first.past_key_values, use_cache=True)
+        after = second.past_key_values.layers[0].keys
+        assert after.shape[2] == LENGTH
+        assert torch.equal(after[:, :, : keys.shape[2]], keys)
+        assert second.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [(0,), None])
+@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
+def test_heads_that_retrieve_are_for_models_that_predict_the_next_token(model_type: str, heads: Any) -> None:
+    model = encoder(model_type).float()
+    before = State.of(model, tokens(LENGTH))
+    with pytest.raises(IncompatibleError, match="see later ones.* predicts? the next token"):
+        ctxext.patch(model, "retrieval_heads", factor=4.0, heads=heads)
+    assert before.difference(model) is None
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_model_that_was_turned_round_after_the_patch_is_refused(is_causal: bool) -> None:
+    model = tiny_model(tiny_config("llama"))
+    model.config.is_causal = is_causal
+    ctxext.patch(model, "self_extend", factor=4.0)
+    model.config.is_causal = not is_causal
+    for length in (20, LENGTH):
+        with pytest.raises(IncompatibleError, match="but in this call it sees"):
+            logits(model, tokens(length))
