@@ -365,7 +365,7 @@ class Ahead(Region):
     The first keys of a text are ahead of no far query, so ``skip`` of a band leaves none of them out.
     """
 
-    of: Band | Chunks
+    of: Region
 
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         whole = replace(self.of, skip=0) if isinstance(self.of, Band) else self.of

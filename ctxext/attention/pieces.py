@@ -312,9 +312,10 @@ def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[
 
 def _key_heads_at_once(need: Need, pieces: Sequence[TurnedPiece]) -> int:
     """Return the number of key heads to compute at once: all, unless their rotated keys would take much memory."""
-    if need.query_length <= SHORTEST or all(piece.key is None for piece in pieces):
+    rotated = len({piece.key for piece in pieces if piece.key is not None})
+    if need.query_length <= SHORTEST or not rotated:
         return need.kv_heads
-    return min(need.kv_heads, max(1, need.heads * need.query_length // (SHARE * need.key_length)))
+    return min(need.kv_heads, max(1, need.heads * need.query_length // (SHARE * rotated * need.key_length)))
 
 
 def _rows(device: str) -> int:

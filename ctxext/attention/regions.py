@@ -61,7 +61,7 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
         plain = 0
     borders = {region.plain_before for region in behind if isinstance(region, Band | Sinks)}
     chunks = {region.size for region in behind if isinstance(region, Chunks)}
-    bands = [max(1, _width(region)) for region in regions if _width(region) is not None]
+    bands = [max(1, width) for region in regions if (width := _width(region)) is not None]
     start = first
     while start < stop:
         end = min(stop, start + min([size, *bands])) if start >= plain else min(stop, plain)
@@ -99,7 +99,7 @@ def rectangles(region: Region, first: int, stop: int, length: int | None = None)
         InvalidParameterError: if the region's kind is unknown, or the tile is longer than a band is wide.
     """
     length = stop if length is None else length
-    if isinstance(region, Ahead):
+    if isinstance(region, Ahead) and isinstance(region.of, Band | Chunks):
         yield from _ahead(region.of, first, stop, length)
     elif isinstance(region, Chunks):
         chunk = first // region.size - region.back

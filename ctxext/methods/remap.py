@@ -32,8 +32,9 @@ class RemapMethod(RopeMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
         temperature: sharpening of attention. "none"; "logn" multiplies the scores of the query at position i by
-            max(1, ln(i + 1) / ln(trained_length)) (Su, kexue.fm/8823); "yarn" multiplies all scores by
-            (0.1 ln(factor) + 1)^2 (arXiv:2309.00071, section 3.4), inside the trained window too.
+            max(1, ln(i + 1) / ln(trained_length)) (Su, kexue.fm/8823), where i is the last position of the text if
+            tokens see both ways; "yarn" multiplies all scores by (0.1 ln(factor) + 1)^2 (arXiv:2309.00071, section
+            3.4), inside the trained window too.
     """
 
     temperature: Literal["none", "logn", "yarn"] = "none"
@@ -46,7 +47,8 @@ class RemapMethod(RopeMethod):
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         """Return the pieces of attention for texts of up to ``length`` tokens, nearest keys first.
 
-        The regions of the pieces do not overlap. A pair of tokens outside all regions is masked.
+        The regions of the pieces do not overlap. A pair of tokens outside all regions is masked. Pieces are of keys at
+        or before their query; ``Piece.ahead`` has those after it, where tokens see both ways.
 
         Raises:
             InvalidParameterError: if the parameters do not fit the trained length, or cannot reach ``length`` with

@@ -20,22 +20,20 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from ctxext.surgery.subject import Subject
 from tests._models import RECENT, tokens
+from tests._products import crossed
 from tests._remap import ROPE, dense_attention, relative_positions, weights
 from tests.contracts.test_remap import unrotated
 from tests.surgery.test_both_ways import LENGTH, encoder, keep_of, logits
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-REMAPS = {
-    name: cls
-    for name, cls in METHODS.items()
-    if issubclass(cls, RemapMethod) and not issubclass(cls, RetrievalHeads)
-}
+REMAPS = [cls for cls in METHODS.values() if issubclass(cls, RemapMethod) and cls is not RetrievalHeads]
+OTHERS = [cls for cls in REMAPS if cls is not SelfExtend]
 TYPES = ("eurobert", "llama", *(("esmc", "gte", "jina_embeddings_v3", "nomic_bert") if RECENT else ()))
 ROWS = ((0, LENGTH), (30, LENGTH), (0, LENGTH - 20), (3, 20))
 
-every_method = pytest.mark.parametrize("cls", REMAPS.values(), ids=REMAPS)
-every_type = pytest.mark.parametrize("model_type", TYPES)
+every_method = pytest.mark.parametrize("cls", REMAPS, ids=[cls.name for cls in REMAPS])
+every_pair = pytest.mark.parametrize(("cls", "model_type"), crossed([SelfExtend, *OTHERS], TYPES))
 
 
 def spec_of(model: PreTrainedModel) -> RopeSpec:
@@ -71,8 +69,7 @@ def by_hand(rope: RopeSpec, method: RemapMethod, keep: Tensor) -> Any:
 
 
 @pytest.mark.slow
-@every_type
-@every_method
+@every_pair
 def test_logits_and_gradients_are_those_of_dense_attention(
     cls: type[RemapMethod], model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +96,7 @@ def test_logits_and_gradients_are_those_of_dense_attention(
             torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-9 * float(wanted[name].abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["eurobert", "llama"])
 def test_a_temperature_that_follows_the_length_is_that_of_the_whole_text(
     model_type: str, monkeypatch: pytest.MonkeyPatch
@@ -136,8 +134,7 @@ def test_relative_positions_are_those_of_the_past_with_the_other_sign() -> None:
     assert torch.equal(seen, (late - early < 48) | ((j < 4) & (i > j)))
 
 
-@every_type
-@every_method
+@every_pair
 def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod], model_type: str) -> None:
     for implementation in ("sdpa", "eager"):
         plain = encoder(model_type).float()
@@ -154,6 +151,7 @@ def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod], mode
         assert float((logits(model, ids) - logits(plain, ids)).abs().max()) > 1e-3, "beyond, it does something"
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("model_type", ["eurobert", "llama"])
 def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack(
@@ -173,8 +171,7 @@ def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack
 
 
 @pytest.mark.slow
-@every_type
-@every_method
+@every_pair
 def test_undone_bit_for_bit_and_saved_and_reloaded(cls: type[RemapMethod], model_type: str, tmp_path: Path) -> None:
     model = encoder(model_type).float()
     model.save_pretrained(tmp_path / "plain")  # which writes into the config
@@ -233,7 +230,7 @@ def test_a_cache_of_a_decoder_turned_into_an_encoder_keeps_the_keys_that_it_was_
 def test_heads_that_retrieve_are_for_models_that_predict_the_next_token(model_type: str, heads: Any) -> None:
     model = encoder(model_type).float()
     before = State.of(model, tokens(LENGTH))
-    with pytest.raises(IncompatibleError, match="see later ones.* predicts? the next token"):
+    with pytest.raises(IncompatibleError, match=r"see later ones.* predicts? the next token"):
         ctxext.patch(model, "retrieval_heads", factor=4.0, heads=heads)
     assert before.difference(model) is None
 
