@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.readings import TIMES, Reading, label_for
+from ctxext.evaluation.readings import TIMES, Reading, ignores_factor, label_for
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
@@ -57,7 +57,7 @@ def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
     further = [
         replace(method, factor=factor * FURTHER)
         for method in formulas
-        if not method.dynamic and not isinstance(method, RemapMethod)
+        if not method.dynamic and not isinstance(method, RemapMethod) and not ignores_factor(method)
     ]
     heads = [
         RetrievalHeads(factor=factor, share=share, window=window)
@@ -161,7 +161,7 @@ class CandidateReach:
     Args:
         slow: frequencies, in radians per token, of the dimensions that did not complete a turn in training. None where
             losses inside the window say nothing about those beyond: positions follow the length, or are remapped.
-        stretch: geometric mean of what those frequencies are divided by.
+        stretch: geometric mean of what those frequencies are divided by; one that is stopped has no divisor.
         far: distance of ``stretch`` from the factor asked for, as a logarithm.
         dynamic: whether a short text has other positions than the beginning of a long one.
     """
@@ -181,7 +181,8 @@ class CandidateReach:
         frequencies = method.frequencies(rope, length).inv_freq
         if not is_new.any():  # every dimension turned in training: the slowest one stands for what is new
             is_new[plain.argmin()] = True
-        stretch = (plain / frequencies)[is_new].log().mean().exp().item()
+        turning = is_new & (frequencies > 0)
+        stretch = (plain / frequencies)[turning].log().mean().exp().item()
         far = abs(math.log(stretch / (length / rope.trained_length)))
         return cls(slow=frequencies[is_new], stretch=stretch, far=far)
 

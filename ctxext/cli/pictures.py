@@ -134,7 +134,7 @@ def frequencies(
     from ctxext.laboratory.pictures.frequencies import SpectrumPicture, shown_by_default
 
     rope, factor = rotation.rope(picture.trained_length, picture.trust), picture.factor
-    chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor)
+    chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor, rope)
     name = Path(rotation.checkpoint).name if rotation.checkpoint else ""
     _write_picture(output, SpectrumPicture.of(chosen, rope, name))
 

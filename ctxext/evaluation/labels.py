@@ -18,6 +18,7 @@ LABELS = {
     "longrope": "LongRoPE",
     "llama3": "Llama 3",
     "abf": "ABF",
+    "clipped": "Clipped RoPE",
     "dynamic_pi": "dynamic PI",
     "alibi": "ALiBi",
     "self_extend": "Self-Extend",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import index_that_turns, plain_inv_freq
+from ctxext.methods.formulas import as_longrope, clipped, index_that_turns, plain_inv_freq
 from ctxext.methods.parameters import MOST_BASE, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -23,6 +23,7 @@ class ABF(RopeMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
         base: the new ``rope_theta``, at least the model's own; None chooses it from ``factor``.
+        clip: number of the slowest pairs to clip, at least 2, or "auto": see ``clipped``. None clips nothing.
 
     Source: Xiong et al., arXiv:2309.16039, section 2.1 (no code published). The choice: Liu et al., arXiv:2310.05209,
         "critical base"; authors' statement: OpenLMLab/scaling-rope@eee27a0, README.md, theorem 3.
@@ -31,13 +32,17 @@ class ABF(RopeMethod):
     name: ClassVar[str] = "abf"
     summary: ClassVar[str] = "raise the base, then train on long text"
     source: ClassVar[str] = "arXiv:2309.16039"
+    later: ClassVar[tuple[str, ...]] = ("clip",)
 
     base: Annotated[float | None, Range(above=1, most=MOST_BASE)] = None
+    clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return Frequencies(plain_inv_freq(rope, self._base_for(rope)))
+        return Frequencies(clipped(rope, plain_inv_freq(rope, self._base_for(rope)), self.clip))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        if self.clip is not None:
+            return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
         return {"rope_type": "default", "rope_theta": self._base_for(rope)}
 
     def _base_for(self, rope: RopeSpec) -> float:

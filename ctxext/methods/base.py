@@ -42,6 +42,9 @@ class Method(ABC):
     source: ClassVar[str]
     needs_training: ClassVar[bool] = False
     """True if every model is broken until it is trained with the method, so that no command may suggest the method."""
+    later: ClassVar[tuple[str, ...]] = ()
+    """Parameters that are younger than the method. ``to_dict`` leaves them out while they are None, since results that
+    were kept before are found by the hash of that form."""
 
     factor: Annotated[float, Range(least=1)] = 1.0
 
@@ -82,6 +85,7 @@ class Method(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: ``{"method": name, **parameters}``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: value for name, value in values.items() if value is not None or name not in self.later}
         return {"method": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod

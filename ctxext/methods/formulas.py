@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -98,6 +98,35 @@ def blend(
     if wavelengths:
         return plain / (keep + (1 - keep) * factor)
     return plain * (keep + (1 - keep) / factor)
+
+
+def clipped(
+    rope: RopeSpec, inv_freq: Float[Tensor, " half"], clip: int | Literal["auto"] | None
+) -> Float[Tensor, " half"]:
+    """Slow the last frequencies by half a wave of a cosine: the first of them stays, the last becomes 0.
+
+    Args:
+        rope: the model's rotation.
+        inv_freq: frequencies to clip, radians per token.
+        clip: number of frequencies, from 2 to all; "auto" for those that the weights know less than one turn of, in
+            the trained window; None for none.
+
+    Raises:
+        InvalidParameterError: if there are fewer frequencies, or fewer than two for "auto".
+
+    Source: Li et al., arXiv:2602.05258; the authors' code, modeling_cope.py of hrlics/CoPE@ed52ba5, which clips 20 of
+        64. "auto": ml-explore/mlx-lm, pull request 1387.
+    """
+    if clip is None:
+        return inv_freq
+    count = clip
+    if count == "auto":
+        count = int((plain_inv_freq(rope) * rope.trained_length < 2 * math.pi).sum())
+        expected = "a number of pairs, since fewer than two turn less than once in the trained window"
+        require(count >= 2, "clip", clip, expected)
+    require(count <= len(inv_freq), "clip", clip, f"at most {len(inv_freq)} pairs (rotary_dim / 2)")
+    share = (1 + torch.linspace(0, math.pi, count, dtype=torch.float64, device="cpu").cos()) / 2
+    return torch.cat([inv_freq[:-count], inv_freq[-count:] * share])
 
 
 def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict[str, Any]:

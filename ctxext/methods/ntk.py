@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import ntk_base, plain_inv_freq
+from ctxext.methods.formulas import as_longrope, clipped, ntk_base, plain_inv_freq
+from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -20,6 +21,7 @@ class NTK(RopeMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
+        clip: number of the slowest pairs to clip, at least 2, or "auto": see ``clipped``. None clips nothing.
 
     Raises:
         InvalidParameterError: from ``frequencies``, if only two dimensions rotate.
@@ -31,9 +33,14 @@ class NTK(RopeMethod):
     name: ClassVar[str] = "ntk"
     summary: ClassVar[str] = "raise the base: the lowest frequency divided by the factor"
     source: ClassVar[str] = "arXiv:2309.00071"
+    later: ClassVar[tuple[str, ...]] = ("clip",)
+
+    clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return Frequencies(plain_inv_freq(rope, ntk_base(rope, self.factor)))
+        return Frequencies(clipped(rope, plain_inv_freq(rope, ntk_base(rope, self.factor)), self.clip))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        if self.clip is not None:
+            return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
         return {"rope_type": "default", "rope_theta": ntk_base(rope, self.factor)}

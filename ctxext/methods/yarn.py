@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import as_longrope, blend, index_that_turns, turns_ramp
+from ctxext.methods.formulas import as_longrope, blend, clipped, index_that_turns, turns_ramp
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -41,6 +41,7 @@ class YaRN(RopeMethod):
             the architecture's business, not a frequency's.
         divisor: divisor of a frequency that is not kept, at least 1; None is ``factor``, as published. Measurements on
             a model may favour a divisor above or below the factor.
+        clip: number of the slowest pairs to clip, at least 2, or "auto": see ``clipped``. None clips nothing.
 
     Raises:
         InvalidParameterError: from ``frequencies`` with an index ramp, if the trained window is shorter than
@@ -55,6 +56,7 @@ class YaRN(RopeMethod):
     name: ClassVar[str] = "yarn"
     summary: ClassVar[str] = "keep fast frequencies, divide slow ones, sharpen attention"
     source: ClassVar[str] = "arXiv:2309.00071"
+    later: ClassVar[tuple[str, ...]] = ("divisor", "clip")
 
     beta_fast: Annotated[float, Range(above=0)] = 32.0
     beta_slow: Annotated[float, Range(above=0)] = 1.0
@@ -65,6 +67,7 @@ class YaRN(RopeMethod):
     mscale: Annotated[float | None, Range(above=0)] = None
     mscale_all_dim: Annotated[float | None, Range(above=0)] = None
     divisor: Annotated[float | None, Range(least=1)] = None
+    clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,17 +92,18 @@ class YaRN(RopeMethod):
         """Divisor of a frequency that is not kept, dimensionless: the ``factor`` of plain transformers."""
         return self.factor if self.divisor is None else self.divisor
 
-    def to_dict(self) -> dict[str, Any]:
-        # Leave an unset divisor out: results saved before the parameter existed are found by the hash of this form.
-        return {key: value for key, value in super().to_dict().items() if key != "divisor" or value is not None}
+    @property
+    def has_words(self) -> bool:
+        """True if a ``yarn`` dictionary says it all to plain transformers; else ``longrope`` factors do."""
+        return self.ramp == "index" and self.blend == "frequency" and self.clip is None
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         keep = self._index_ramp(rope) if self.ramp == "index" else turns_ramp(rope, self.beta_slow, self.beta_fast)
         inv_freq = blend(rope, self.stretch, keep, wavelengths=self.blend == "wavelength")
-        return Frequencies(inv_freq, self.attention_scale)
+        return Frequencies(clipped(rope, inv_freq, self.clip), self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        if self.ramp != "index" or self.blend != "frequency":
+        if not self.has_words:
             return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
@@ -118,9 +122,8 @@ class YaRN(RopeMethod):
         return parameters | {key: value for key, value in optional.items() if value is not None}
 
     def for_latent_attention(self) -> YaRN:
-        plain = self.attention_factor is None and self.mscale is None
-        if not plain or self.ramp != "index" or self.blend != "frequency":  # other forms are stored without mscale
-            return self
+        if self.attention_factor is not None or self.mscale is not None or not self.has_words:
+            return self  # longrope is stored without mscale
         return replace(self, mscale=1.0, mscale_all_dim=1.0)
 
     def _temperature(self, weight: float) -> float:

@@ -143,6 +143,7 @@ VARIANTS: list[Method] = [
     METHODS["longrope"].from_dict({"factor": 4.0, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}),
     METHODS["ntk_by_parts"].from_dict({"factor": 4.0}),
     METHODS["nope"].from_dict({"factor": 4.0, "sharpening": 0.2}),
+    METHODS["yarn"].from_dict({"factor": 4.0, "clip": 3}),
 ]
 
 

@@ -17,7 +17,7 @@ import ctxext
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, speed
 from ctxext.methods import METHODS, known_methods
-from ctxext.spec import LLAMA
+from ctxext.spec import LLAMA, RopeSpec
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 from tests._programs import command
@@ -401,6 +401,10 @@ def test_bands_of_the_spectrum() -> None:
     assert list(dict.fromkeys(found["ntk"])) == ["kept", "ramped", "interpolated"]
     assert found["ntk"].count("ramped") > found["yarn"].count("ramped") > found["llama3"].count("ramped")
     assert found["dynamic_ntk"][-1] == "slowed further"
+    assert (found["clipped"][0], found["clipped"][-1]) == ("kept", "stopped")
+    fast = RopeSpec(rotary_dim=128, base=100.0, trained_length=4096)
+    left_out = {method.name for method in shown_by_default(4.0)} - {one.name for one in shown_by_default(4.0, fast)}
+    assert left_out == {"clipped"}, "every pair turned in training"
 
 
 # --- the program itself ----------------------------------------------------------------------------------------------

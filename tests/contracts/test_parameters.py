@@ -42,7 +42,7 @@ def bad_values(parameter: Parameter) -> list[Any]:
     elif str in parameter.kinds:
         found += [8, 8.5, "8", ""]
     elif parameter.choices:
-        found += [8, "8", "", parameter.choices[0].upper()]
+        found += ["8", "", parameter.choices[0].upper(), *([] if int in parameter.kinds else [8])]
     else:
         found += ["8", "nan", "a", ""]
     if int in parameter.kinds:

@@ -71,12 +71,6 @@ def test_every_method_was_asked_about() -> None:
             if not issubclass(kind, RopeMethod) or name in asked:
                 continue
             method = kind.example(spec_of(PLAIN[model_type]))
-            if (
-                name == "retrieval_heads" and "streaming" in asked
-            ):  # it was asked about streaming, which has the same rope type
-                config = extended_config(PLAIN[model_type], method, trained_length=TRAINED)
-                assert config.rope_parameters["rope_type"].startswith("ctxext_rope")
-                continue
             with pytest.raises(CtxextError):
                 extended_config(PLAIN[model_type], method, trained_length=TRAINED)
     exact = [case for case in CASES if "stops" not in case]

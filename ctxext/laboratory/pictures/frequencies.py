@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.report.figures import NOTE
 from ctxext.laboratory.pictures.picture import Picture
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.remap import RemapMethod
-from ctxext.spec import RopeSpec
+from ctxext.spec import LLAMA, RopeSpec
 
 # Okabe and Ito's colours, told apart under every common colour blindness and in print.
 COLOURS = {
@@ -141,9 +141,9 @@ class SpectrumPicture(Picture):
         return names
 
 
-def shown_by_default(factor: float) -> list[Method]:
-    """Return every rotary method that its factor alone describes."""
-    return [
+def shown_by_default(factor: float, rope: RopeSpec = LLAMA) -> list[Method]:
+    """Return every rotary method that its factor alone describes, and that fits the model."""
+    methods = [
         kind(factor=factor)
         for kind in METHODS.values()
         if issubclass(kind, RopeMethod)
@@ -151,6 +151,16 @@ def shown_by_default(factor: float) -> list[Method]:
         and not kind.needs_training
         and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind))
     ]
+    return [method for method in methods if _fits(method, rope)]
+
+
+def _fits(method: RopeMethod, rope: RopeSpec) -> bool:
+    """Return whether a method has frequencies for this rotation: some demand slow pairs, or a long window."""
+    try:
+        method.frequencies(rope, rope.trained_length)
+    except InvalidParameterError:
+        return False
+    return True
 
 
 def speed(method: Method, rope: RopeSpec) -> tuple[Float[Tensor, " half"], float]:
