@@ -95,10 +95,8 @@ def test_export_says_today_what_was_measured(shape: str) -> None:
     """Of the extended checkpoint; a verdict that changes needs the measurement anew (make vllm)."""
     methods = all_methods(tiny_of(shape))
     told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
-    # Not measured yet: its rope type is that of streaming, which vLLM does not know, so export has to refuse it.
-    unmeasured = set(methods_for(shape)) - {proof["method"] for proof in told}
-    assert unmeasured <= {"retrieval_heads"}
-    for proof in [*told, *({"method": name, "exact": None} for name in unmeasured)]:
+    assert {proof["method"] for proof in told} == set(methods_for(shape))
+    for proof in told:
         extended = extended_config(tiny_config(shape), methods[proof["method"]], trained_length=TRAINED_LENGTH)
         try:
             found = export_config(extended, to="vllm").exact
