@@ -80,7 +80,7 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(
         assert "follows the length of the text" in refused.detail
     assert problems == []
     loaded_by_stock = {finding.method for finding in findings if finding.stock}
-    stored = {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "table"}
+    stored = {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "clipped", "table"}
     assert loaded_by_stock >= stored & {method.name for method in methods}
 
 
