@@ -92,18 +92,13 @@ class YaRN(RopeMethod):
         """Divisor of a frequency that is not kept, dimensionless: the ``factor`` of plain transformers."""
         return self.factor if self.divisor is None else self.divisor
 
-    @property
-    def has_words(self) -> bool:
-        """True if a ``yarn`` dictionary says it all to plain transformers; else ``longrope`` factors do."""
-        return self.ramp == "index" and self.blend == "frequency" and self.clip is None
-
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         keep = self._index_ramp(rope) if self.ramp == "index" else turns_ramp(rope, self.beta_slow, self.beta_fast)
         inv_freq = blend(rope, self.stretch, keep, wavelengths=self.blend == "wavelength")
         return Frequencies(clipped(rope, inv_freq, self.clip), self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        if not self.has_words:
+        if self.ramp != "index" or self.blend != "frequency" or self.clip is not None:
             return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
@@ -122,8 +117,9 @@ class YaRN(RopeMethod):
         return parameters | {key: value for key, value in optional.items() if value is not None}
 
     def for_latent_attention(self) -> YaRN:
-        if self.attention_factor is not None or self.mscale is not None or not self.has_words:
-            return self  # longrope is stored without mscale
+        plain = self.attention_factor is None and self.mscale is None and self.clip is None
+        if not plain or self.ramp != "index" or self.blend != "frequency":  # other forms are stored without mscale
+            return self
         return replace(self, mscale=1.0, mscale_all_dim=1.0)
 
     def _temperature(self, weight: float) -> float:
