@@ -71,6 +71,9 @@ class Rope(Architecture):
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(subject, site) for site in sites]
             require_remappable(subject, method, sites[0], places, layers, is_lifted=bool(windows))
+        before = {}
+        if method.dynamic:
+            before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
         form = score_form(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
         if request.attention is not None and not isinstance(method, RemapMethod):
@@ -83,7 +86,7 @@ class Rope(Architecture):
             rotary = subject.model.get_submodule(path)
             edits.set(rotary, "_apply", PinnedApply(rotary))
         if method.dynamic:
-            follow_length(subject, form, edits)
+            follow_length(subject, form, before, edits)
         _prove(subject, form)
         notes = _notes(text, form)
         attention = request.attention
@@ -183,13 +186,7 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
             f"stretches the slowest rotating pair by less than the factor."
         )
     if method.dynamic:
-        often = (
-            "at every token beyond the trained window" if getattr(method, "growth", "") == "exact" else "when it must"
-        )
-        notes.append(
-            f"Positions follow the length of each sequence. generate() recomputes its cache {often}, so that it equals "
-            f"decoding without one. Other code that passes a stale cache gets an error."
-        )
+        notes.append(_growth_note(getattr(method, "growth", "")))
         if form.stock:
             notes.append(
                 f"Plain transformers loads it, but mixes positions: all rows of a batch get those of the longest, and "
@@ -201,3 +198,16 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
     window = window_note(text, method.target_length(spec.trained_length))
     return tuple(notes + ([window] if window else []))
+
+
+def _growth_note(growth: str) -> str:
+    if growth == "request":
+        return (
+            "Positions follow the length that each row may reach. generate() takes prompt + max_new_tokens and "
+            "recomputes nothing while it decodes. Other calls count their own tokens, or ctxext_length=<tokens>."
+        )
+    often = "at every token beyond the trained window" if growth == "exact" else "when it must"
+    return (
+        f"Positions follow the length of each sequence. generate() recomputes its cache {often}, so that it equals "
+        f"decoding without one. Other code that passes a stale cache gets an error."
+    )

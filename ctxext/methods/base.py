@@ -200,10 +200,11 @@ class GrowingMethod(Method):
     Args:
         growth: "exact" follows every token, as the papers do, and a cache must be recomputed at every step beyond the
             window; "doubling" rounds the length up to trained_length times a power of two, so that a cache is rarely
-            recomputed.
+            recomputed; "request" is "exact" with the length that a whole call of ``generate`` can reach, for each row
+            its prompt and ``max_new_tokens``, so that decoding recomputes nothing.
     """
 
-    growth: Literal["exact", "doubling"] = "exact"
+    growth: Literal["exact", "doubling", "request"] = "exact"
 
     @property
     def dynamic(self) -> bool:
@@ -212,7 +213,7 @@ class GrowingMethod(Method):
     def fitted_length(self, trained_length: int, length: int) -> int:
         if length <= trained_length:
             return trained_length
-        if self.growth == "exact":
+        if self.growth != "doubling":
             return length
         return int(trained_length * 2 ** math.ceil(math.log2(length / trained_length)))
 

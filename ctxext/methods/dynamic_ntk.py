@@ -31,7 +31,8 @@ class DynamicNTK(GrowingMethod, RopeMethod):
             frequency. None takes ``factor``, so give it with ``factor=1``, which otherwise promises the trained
             window only.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
-            so that decoding rarely recomputes its cache. Plain transformers can express "exact" only.
+            so that decoding rarely recomputes its cache; "request" takes the length of prompt and ``max_new_tokens``,
+            row by row, so that ``generate`` recomputes nothing. Plain transformers cannot express "doubling".
 
     Raises:
         InvalidParameterError: from ``frequencies``, if only two dimensions rotate.
@@ -59,7 +60,7 @@ class DynamicNTK(GrowingMethod, RopeMethod):
         return Frequencies(plain_inv_freq(rope, ntk_base(rope, self.factor * ratio - (self.factor - 1))))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
-        if self.growth != "exact":
+        if self.growth == "doubling":
             return None
         # Transformers reads L from max_position_embeddings, so that key must keep the trained length.
         return {"rope_type": "dynamic", "rope_theta": rope.base, "factor": self.factor}

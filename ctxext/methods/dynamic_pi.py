@@ -24,7 +24,8 @@ class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the squeeze itself is current length / trained_length.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
-            so that decoding rarely recomputes its cache.
+            so that decoding rarely recomputes its cache; "request" takes the length of prompt and ``max_new_tokens``,
+            row by row, so that ``generate`` recomputes nothing.
 
     Source: Al-Khateeb et al., arXiv:2310.13017, section 3 (slopes scaled by trained / current length);
         for rotary models jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py.

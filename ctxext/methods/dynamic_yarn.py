@@ -29,7 +29,8 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
         truncate: whether the ramp between the two begins and ends at whole indices, see ``YaRN``.
         ramp: quantity in which that ramp is linear, "index" or "turns", see ``YaRN``.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
-            so that decoding rarely recomputes its cache.
+            so that decoding rarely recomputes its cache; "request" takes the length of prompt and ``max_new_tokens``,
+            row by row, so that ``generate`` recomputes nothing.
 
     Source: Peng et al., arXiv:2309.00071, section 3.3.
         Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicYaRNScaledRotaryEmbedding.py.

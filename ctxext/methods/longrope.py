@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
@@ -19,14 +19,16 @@ class LongRoPE(RopeMethod):
     """Divide each frequency by a factor of its own, from one set for short texts and another for long ones.
 
     Pick it when you have searched or published factors (Phi-3, Phi-4-mini, MiniCPM). With two different sets, a text
-    that grows past the trained length switches sets, and its KV cache must be recomputed once; give the same set twice
-    to avoid that.
+    that grows past the trained length switches sets, and its KV cache must be recomputed once; ``growth="request"`` or
+    the same set twice avoids that.
 
     Args:
         factor: target_length / trained_length; sets the attention scale only. Dimensionless, at least 1.
         short_factor: divisors for texts up to trained_length, one per rotated pair (rotary_dim / 2). Above 0.
         long_factor: divisors for longer texts, as many. Above 0.
         attention_factor: multiplies cos and sin. Above 0; None is ``sqrt(1 + ln(factor) / ln(trained_length))``.
+        growth: length that decides between the sets: "exact" counts the tokens so far; "request" those of prompt and
+            ``max_new_tokens``, row by row, so that ``generate`` recomputes nothing.
 
     Raises:
         InvalidParameterError: from ``frequencies``, if the model has another number of frequencies.
@@ -42,6 +44,7 @@ class LongRoPE(RopeMethod):
     short_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
     long_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
     attention_factor: Annotated[float | None, Range(above=0)] = None
+    growth: Literal["exact", "request"] = "exact"
 
     def __post_init__(self) -> None:
         super().__post_init__()

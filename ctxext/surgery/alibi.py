@@ -18,7 +18,7 @@ from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.attend import Backends, as_autocast_wants
 from ctxext.surgery.caches import current_filling
-from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
+from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths
 from ctxext.surgery.positions import LayoutMask
 
 
@@ -110,7 +110,7 @@ class AlibiAttend:
         rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
             filling.spoil()  # the cache already contains the keys of this layer
-        if mask.length is not None:
+        if isinstance(mask.length, int) and not rule.by_request:
             fitted = rule.fitted(mask.length)
             note_fitted_lengths(0, [fitted])
             return [{0: fitted}]
@@ -119,8 +119,8 @@ class AlibiAttend:
         rows = []
         for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
             before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
-            refuse_stale_cache(rule, row, len(ends), before, now)
-            rows.append({d: rule.fitted(p + 1) for d, p in last.items()} or {0: rule.trained_length})
+            fitted_lengths = fit_to_lengths(rule, row, len(ends), before, now, mask.length)
+            rows.append(dict(zip(last, fitted_lengths, strict=True)) or {0: rule.trained_length})
         return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
+from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rotary import RotarySite
@@ -53,12 +53,22 @@ class DynamicSite:
     """The frequencies of one layer type as a function of the length.
 
     They come from transformers' rope function if there is one, so that a model equals its plain reload bit for bit.
+    Where a method leaves texts inside the trained window alone, they are those of the model before the extension, in
+    which float32 rounds some frequencies to a neighbour of what the formula gives.
+
+    Args:
+        rotary: the rotary module.
+        site: its place, and the frequencies that the extension starts from.
+        method: the dynamic method.
+        rope_type: the rope type of the stored form.
+        before: frequencies of the module before the extension.
     """
 
     rotary: nn.Module
     site: RotarySite
     method: RopeMethod
     rope_type: str
+    before: tuple[float, ...]
     _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,12 +79,11 @@ class DynamicSite:
         """The rule that fits positions to the length of a text."""
         return LengthRule(self.method, self.site.spec.trained_length)
 
-    def module(self, length: int) -> nn.Module:
-        """Return the rotary module for ``length`` tokens, cached per device.
+    def module(self, fitted: int) -> nn.Module:
+        """Return the rotary module of a text that is fitted to this length, cached per device.
 
         It is a copy that shares everything except the frequencies, since other threads use the original meanwhile.
         """
-        fitted = self.rule.fitted(length)
         key = (fitted, self._plain.device)
         fitted_module = self._modules.get(key)
         if fitted_module is None:
@@ -91,14 +100,18 @@ class DynamicSite:
 
     @property
     def _plain(self) -> Tensor:
-        """Frequencies of a text inside the trained window."""
+        """Frequencies that the rotary module computes from its config for a text inside the trained window."""
         plain: Tensor = getattr(self.rotary, f"{self.site.prefix}original_inv_freq")
         return plain
 
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
         """Return ``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
         if length <= self.site.spec.trained_length:
-            return self._plain, float(self.site.mathematics(self.method)(length).attention_scale)
+            exact = self.site.mathematics(self.method)(length)
+            before = torch.tensor(self.before, dtype=torch.float64, device="cpu")
+            kept = before.shape == exact.inv_freq.shape and torch.allclose(before, exact.inv_freq, rtol=1e-5, atol=0)
+            inv_freq = before.to(self._plain) if kept and self.rope_type == ROPE_TYPE else self._plain
+            return inv_freq, float(exact.attention_scale)
         # float32, as in transformers: an integer would take the current default dtype
         tensor = torch.tensor(length, dtype=torch.float32, device="cpu")
         seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else tensor
@@ -126,6 +139,8 @@ class DynamicForward:
         site = self.sites.get(layer_type)
         if site is None:
             return forward(self.rotary, x, position_ids, layer_type=layer_type)
+        if not isinstance(declared_length(), int | None):  # one row of positions does not serve rows of several lengths
+            position_ids = position_ids.expand(*position_ids.shape[:-2], x.shape[0], position_ids.shape[-1])
         kwargs = site.site.arguments
         lengths = self._lengths(position_ids, site)
         pieces = [piece for row in lengths for piece in row]
@@ -141,23 +156,24 @@ class DynamicForward:
         return _joined(rows, dim=0)
 
     def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
-        """Return for each row its documents, as (start, stop) and the length of each including this call.
+        """Return for each row its documents, as (start, stop) and the length to which each is fitted.
 
         Refuse documents whose cached part has other positions.
         """
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
         declared = declared_length()
-        if declared is not None:
-            note_fitted_lengths(0, [site.rule.fitted(declared)] * batch)
-            return [[((0, width), declared)]] * batch
+        if isinstance(declared, int) and not site.rule.by_request:
+            fitted = site.rule.fitted(declared)
+            note_fitted_lengths(0, [fitted] * batch)
+            return [[((0, width), fitted)]] * batch
         lengths = []
         for index, row in enumerate(planes.amax(dim=0).tolist()):
             cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
-            documents = [((start, stop), max(row[start:stop]) + 1) for start, stop in pairwise(cuts)]
-            before, now = [min(row[start:stop]) for (start, stop), _ in documents], [length for _, length in documents]
-            refuse_stale_cache(site.rule, index, batch, before, now)
-            lengths.append(documents)
+            spans = list(pairwise(cuts))
+            before, now = [min(row[slice(*span)]) for span in spans], [max(row[slice(*span)]) + 1 for span in spans]
+            fitted_lengths = fit_to_lengths(site.rule, index, batch, before, now, declared)
+            lengths.append(list(zip(spans, fitted_lengths, strict=True)))
         return lengths
 
 
@@ -175,8 +191,16 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
 
 
-def follow_length(subject: Subject, form: StoredForm, edits: Edits) -> None:
+def follow_length(
+    subject: Subject, form: StoredForm, before: Mapping[tuple[str, str | None], tuple[float, ...]], edits: Edits
+) -> None:
     """Make the rotary modules of a model, and the decoders that call them, follow the length of each sequence.
+
+    Args:
+        subject: the extended model.
+        form: its stored form.
+        before: frequencies of each rotary module before the extension, by path and layer type.
+        edits: the journal.
 
     Raises:
         IncompatibleError: if a module rotates other positions than those of the sequence.
@@ -194,7 +218,10 @@ def follow_length(subject: Subject, form: StoredForm, edits: Edits) -> None:
     for path in paths:
         rotary = subject.model.get_submodule(path)
         here = [site for site in form.sites if site.path == path]
-        table = {site.layer_type: DynamicSite(rotary, site, method, form.rope_type(site)) for site in here}
+        table = {}
+        for site in here:
+            frequencies = before[path, site.layer_type]
+            table[site.layer_type] = DynamicSite(rotary, site, method, form.rope_type(site), frequencies)
         edits.set(rotary, "forward", DynamicForward(rotary, table))
         # transformers updates frequencies by the name of the rope type; under this name it leaves them alone.
         kinds = rotary.rope_type

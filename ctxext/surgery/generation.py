@@ -5,7 +5,9 @@ all tokens of a document the positions for one such length. The cached part of t
 next pass has the fitted length of the pass that filled the cache, and stale once it has another. Caching keys before
 rotation would not help: the layers below computed the hidden states with the old positions, too. There are two ways
 out, under the same rule. ``generate()`` has all tokens at hand and computes the cache again (``RecomputeStaleCache``).
-A loop of the user's own is refused in the pass itself (``refuse_stale_cache``), with an error that names the way out.
+A loop of the user's own is refused in the pass itself (``fit_to_lengths``), with an error that names the way out.
+With ``growth="request"`` the length is the one that a text may reach, which ``generate()`` declares
+(``RequestedLengths``), so that nothing changes until its end.
 
 A cache may have been cropped since it was filled, so its current length does not tell. Every pass records the fitted
 lengths on the cache: see ``caches.py``.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 from ctxext.surgery.caches import Filled, cache_in, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.positions import ATTENTION
+from ctxext.surgery.positions import ATTENTION, PositionedForward
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,35 @@ class LengthRule:
     method: Method
     trained_length: int
 
+    @property
+    def by_request(self) -> bool:
+        """True if positions stay as they are from the first token of a request to its last."""
+        return getattr(self.method, "growth", None) == "request"
+
     def fitted(self, length: int) -> int:
         """Return the length to which positions of ``length`` tokens are fitted."""
         return self.method.fitted_length(self.trained_length, length)
+
+    def needed(self, length: int, cached: int | None, declared: int | None) -> int:
+        """Return the length to which positions of a text have to be fitted now.
+
+        Args:
+            length: tokens of the text so far, those of this call included.
+            cached: the length to which its cached tokens are fitted; None if there are none, or it is unknown.
+            declared: the ``ctxext_length`` of the call for this text.
+
+        Raises:
+            InvalidParameterError: if a request was declared shorter than the text of its first call.
+        """
+        if declared is None:
+            fitted = self.fitted(length)
+            return cached if self.by_request and cached is not None and fitted <= cached else fitted
+        if self.by_request and not cached and declared < length:  # assisted decoding looks beyond the end later
+            raise InvalidParameterError(
+                f"ctxext_length={declared} is less than the {length} tokens of the text. Give all tokens that it may "
+                f"reach, in the first call; later calls need none."
+            )
+        return self.fitted(declared)
 
     def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
         """Return the fitted length of a row's ``before`` cached tokens; None if it is unknown.
@@ -49,8 +78,10 @@ class LengthRule:
         return self.fitted(before) if known is None else known.of(row, rows)
 
 
-def refuse_stale_cache(rule: LengthRule, row: int, rows: int, cached: list[int], now: list[int]) -> None:
-    """Raise if cached tokens of a row have other positions than the sequence has now; else record the new ones.
+def fit_to_lengths(
+    rule: LengthRule, row: int, rows: int, cached: list[int], now: list[int], declared: int | Sequence[int] | None
+) -> list[int]:
+    """Return the lengths to which the documents of a row are fitted, and record the longest on the cache.
 
     The code that computes positions calls this once for each row of a pass. A document that begins in this call has no
     cached tokens; for any other, the fitted lengths before and now must agree.
@@ -61,29 +92,50 @@ def refuse_stale_cache(rule: LengthRule, row: int, rows: int, cached: list[int],
         rows: the number of rows in the batch.
         cached: per document of the row, tokens before this call.
         now: per document of the row, tokens including those of this call.
+        declared: the ``ctxext_length`` of the call.
 
     Raises:
-        IncompatibleError: with the way out.
+        IncompatibleError: if cached tokens have other positions than the sequence has now; with the way out.
+        InvalidParameterError: if ``declared`` does not fit the batch.
     """
     filling = current_filling()
     known = None if filling is None else filling.before
+    declared = _of_row(declared, row, rows)
+    fitted_lengths = []
     for before, length in zip(cached, now, strict=True):
-        cached_as = rule.cached(known, row, rows, before)
-        if not before or cached_as == rule.fitted(length):
+        cached_as = rule.cached(known, row, rows, before) if before else None
+        fitted_lengths.append(rule.needed(length, cached_as, declared))
+        is_shard = known is None and declared is not None  # what comes before it is not in the cache
+        if not before or is_shard or cached_as == fitted_lengths[-1]:
             continue
         description = f" have (those of a sequence of {cached_as})"
         if not cached_as:
             description = " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
+        request = " Or pass ctxext_length=<tokens that the text may reach> to the first call, which fills the cache."
         shard = (
             " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same "
             "on every rank."
         )
+        more = request if rule.by_request else shard if known is None else ""
         raise IncompatibleError(
             f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than its {before} cached "
             f"tokens{'' if known is None else description}. model.generate() recomputes the cache; in your own loop, "
-            f"call the model on the whole sequence without a cache.{shard if known is None else ''}"
+            f"call the model on the whole sequence without a cache.{more}"
         )
-    note_fitted_lengths(row, [max(map(rule.fitted, now), default=rule.trained_length)])
+    note_fitted_lengths(row, [max(fitted_lengths, default=rule.trained_length)])
+    return fitted_lengths
+
+
+def _of_row(declared: int | Sequence[int] | None, row: int, rows: int) -> int | None:
+    """Return the ``ctxext_length`` of one of ``rows``."""
+    if declared is None or isinstance(declared, int):
+        return declared
+    if len(declared) != rows:
+        raise InvalidParameterError(
+            f"ctxext_length={list(declared)} has {len(declared)} numbers, but the batch has {rows} rows. Give one "
+            f"number for each row, or one for all."
+        )
+    return int(declared[row])
 
 
 def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
@@ -116,7 +168,7 @@ class RecomputeStaleCache:
         **kwargs: Any,
     ) -> Any:
         """Prepare the inputs as transformers does, from all tokens if the cache is stale."""
-        cache = cache_in(kwargs)
+        cache, declared = cache_in(kwargs), kwargs.pop("ctxext_length", None)
         cached = 0 if cache is None else int(cache.get_seq_length())
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
@@ -124,7 +176,7 @@ class RecomputeStaleCache:
         model: Any = self.model
         is_decoder = not model.config.is_encoder_decoder  # otherwise the mask covers the encoder's text
         mask = attention_mask if is_decoder else None
-        if cached and self._changes(cache, mask, kwargs.get("position_ids"), new, total):
+        if cached and self._changes(cache, mask, kwargs.get("position_ids"), new, total, declared):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
                     f"Method {self.rule.method.name!r} changes positions at {total} tokens, and the earlier tokens are "
@@ -139,7 +191,7 @@ class RecomputeStaleCache:
             self._warn()
         if cache is not None:
             remember(cache, expected=whole)
-        return type(model).prepare_inputs_for_generation(
+        inputs = type(model).prepare_inputs_for_generation(
             model,
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -147,6 +199,7 @@ class RecomputeStaleCache:
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        return inputs if declared is None else inputs | {"ctxext_length": declared}
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
         """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
@@ -157,7 +210,15 @@ class RecomputeStaleCache:
             return torch.cat((known.tokens, new), dim=1)
         return None
 
-    def _changes(self, cache: Any, mask: Tensor | None, positions: Tensor | None, new: Tensor, total: int) -> bool:
+    def _changes(
+        self,
+        cache: Any,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        new: Tensor,
+        total: int,
+        declared: int | Sequence[int] | None,
+    ) -> bool:
         """Return whether cached tokens have other positions than the sequence gets with this call."""
         if not all(guard.stands(cache) for guard in guards_of(self.model)):
             return True
@@ -167,17 +228,19 @@ class RecomputeStaleCache:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
             now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
-        return any(
-            earlier and self.rule.cached(known, row, rows, earlier) != self.rule.fitted(later)
-            for row, (earlier, later) in enumerate(zip(before, now, strict=True))
-        )
+        for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
+            fitted = self.rule.cached(known, row, rows, earlier)
+            if earlier and fitted != self.rule.needed(later, fitted, _of_row(declared, row, rows)):
+                return True
+        return False
 
     def _warn(self) -> None:
         method = self.rule.method
         if getattr(method, "growth", None) == "exact":
             warnings.warn(
                 f"{method.name} with growth='exact' recomputes the whole sequence for every token beyond the trained "
-                f"window of {self.rule.trained_length}. growth='doubling' does so only when the length doubles.",
+                f"window of {self.rule.trained_length}. growth='doubling' does so only when the length doubles, and "
+                f"growth='request' never.",
                 stacklevel=3,
             )
 
@@ -199,7 +262,7 @@ def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -
 
 @dataclass
 class RefuseAssistedDecoding:
-    """Replacement of ``model._get_candidate_generator`` that refuses assisted decoding if positions may change.
+    """Replacement of ``model._get_candidate_generator`` that refuses assisted decoding if positions change under way.
 
     Assisted decoding verifies several tokens in one pass, with the positions of the longest prefix, while greedy
     decoding fits positions to each prefix.
@@ -208,19 +271,54 @@ class RefuseAssistedDecoding:
     model: nn.Module
     rule: LengthRule
 
-    def __call__(self, *, generation_config: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+    def __call__(self, *, generation_config: Any, input_ids: Tensor, model_kwargs: Any, **kwargs: Any) -> Any:
         """Make the candidate generator as transformers does, unless positions change before the last token."""
         first, last = input_ids.shape[1], generation_config.max_length
-        if self.rule.fitted(first) != self.rule.fitted(last):
+        if not self.rule.by_request and self.rule.fitted(first) != self.rule.fitted(last):
             raise IncompatibleError(
                 f"Method {self.rule.method.name!r} changes positions between {first} and {last} tokens. Assisted "
                 f"decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens with one set of "
-                f"positions. Generate without it, or use growth='doubling' and stay between two doublings."
+                f"positions. Generate without it, or use growth='request'."
             )
         model: Any = self.model
+        drafting = {name: value for name, value in model_kwargs.items() if name != "ctxext_length"}  # another model's
         return type(model)._get_candidate_generator(
-            model, generation_config=generation_config, input_ids=input_ids, **kwargs
+            model, generation_config=generation_config, input_ids=input_ids, model_kwargs=drafting, **kwargs
         )
+
+
+@dataclass
+class RequestedLengths:
+    """Replacements of two steps of ``model.generate``, which declare the length that each row may reach.
+
+    The first of them knows how many tokens of the prompt are new, the second the mask that shows how many are real.
+    """
+
+    model: nn.Module
+
+    def prepare_length(self, *, generation_config: Any, input_ids_length: int, **kwargs: Any) -> Any:
+        """Prepare the settings of this call as transformers does, and note on them how many tokens may follow."""
+        model: Any = self.model
+        settings = type(model)._prepare_generated_length(
+            model, generation_config=generation_config, input_ids_length=input_ids_length, **kwargs
+        )
+        settings._ctxext_prompt, settings._ctxext_new = input_ids_length, settings.max_length - input_ids_length
+        return settings
+
+    def prepare_cache(self, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Prepare the cache as transformers does, and put the declared lengths beside it."""
+        model: Any = self.model
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if positions is not None and (mask is None or positions.ndim == 3):
+            planes = positions if positions.ndim == 3 else positions[None]  # of four planes, the first counts tokens
+            prompts = (planes[-3:].amax(dim=(0, 2)) + 1).tolist()
+        elif mask is not None:
+            prompts = mask.sum(-1).tolist()
+        else:
+            prompts = [getattr(settings, "_mask_length", settings._ctxext_prompt)]
+        lengths = tuple(prompt + settings._ctxext_new for prompt in prompts)
+        model_kwargs["ctxext_length"] = lengths if len(set(lengths)) > 1 else lengths[0]
+        return type(model)._prepare_cache_for_generation(model, settings, model_kwargs, *args, **kwargs)
 
 
 def _never_compiles(*_: Any, **__: Any) -> bool:
@@ -272,3 +370,8 @@ def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits
     compile_nothing_in_generate(model, edits)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
+    if rule.by_request and hasattr(model, "_prepare_cache_for_generation"):
+        requested = RequestedLengths(model)
+        edits.set(model, "_prepare_generated_length", requested.prepare_length)
+        edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
+        edits.set(model, "forward", PositionedForward.around(model))  # some models pass no keywords to their decoder

@@ -8,7 +8,7 @@ each layer as the ``attention_mask`` argument, so gradient checkpointing replays
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class LayoutMask:
 
     Args:
         layout: the positions of queries and keys.
-        length: the sequence's global length in tokens, if the caller holds a shard and passed it.
+        length: the ``ctxext_length`` of the call.
         window: tokens that a query would see under the replaced mask; None for all.
         replaced: the arguments of the mask function, if the replaced mask is causal or full and hides padding only.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
@@ -55,7 +55,7 @@ class LayoutMask:
     def __init__(
         self,
         layout: Layout,
-        length: int | None = None,
+        length: int | Sequence[int] | None = None,
         window: int | None = None,
         replaced: dict[str, Any] | None = None,
         *,
@@ -128,7 +128,7 @@ class _DecoderCall:
     """Arguments of the running decoder call, for the mask function that runs inside it."""
 
     position_ids: Tensor | None
-    length: int | None
+    length: int | Sequence[int] | None
     shard: LayoutMask | None = None
     cache: Any = None
     has_encoder: bool = False
@@ -157,14 +157,19 @@ class PositionedForward(ForwardOverride):
         return cls(decoder, decoder.__dict__.get("forward"))
 
     def __call__(
-        self, *args: Any, ctxext_length: int | None = None, ctxext_sharded: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        ctxext_length: int | Sequence[int] | None = None,
+        ctxext_sharded: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Run the decoder.
 
         Args:
             *args: positional arguments of the decoder.
-            ctxext_length: global length in tokens of a sequence of which this process holds a shard; needed by
-                dynamic methods under sequence parallelism.
+            ctxext_length: tokens of the text of which this call holds a part, for dynamic methods: those of the whole
+                sequence under sequence parallelism; with ``growth="request"`` those that the text may reach, one
+                number for each row, or one for all.
             ctxext_sharded: whether this call holds a shard, and context parallelism replaced torch's attention by one
                 over the whole sequence; needs ``ctxext_length``, and ``position_ids`` counted from its start.
             **kwargs: keyword arguments of the decoder.
@@ -259,8 +264,8 @@ def replace_cache_layer(old: Any, new: Any) -> None:
     layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
 
 
-def declared_length() -> int | None:
-    """Return the global length that the caller of the decoder passed as ``ctxext_length``, None without one."""
+def declared_length() -> int | Sequence[int] | None:
+    """Return what the caller of the decoder passed as ``ctxext_length``, None without it."""
     return None if _current.call is None else _current.call.length
 
 

@@ -201,3 +201,15 @@ def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, g
         options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
         for way in ({}, {"cache_implementation": "static"}):
             assert torch.equal(model.generate(ids, **seen(ids), **options, **way), greedy), way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [30, 45])
+def test_the_tokens_of_an_image_count_as_positions_in_a_request_too(text: int) -> None:
+    ids, last = with_image(text), 20 + 6 + text + 12
+    model = ctxext.patch(qwen2_vl(), "dynamic_pi", factor=4.0, growth="request")
+    expected = qwen2_vl()
+    if last > TRAINED_LENGTH:
+        ctxext.patch(expected, "pi", factor=last / TRAINED_LENGTH)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **seen(ids), **options), expected.generate(ids, **seen(ids), **options))

@@ -1,0 +1,294 @@
+"""growth="request": one length for each row of a call of generate(), from its first token to its last."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods import LongRoPE
+from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
+
+LONG_SET = tuple(1 + number / 4 for number in range(16))
+LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=LONG_SET, factor=4.0, growth="request")
+METHODS: dict[str, dict[str, Any]] = {
+    "dynamic_ntk": {"method": "dynamic_ntk", "factor": 2.0, "growth": "request"},
+    "dynamic_yarn": {"method": "dynamic_yarn", "factor": 4.0, "growth": "request"},
+    "dynamic_pi": {"method": "dynamic_pi", "factor": 4.0, "growth": "request"},
+    "longrope": {"method": LONGROPE},
+}
+EVERY = [*(("llama", method) for method in METHODS), ("bloom", "dynamic_pi"), ("gemma3_text", "dynamic_yarn")]
+PROMPT, NEW = TRAINED_LENGTH - 4, 12
+TOTAL = PROMPT + NEW
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+rotary = pytest.mark.parametrize("method", METHODS)
+every = pytest.mark.parametrize(("model_type", "method"), EVERY)
+
+
+def build(method: str, model_type: str = "llama", **changes: Any) -> PreTrainedModel:
+    return ctxext.patch(tiny(model_type, **changes), trained_length=TRAINED_LENGTH, **METHODS[method])
+
+
+def padded(width: int = PROMPT, short: int = 20) -> tuple[Tensor, Tensor]:
+    """A row of so many tokens, and one of ``short`` tokens behind padding."""
+    ids = tokens(width, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, : width - short] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    found: Tensor = model.generate(ids, attention_mask=mask, **GREEDY | options)
+    return found
+
+
+@contextmanager
+def read_by(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Tokens per row of each pass of the decoder."""
+    widths: list[int] = []
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("input_ids")
+        widths.append((kwargs["inputs_embeds"] if given is None else given).shape[1])
+
+    handle = model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    yield widths
+    handle.remove()
+
+
+def formula(method: str, length: int) -> tuple[Tensor, float]:
+    """Frequencies of a text of ``length`` tokens in float64, by the formulas of the papers, and the scale of cos, sin.
+
+    The model rotates 32 dimensions at a base of 10,000.
+    """
+    index, s = torch.arange(16, dtype=torch.float64), max(length / TRAINED_LENGTH, 1.0)
+    theta = 1e4 ** (-index / 16)
+    if method == "dynamic_pi":
+        return theta / s, 1.0
+    if method == "dynamic_ntk":  # factor 2
+        return (1e4 * (2 * s - 1) ** (32 / 30)) ** (-index / 16), 1.0
+    if method == "longrope":
+        scale = math.sqrt(1 + math.log(4) / math.log(TRAINED_LENGTH))
+        return (theta / torch.tensor(LONG_SET, dtype=torch.float64) if s > 1 else theta), scale
+    turns = [16 * math.log(TRAINED_LENGTH / (2 * math.pi * n)) / math.log(1e4) for n in (32, 1)]
+    low, high = max(math.floor(turns[0]), 0), min(math.ceil(turns[1]), 31)
+    kept = 1 - ((index - low) / (high - low)).clamp(0, 1)
+    return theta * kept + theta / s * (1 - kept), 0.1 * math.log(s) + 1
+
+
+class Rotation(nn.Module):
+    """Rotation of given frequencies, in float64."""
+
+    def __init__(self, inv_freq: Tensor, scale: float) -> None:
+        super().__init__()
+        self.inv_freq, self.scale = inv_freq, scale
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None].double() * self.inv_freq).repeat(1, 1, 2)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def reference(method: str, ids: Tensor, length: int) -> Tensor:
+    """Logits of a text under the positions of ``length`` tokens, computed in float64."""
+    model = tiny().double()
+    model.model.rotary_emb = Rotation(*formula(method, length))
+    return logits(model, ids)
+
+
+@rotary
+def test_each_row_has_the_positions_of_its_prompt_and_what_may_follow(method: str) -> None:
+    ids, mask = padded(short=PROMPT - 6)
+    model = build(method)
+    answer = model.generate(
+        ids, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True
+    )  # two rows beyond the window, of 72 and 66 tokens
+    for row, start in enumerate((0, 6)):
+        whole = answer.sequences[row : row + 1, start:-1]
+        expected = reference(method, whole, TOTAL - start)[0, -NEW:]
+        found = torch.stack(answer.logits)[:, row].double()
+        torch.testing.assert_close(found, expected, atol=3e-4, rtol=0)
+        assert (found - reference(method, whole, TRAINED_LENGTH)[0, -NEW:]).abs().max() > 0.05
+
+
+@rotary
+def test_a_short_row_is_the_plain_models_bit_for_bit_beside_a_long_one(method: str) -> None:
+    ids, mask = padded()
+    options = GREEDY | {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
+    plain, found = (model.generate(ids, **options) for model in (tiny(), build(method)))
+    if method != "longrope":  # its scale of cos and sin is that of the long texts, also for short ones
+        assert torch.equal(found.sequences[1], plain.sequences[1])
+        assert all(torch.equal(ours[1], theirs[1]) for ours, theirs in zip(found.logits, plain.logits, strict=True))
+    assert not torch.equal(found.logits[0][0], plain.logits[0][0])
+
+
+@every
+def test_decoding_is_one_full_forward_and_reads_each_token_once(model_type: str, method: str) -> None:
+    model = build(method, model_type)
+    ids, mask = padded()
+    with read_by(model) as widths:
+        answer = model.generate(ids, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True)
+    assert widths == [PROMPT] + [1] * (NEW - 1)
+    for row, start in enumerate((0, PROMPT - 20)):
+        whole = answer.sequences[row : row + 1, start:-1]
+        expected = logits(model, whole, ctxext_length=TOTAL - start)[0, -NEW:]
+        torch.testing.assert_close(torch.stack(answer.logits)[:, row], expected, atol=3e-4, rtol=0)
+
+
+@pytest.mark.slow
+@every
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 16},
+        {"max_new_tokens": None, "max_length": TOTAL},
+    ],
+    ids=lambda way: next(iter(way)),
+)
+def test_every_way_to_decode_gives_the_same_tokens(model_type: str, method: str, way: dict[str, Any]) -> None:
+    ids, mask = padded()
+    model = build(method, model_type)
+    assert torch.equal(generated(model, ids, attention_mask=mask, **way), generated(model, ids, attention_mask=mask))
+
+
+@pytest.mark.slow
+@every
+def test_beams_and_several_samples(model_type: str, method: str) -> None:
+    ids, mask = padded()
+    model = build(method, model_type)
+    beams = {"num_beams": 3, "num_return_sequences": 2, "attention_mask": mask}
+    assert torch.equal(generated(model, ids, **beams), generated(model, ids, **beams, use_cache=False))
+    samples = {"do_sample": True, "num_return_sequences": 3, "attention_mask": mask}
+    torch.manual_seed(0)
+    found = generated(model, ids, **samples)
+    torch.manual_seed(0)
+    assert torch.equal(found, generated(model, ids, **samples, use_cache=False))
+
+
+@pytest.mark.slow
+@rotary
+def test_assisted_decoding_is_right_across_the_window(method: str) -> None:
+    model, ids = build(method), tokens(12).repeat(1, 5)
+    expected = generated(model, ids)
+    for assistant in (tiny(), build(method), ctxext.patch(tiny(seed=1), "yarn", factor=4.0)):
+        assert torch.equal(generated(model, ids, assistant_model=assistant), expected)
+    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_yarn"), ("bloom", "dynamic_pi")])
+def test_from_embeddings_in_an_adapter_and_in_copies(model_type: str, method: str) -> None:
+    ids = tokens(PROMPT)
+    model = build(method, model_type)
+    expected = generated(model, ids)
+    embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY)
+    assert torch.equal(embedded, expected[:, PROMPT:])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with read_by(twin) as widths:
+            assert torch.equal(generated(twin, ids), expected)
+        assert len(widths) == NEW
+    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).eval()
+    assert torch.equal(generated(adapter, ids), expected)
+    ctxext.unpatch(adapter)
+    assert not {"forward", "_prepare_generated_length", "_prepare_cache_for_generation"} & vars(model).keys()
+
+
+@rotary
+def test_a_cache_of_an_earlier_call_goes_on_where_its_length_holds(method: str) -> None:
+    model, ids = build(method), tokens(TOTAL + 8)
+    cache = DynamicCache(config=model.config)
+    with read_by(model) as widths:
+        first = generated(model, ids[:, :20], past_key_values=cache)
+        second = generated(model, torch.cat([first, ids[:, :8]], 1), past_key_values=cache)
+    assert widths[NEW] == 9  # inside the window, 8 new tokens and the last of the answer
+    again = torch.cat([second, ids[:, :TRAINED_LENGTH]], 1)
+    with read_by(model) as widths:
+        third = generated(model, again, past_key_values=cache)
+    assert torch.equal(third, generated(model, again, use_cache=False))
+    assert widths == [again.shape[1]] + [1] * (NEW - 1)  # read again at once, and then no more
+
+
+@every
+def test_a_loop_of_ones_own_declares_the_length_in_its_first_call(model_type: str, method: str) -> None:
+    model, ids = build(method, model_type), tokens(TOTAL)
+    whole = logits(model, ids, ctxext_length=TOTAL)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        parts = [model(ids[:, :40], past_key_values=cache, ctxext_length=TOTAL).logits]
+        parts += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(40, TOTAL)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=3e-4, rtol=0)
+        if method != "longrope":  # its second set is for any length
+            with pytest.raises(IncompatibleError, match=r"73 tokens other positions .* pass ctxext_length=<tokens"):
+                model(ids[:, :1], past_key_values=copy.deepcopy(cache))
+            with pytest.raises(IncompatibleError, match=r"73 tokens other positions than its 72 cached tokens"):
+                model(ids[:, :1], past_key_values=cache, ctxext_length=TOTAL + 9)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :40], past_key_values=cache)
+        with pytest.raises(IncompatibleError, match="65 tokens other positions than its 40 cached tokens"):
+            model(ids[:, 40 : TRAINED_LENGTH + 1], past_key_values=cache)
+
+
+@every
+def test_a_plain_call_counts_its_own_tokens_or_takes_a_length_for_each_row(model_type: str, method: str) -> None:
+    model, ids = build(method, model_type), tokens(TOTAL, rows=2)
+    assert torch.equal(logits(model, ids), logits(model, ids, ctxext_length=TOTAL))
+    assert torch.equal(logits(model, ids), logits(model, ids, ctxext_length=[TOTAL, TOTAL]))
+    found = logits(model, ids, ctxext_length=[TOTAL, 2 * TOTAL])
+    for row, length in enumerate((TOTAL, 2 * TOTAL)):
+        expected = logits(model, ids[row : row + 1], ctxext_length=length)
+        torch.testing.assert_close(found[row : row + 1], expected, atol=3e-4, rtol=0)
+    with pytest.raises(InvalidParameterError, match=r"ctxext_length=\[72\] has 1 numbers, but the batch has 2 rows"):
+        logits(model, ids, ctxext_length=[TOTAL])
+    with pytest.raises(InvalidParameterError, match=r"ctxext_length=70 is less than the 72 tokens of the text\."):
+        logits(model, ids, ctxext_length=70)
+
+
+@pytest.mark.slow
+@rotary
+def test_saved_and_loaded(method: str, tmp_path: Path) -> None:
+    model, (ids, mask) = build(method), padded()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert saved["ctxext"]["method"]["growth"] == "request"
+    restored = ctxext.load(tmp_path)
+    expected = generated(model, ids, attention_mask=mask)
+    assert torch.equal(generated(restored, ids, attention_mask=mask), expected)
+    for either in (model, restored):
+        notes = " ".join(ctxext.describe(either).notes)
+        assert "generate() takes prompt + max_new_tokens and recomputes nothing" in notes
+        assert ("Plain transformers loads it, but mixes positions" in notes) == (method in ("dynamic_ntk", "longrope"))
+    if method in ("dynamic_ntk", "longrope"):
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
+        assert isinstance(plain, LlamaForCausalLM)
+        assert torch.equal(logits(plain.eval(), tokens()), logits(model, tokens()))
+
+
+def test_what_growth_may_be_is_said() -> None:
+    with pytest.raises(InvalidParameterError, match=r"'exact', 'doubling' or 'request'.*'never'"):
+        ctxext.patch(tiny(), "dynamic_yarn", factor=4.0, growth="never")
+    with pytest.raises(InvalidParameterError, match=r"'exact' or 'request'.*'doubling'"):
+        LongRoPE(short_factor=(1.0,) * 16, long_factor=LONG_SET, factor=4.0, growth="doubling")  # type: ignore[arg-type]
+
+
+def test_an_equal_pair_of_sets_follows_no_length() -> None:
+    static = LongRoPE(short_factor=LONG_SET, long_factor=LONG_SET, factor=4.0, growth="request")
+    assert not static.dynamic
+    model = ctxext.patch(tiny(), static)
+    assert "forward" not in vars(model)
