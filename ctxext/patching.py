@@ -463,7 +463,7 @@ def attention_line(subject: Subject, name: str | None) -> str:
     base, config = subject.model, subject.text
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = vars(config).get("head_dim") or config.hidden_size // heads
     like = {"dtype": base.dtype, "device": base.device}
     q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)

@@ -17,8 +17,8 @@ from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.guard import GUARD, GUARDED_FIELD
 from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
-from ctxext.surgery.stored_form import GUARD, GUARDED_FIELD
 from ctxext.surgery.subject import Subject
 
 

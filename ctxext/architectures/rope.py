@@ -19,6 +19,7 @@ from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.config import Scaling, scaling_of, window_fields, window_note
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.guard import GUARD, guarded_field
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.surgery.rotary import (
@@ -70,7 +71,7 @@ class Rope(Architecture):
         windows = window_fields(text, request.sliding_window, target)
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(subject, site) for site in sites]
-            require_remappable(subject, method, sites[0], places, layers, is_lifted=bool(windows))
+            require_remappable(subject, method, sites[0], places, layers)
         before = {}
         if method.dynamic:
             before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
@@ -89,10 +90,14 @@ class Rope(Architecture):
             follow_length(subject, form, before, edits)
         _prove(subject, form)
         notes = _notes(text, form)
+        if form.is_guarded_elsewhere:
+            field = guarded_field(subject, "would load it without the extension")
+            original[field] = getattr(subject.config, field)
+            edits.set_unchecked(subject.config, field, GUARD)
         attention = request.attention
         if isinstance(method, RemapMethod):
             attention = attention or "auto"
-            notes = (*install_pieces(subject, method, sites[0], form.rebuild, attention, edits), *notes)
+            notes = (*install_pieces(subject, method, sites[0], layers, form.rebuild, attention, edits), *notes)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if layers.failure:

@@ -55,8 +55,8 @@ def replace_rotation(
         )
     rebuild = _unrotated(subject, method, place, target, window_fields(text, request.sliding_window, target))
     trial, backends = try_install(rebuild, place), Backends(request.attention or "auto")
-    if trial.failure:
-        raise IncompatibleError(f"{refusal}: {trial.failure}.")
+    if reason := trial.failure or trial.why_not_all:
+        raise IncompatibleError(f"{refusal}: {reason}.")
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     if isinstance(method, EncodingMethod):
         spec = spec_of(subject, trained_length)

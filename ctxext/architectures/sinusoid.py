@@ -20,8 +20,8 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.code import rotates_by_table
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.guard import GUARD, GUARDED, guarded_field
 from ctxext.surgery.lookups import table_of
-from ctxext.surgery.stored_form import GUARD
 from ctxext.surgery.subject import Subject, field_of
 from ctxext.surgery.tables import (
     PositionTable,
@@ -33,8 +33,6 @@ from ctxext.surgery.tables import (
     weight_of,
 )
 
-# Numbers in configs of these models that every class of transformers reads and checks to be numbers.
-GUARDED = ("layer_norm_epsilon", "dropout", "hidden_dropout")
 EXAMPLE = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # spec for listing the usable methods
 BASE = 10000.0
 ANGLE = 2.0**-22  # rounding error of angles in float32, in radians per row
@@ -173,7 +171,7 @@ class Sinusoids(TableArchitecture):
             for name, site in ((site.table.name, site) for site in sites)
         }
         stored = all(is_stored(subject, table.name) for table in tables)
-        guarded = None if stored else _guarded_field(subject)
+        guarded = None if stored else guarded_field(subject, "would compute its sinusoids without the extension")
         replace_tables(twins, new, fields, edits, after=after)
         prove(after, [table.of_rows(len(new[table.name])) for table in tables])
         for site in sites:
@@ -309,17 +307,6 @@ def _recomputed(site: Site, built: Tensor, old: Tensor, inv_freq: Tensor) -> Ten
     if first:
         rows = torch.cat([built[:first].to(rows), rows])
     return rows.to(old.dtype).to(old.device)
-
-
-def _guarded_field(subject: Subject) -> str:
-    """Return the config field whose guard makes plain transformers refuse a checkpoint."""
-    for name in GUARDED:
-        if isinstance(vars(subject.config).get(name), int | float):
-            return name
-    raise IncompatibleError(
-        f"Plain transformers would compute the sinusoids of this {subject.kind} without the extension, and "
-        f"ctxext cannot make it refuse the checkpoint. That needs one of the fields {', '.join(GUARDED)} in the config."
-    )
 
 
 def _prove(subject: Subject, site: Site, inv_freq: Tensor) -> None:

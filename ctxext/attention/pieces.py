@@ -49,6 +49,21 @@ SHARE = 2
 """Rotated keys take at most this fraction (1 / SHARE) of the output's memory, or one key head at a time."""
 
 
+class RotationForm(NamedTuple):
+    """The dimensions of a head that rotate, and how.
+
+    Args:
+        interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
+            in Llama.
+        tail: whether the last dimensions rotate, as in latent attention; else the first ones. The others stay.
+        backwards: whether a later position turns the other way round, as in nanochat.
+    """
+
+    interleaved: bool = False
+    tail: bool = False
+    backwards: bool = False
+
+
 class Turn:
     """A rotation of queries or keys from their own position, for which they are rotated already, to another one.
 
@@ -58,8 +73,7 @@ class Turn:
         where: the map from own positions to other ones.
         positions: own positions, ``[rows, seq]``; one row if all rows are equal.
         inv_freq: radians per token, float64, one for each pair of dimensions that rotates.
-        interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
-            in Llama. Dimensions beyond ``2 * pairs`` do not rotate.
+        form: which dimensions of a head rotate.
         dtype: dtype of the computation.
     """
 
@@ -69,11 +83,11 @@ class Turn:
         positions: Int[Tensor, "rows seq"],
         inv_freq: Float[Tensor, " pairs"],
         *,
-        interleaved: bool,
+        form: RotationForm,
         dtype: torch.dtype,
     ) -> None:
-        self.where, self.positions, self.inv_freq = where, positions, inv_freq
-        self.interleaved, self.dtype = interleaved, dtype
+        self.where, self.positions, self.inv_freq = where, positions, -inv_freq if form.backwards else inv_freq
+        self.form, self.dtype = form, dtype
         self._parts: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(
@@ -100,14 +114,15 @@ class Turn:
         """Return ``x``, rotated."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
         wide = 2 * sin.shape[-1]
+        start = x.shape[-1] - wide if self.form.tail else 0
         # The dimension of the two numbers of a pair, a complex number, and the shape of all pairs.
-        dim, shape = (-1, (wide // 2, 2)) if self.interleaved else (-2, (2, wide // 2))
-        pairs = x[..., :wide].to(self.dtype).view(*x.shape[:-1], *shape)
+        dim, shape = (-1, (wide // 2, 2)) if self.form.interleaved else (-2, (2, wide // 2))
+        pairs = x[..., start : start + wide].to(self.dtype).reshape(*x.shape[:-1], *shape)
         turned = pairs * cos.unsqueeze(dim)
         turned.select(dim, 0).addcmul_(pairs.select(dim, 1), sin, value=1 if back else -1)
         turned.select(dim, 1).addcmul_(pairs.select(dim, 0), sin, value=-1 if back else 1)
         result = turned.flatten(-2).to(x.dtype)
-        return result if wide == x.shape[-1] else torch.cat([result, x[..., wide:]], -1)
+        return torch.cat([x[..., :start], result, x[..., start + wide :]], -1) if wide < x.shape[-1] else result
 
     def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, ``[rows, 1, tokens, pairs]``."""

@@ -16,8 +16,8 @@ from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
 from ctxext.saved import extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.surgery.config import rope_dicts
+from ctxext.surgery.guard import GUARD
 from ctxext.surgery.rebuild import FAILURES
-from ctxext.surgery.stored_form import GUARD
 
 # What code ends in when a value is of another kind than it takes for granted.
 UNFIT = (*FAILURES, StrictDataclassError)

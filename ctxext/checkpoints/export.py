@@ -25,8 +25,8 @@ from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiB
 from ctxext.runtimes.llama_cpp import architecture_of, in_file
 from ctxext.saved import already_extended, choices, plain_config, saved_extension, saved_method, saved_sides
 from ctxext.surgery.config import is_windowed, rope_dicts, same_rope, scaling_of
+from ctxext.surgery.guard import GUARDED_FIELD
 from ctxext.surgery.published import foreign_fields
-from ctxext.surgery.stored_form import GUARDED_FIELD
 from ctxext.surgery.subject import base_model, field_of, text_of
 
 

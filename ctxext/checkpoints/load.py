@@ -53,8 +53,9 @@ from ctxext.spec import ExtensionArguments
 from ctxext.surgery.config import drop_old_form, same_rope
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import building_encodings
+from ctxext.surgery.guard import without_guard
 from ctxext.surgery.rebuild import own_defaults, restoring
-from ctxext.surgery.stored_form import current_form, without_guard
+from ctxext.surgery.stored_form import current_form
 from ctxext.surgery.subject import Subject, base_model
 from ctxext.surgery.tables import put_weights
 

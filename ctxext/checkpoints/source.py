@@ -23,8 +23,8 @@ from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
 from ctxext.saved import checked_extension, extended_texts
 from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
+from ctxext.surgery.guard import GUARD
 from ctxext.surgery.published import refuse_lost_fields
-from ctxext.surgery.stored_form import GUARD
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})

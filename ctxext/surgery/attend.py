@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ctxext.attention import AttentionBackend, Call, Need, named, require_usable, select
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.code import names_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
@@ -108,15 +110,29 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
-def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
-    """Return why ctxext's attention cannot replace that of this model; None if it can."""
-    text = subject.text
-    if len(places) != 1 or places[0].layer_type is not None:
+def why_no_layer_attends_by_layout(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
+    """Return why ctxext's attention cannot replace that of any layer of this model; None if it may."""
+    if len(places) != 1:
         return "its positions differ by layer type"
-    layers = attention_layers(decoder_of(subject, places[0]))
-    if not layers or not type(subject.model)._can_set_attn_implementation():
+    decoder = decoder_of(subject, places[0])
+    owner = decoder if isinstance(decoder, PreTrainedModel) else subject.model
+    if not attention_layers(decoder) or not type(owner)._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
-    if len(layers) != text.num_hidden_layers * (2 if reads_an_encoder(decoder_of(subject, places[0])) else 1):
+    if seen.failure:
+        return f"ctxext cannot tell which of its layers rotate: {UNSEEN.format(seen.failure).rstrip('.')}"
+    return None
+
+
+def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
+    """Return why ctxext's attention cannot replace that of all layers of this model; None if it can."""
+    text = subject.text
+    if places[0].layer_type is not None:
+        return "its positions differ by layer type"
+    if reason := why_no_layer_attends_by_layout(subject, places, seen):
+        return reason
+    decoder = decoder_of(subject, places[0])
+    layers = attention_layers(decoder)
+    if len(layers) != text.num_hidden_layers * (2 if reads_an_encoder(decoder) else 1):
         return "not all of its layers are attention layers"
     for layer in layers:
         if getattr(layer, "kv_lora_rank", None) is not None:
@@ -125,11 +141,46 @@ def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: L
             return "its attention has sinks, which no backend supports"
     if getattr(text, "attn_logit_softcapping", None):
         return "it caps attention scores (attn_logit_softcapping), which no backend supports"
-    if seen.failure:
-        return f"ctxext cannot tell which of its layers rotate: {UNSEEN.format(seen.failure).rstrip('.')}"
     if len(seen.rotating) != text.num_hidden_layers:
         return "some of its layers have no positions at all"
     return None
+
+
+@dataclass
+class TriedLayer:
+    """Replacement of the attention of one layer in a trial: it returns an empty result, and keeps what it was given.
+
+    Args:
+        mask: the layout in place of the mask; None as long as the layer was not called.
+        window: tokens that a query sees, of the mask or of the layer; None for all.
+        key_heads: number of key heads.
+        arguments: names of further arguments of the attention function that hold something.
+        calls: times that a pass computed this attention.
+    """
+
+    checks_window: ClassVar[bool] = False
+    mask: LayoutMask | None = None
+    window: int | None = None
+    key_heads: int = 0
+    arguments: frozenset[str] = frozenset()
+    calls: int = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, given: dict[str, Any], **_: Any) -> Tensor:
+        self.mask, self.key_heads, self.calls = mask, k.shape[1], self.calls + 1
+        self.window = given.get("sliding_window") if mask.window is None else mask.window
+        self.arguments = frozenset(name for name, value in given.items() if value is not None)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    @property
+    def sees_both_ways(self) -> bool:
+        """Whether tokens see later tokens of their text."""
+        mask = self.mask
+        return mask is not None and not mask.refusal and mask.layout.sees == "both" and not mask.crosses
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the keys come from an encoder."""
+        return self.mask is not None and self.mask.crosses
 
 
 @dataclass(frozen=True)
@@ -138,30 +189,33 @@ class Tried:
 
     Args:
         failure: why the twin does not run; None if it does.
-        sees_both_ways: whether tokens see later tokens.
-        crossing: paths, below the decoder, of attention whose keys come from an encoder.
-        key_heads: number of key heads of each attention layer, by its path below the decoder, in order.
-        attends_again: whether a layer computes attention more than once in a pass.
+        layers: the attention layers that were called, by their paths below the decoder, in order.
+        silent: paths of modules that look like attention and were not called.
     """
 
     failure: str | None = None
-    sees_both_ways: bool = False
-    crossing: tuple[str, ...] = ()
-    key_heads: Mapping[str, int] = field(default_factory=dict)
-    attends_again: bool = False
+    layers: Mapping[str, TriedLayer] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
 
+    @property
+    def sees_both_ways(self) -> bool:
+        """Whether tokens of any layer see later tokens."""
+        return any(layer.sees_both_ways for layer in self.layers.values())
 
-@dataclass
-class _Witness:
-    """Replacement of one layer's attention in a trial: it keeps the mask and returns an empty result."""
+    @property
+    def crossing(self) -> tuple[str, ...]:
+        """Paths of attention whose keys come from an encoder."""
+        return tuple(path for path, layer in self.layers.items() if layer.crosses)
 
-    mask: LayoutMask | None = None
-    key_heads: int = 0
-    calls: int = 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-        self.mask, self.key_heads, self.calls = mask, k.shape[1], self.calls + 1
-        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    @property
+    def why_not_all(self) -> str | None:
+        """Why not all attention of the model can be replaced; None if it can."""
+        for layer in self.layers.values():
+            if layer.mask is not None and layer.mask.refusal:
+                return layer.mask.refusal.rstrip(".")
+        if not self.silent:
+            return None
+        return f"only {len(self.layers)} of its {len(self.layers) + len(self.silent)} layers call ctxext's attention"
 
 
 def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
@@ -174,29 +228,41 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
         twin = Subject(original_twin(rebuild.subject.model, rebuild.config).eval())
         decoder, edits = decoder_of(twin, place), Edits()
         install_attention(twin, place, None, edits)
-        witnesses = {path: _Witness() for path in _paths(decoder)}
-        for path, witness in witnesses.items():
-            edits.set(decoder.get_submodule(path), "_ctxext_attend", witness)
+        layers = {path: TriedLayer() for path in _paths(decoder)}
+        for path, layer in layers.items():
+            edits.set(decoder.get_submodule(path), "_ctxext_attend", layer)
         forward_without_data(decoder)
     except IncompatibleError as error:
         return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))
     except FAILURES as error:
         return Tried(f"its code fails on the layout in place of a mask ({type(error).__name__}: {error})")
-    masks = {path: witness.mask for path, witness in witnesses.items() if witness.mask is not None}
-    if len(masks) != len(witnesses):
-        return Tried(f"only {len(masks)} of its {len(witnesses)} layers call ctxext's attention")
-    return Tried(
-        sees_both_ways=any(mask.layout.sees == "both" and not mask.crosses for mask in masks.values()),
-        crossing=tuple(path for path, mask in masks.items() if mask.crosses),
-        key_heads={path: witness.key_heads for path, witness in witnesses.items()},
-        attends_again=any(witness.calls > 1 for witness in witnesses.values()),
-    )
+    called = {path: layer for path, layer in layers.items() if layer.calls}
+    return Tried(layers=called, silent=tuple(path for path in layers if path not in called))
 
 
 def _paths(decoder: nn.Module) -> list[str]:
     """Return the paths of a decoder's attention layers."""
     layers = attention_layers(decoder)
     return [path for path, module in decoder.named_modules() if any(module is layer for layer in layers)]
+
+
+@dataclass
+class LeaveAttend:
+    """Attention of a layer that an extension leaves as it is, under its own mask.
+
+    Args:
+        implementation: the attention implementation of the model before ``patch``.
+    """
+
+    implementation: str
+    checks_window: ClassVar[bool] = False
+
+    @outside_graphs("ctxext: a layer that keeps its own attention reads its mask outside of the graph.")
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, module: nn.Module, given: dict[str, Any], **_: Any
+    ) -> Tensor:
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        return attend_as_before(self.implementation, module, q, k, v, mask, given)
 
 
 @dataclass
@@ -236,5 +302,7 @@ def install_attention(
     edits.set(decoder, "forward", SharedForward.around(decoder))
     across = CrossAttend(attend.backends) if crossing else None
     for path in _paths(decoder):
+        if isinstance(attend, Mapping) and path not in attend:
+            continue  # no text reaches it, such as a layer that reads images
         own = attend[path] if isinstance(attend, Mapping) else attend
         edits.set(decoder.get_submodule(path), "_ctxext_attend", across if path in crossing else own)

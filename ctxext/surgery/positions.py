@@ -7,6 +7,7 @@ each layer as the ``attention_mask`` argument, so gradient checkpointing replays
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,55 +43,82 @@ class LayoutMask:
     It is not a dataclass: engines that cast a layer's inputs descend into those, and would copy the layout per layer.
 
     Args:
-        layout: the positions of queries and keys.
+        layout: the positions of queries and keys; None where a layout cannot say what the mask does.
         length: the ``ctxext_length`` of the call.
         window: tokens that a query would see under the replaced mask; None for all.
-        replaced: the arguments of the mask function, if the replaced mask is causal or full and hides padding only.
+        replaced: the arguments of the mask function.
+        is_plain: whether the replaced mask is causal or full and hides padding only.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.
+        refusal: why there is no layout. A layer that keeps its own attention does without.
     """
 
     ndim = 2
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Layout | None,
         length: int | Sequence[int] | None = None,
         window: int | None = None,
         replaced: dict[str, Any] | None = None,
         *,
+        is_plain: bool = False,
         crosses: bool = False,
         travels: Travelling | None = None,
+        refusal: str | None = None,
     ) -> None:
-        self.layout, self.length, self.window, self.crosses = layout, length, window, crosses
-        self.travels, self.replaced = travels, replaced or {}
+        self._layout, self.length, self.window, self.crosses = layout, length, window, crosses
+        self.travels, self.replaced, self.is_plain, self.refusal = travels, replaced or {}, is_plain, refusal
+        self._rebuilt: dict[str, Any] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """Positions of queries and keys.
+
+        Raises:
+            IncompatibleError: if a layout cannot say what the mask does.
+        """
+        if self._layout is None:
+            raise IncompatibleError(f"{self.refusal} Unpatch the model for such inputs.")
+        return self._layout
+
+    def _with(self, **changes: Any) -> LayoutMask:
+        mask = copy.copy(self)
+        vars(mask).update(changes)
+        return mask
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
         """Move the layout to a device, as models and device hooks do with masks; a dtype is ignored."""
         target = next((a for a in (*args, kwargs.get("device")) if isinstance(a, torch.device | str | int)), None)
-        if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
+        if target is None or torch.empty(0, device=target).device == self.device:
             return self
-        layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
-        return LayoutMask(layout, self.length, self.window, self.replaced, crosses=self.crosses, travels=self.travels)
+        place = torch.device(target)
+        layout = None if self._layout is None else self._layout.memo(("to", str(place)), lambda: self.layout.to(place))
+        return self._with(_layout=layout, replaced=self.replaced | {"device": place}, _rebuilt={})
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the positions."""
+        if self._layout is None:
+            return torch.device(self.replaced.get("device") or "cpu")
+        return self._layout.query_positions.device
 
     def carrying(self, travels: Travelling) -> LayoutMask:
         """Return a copy for one layer, with the numbers of an encoding for each of its tokens."""
-        return LayoutMask(self.layout, self.length, self.window, self.replaced, crosses=self.crosses, travels=travels)
+        return self._with(travels=travels)
 
     def is_plain_before(self, stop: int) -> bool:
         """Return whether the replaced mask has the same visible pairs, and all queries lie before position ``stop``."""
         layout = self.layout
-        return bool(self.replaced) and layout.memo(("plain", stop), lambda: _is_one_text_before(layout, stop))
+        return self.is_plain and layout.memo(("plain", stop), lambda: _is_one_text_before(layout, stop))
 
     def under(self, implementation: str) -> Any:
         """Build the replaced mask for an attention implementation of transformers, once per forward pass."""
-
-        def build() -> Any:
+        if implementation not in self._rebuilt:
             mask_of = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
             mask = None if mask_of is None else mask_of(**self.replaced)
-            return None if mask is None else mask.to(self.layout.query_positions.device)
-
-        return self.layout.memo(("mask", implementation), build)
+            self._rebuilt[implementation] = None if mask is None else mask.to(self.device)
+        return self._rebuilt[implementation]
 
 
 def _is_one_text_before(layout: Layout, stop: int) -> bool:
@@ -305,16 +333,14 @@ def _layout_mask(
     **options: Any,
 ) -> LayoutMask | Tensor | None:
     """Build the layout in place of a mask; registered with transformers as mask function ``ctxext``."""
-    if use_vmap:
-        raise IncompatibleError(
-            "Its attention hides or shows tokens by a mask function of the model's own, which ctxext's attention by "
-            "positions cannot express. Unpatch the model for such inputs."
-        )
     device = attention_mask.device if attention_mask is not None and device is None else device
     slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     sees_both_ways = mask_function is bidirectional_mask_function
-    if not allow_is_causal_skip and not sees_both_ways:  # transformers does not guarantee a plain causal mask here
-        _require_causal(mask_function, slots)
+    refusal = None
+    if use_vmap:
+        refusal = OWN_MASK
+    elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots):
+        refusal = SEES_AHEAD  # transformers does not guarantee a plain causal mask here
     call = _current.call
     if call is None:  # generate() prepares masks before the decoder runs: keep the padding mask until then
         return attention_mask if attention_mask is None else _over_all_slots(attention_mask, slots)
@@ -327,18 +353,23 @@ def _layout_mask(
         return call.shard
     if sees_both_ways and call.has_encoder:
         return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
+    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function) and local_size is None
+    offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    rule = {"mask_function": mask_function, "allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap}
+    replaced = options | sizes | rule | {"q_offset": offset, "attention_mask": attention_mask, "device": device}
+    if local_size is not None:
+        replaced["local_size"] = local_size
+    if refusal is not None:
+        return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
     bounded = bounded_layer_of(call.cache)
     if bounded is not None and not torch.compiler.is_compiling():
         require_one_length(call.cache)
         bounded.require_padding(layout)
-    replaced = None
-    if mask_function in (causal_mask_function, bidirectional_mask_function) and local_size is None:
-        offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
-        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
-        rule = {"mask_function": mask_function, "allow_is_causal_skip": allow_is_causal_skip}
-        replaced = options | sizes | rule | {"q_offset": offset, "attention_mask": attention_mask, "device": device}
-    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size, replaced)
+    if sees_both_ways:
+        layout = layout.both_ways
+    return LayoutMask(layout, call.length, local_size, replaced, is_plain=is_plain)
 
 
 def _over_all_slots(attention_mask: Tensor, slots: _Slots) -> Tensor:
@@ -371,23 +402,29 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
     return position_ids[0]
 
 
-def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
-    """Raise if a token may see its successor, under another rule than that all tokens see all others.
+OWN_MASK = (
+    "Its attention hides or shows tokens by a mask function of the model's own, which ctxext's attention by positions "
+    "cannot express."
+)
+SEES_AHEAD = (
+    "Its attention is neither causal nor full here: tokens see some later tokens (a prefix, an image block, or a "
+    "window to both sides), which ctxext's attention does not support."
+)
+
+
+def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots) -> bool:
+    """Return whether a token may see its successor, under another rule than that all tokens see all others.
 
     Prefixes, image blocks and two-sided windows let tokens see later ones. A token that sees further ahead sees the
     next token too, so it is enough to check neighbours.
     """
     if mask_function is causal_mask_function or torch.compiler.is_compiling():
-        return
+        return False
     device = torch.device("cpu" if slots.device is None or torch.device(slots.device).type == "meta" else slots.device)
     tokens = torch.arange(slots.query, device=device) + int(slots.q_offset)
     tokens = tokens[(tokens + 1 >= slots.kv_offset) & (tokens + 1 < slots.kv_offset + slots.key)][None]
     rows = torch.arange(slots.batch, device=device)[:, None]
-    if tokens.numel() and bool(mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1).any()):
-        raise IncompatibleError(
-            "Its attention is neither causal nor full here: tokens see some later tokens (a prefix, an image block, or "
-            "a window to both sides), which ctxext's attention does not support. Unpatch the model for such inputs."
-        )
+    return bool(tokens.numel()) and bool(mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1).any())
 
 
 def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor | None) -> Layout:
@@ -559,12 +596,14 @@ def _attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
-    if ctxext_layout is None and mask.window != sliding_window:
+    if ctxext_layout is None and mask.window != sliding_window and getattr(attend, "checks_window", True):
         raise IncompatibleError(
             f"{type(module).__name__} calls attention with a window of {sliding_window} tokens under a mask of "
             f"{mask.window} (None means all). ctxext's attention cannot tell which of them holds."
         )
     given = {**options, "dropout": dropout, "scaling": scaling}  # for the model's own attention function
+    if sliding_window is not None:
+        given["sliding_window"] = sliding_window
     own = {"module": module, "given": given}
     out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout, **own)
     return out.transpose(1, 2).contiguous(), None

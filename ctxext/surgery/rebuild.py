@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.surgery.config import REFUSALS, drop_old_form
 from ctxext.surgery.edits import Edits, own_attributes
+from ctxext.surgery.guard import without_guard
 from ctxext.surgery.subject import Subject, text_of
 
 Scalar = int | float | str | bool | None
@@ -96,6 +97,7 @@ class Rebuild:
         changed = copy.deepcopy(subject.config)
         text = text_of(changed)
         drop_old_form(text)
+        without_guard(changed)
         for name, value in self.fields.items():
             setattr(text, name, copy.deepcopy(value))
         self.config = reread(changed)

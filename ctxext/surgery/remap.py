@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,20 +15,22 @@ from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
 from ctxext.attention.groups import SplitGroups
-from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
+from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec
 from ctxext.surgery.attend import (
     Backends,
+    LeaveAttend,
+    Tried,
+    TriedLayer,
     as_autocast_wants,
     attend_as_before,
-    attention_layers,
     decoder_of,
     install_attention,
     try_install,
-    why_no_custom_attention,
+    why_no_layer_attends_by_layout,
 )
 from ctxext.surgery.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
 from ctxext.surgery.caches import outside_graphs
@@ -44,6 +48,11 @@ NOT_ONE_GRAPH = (
     "do. Compile with fullgraph=False: the rest of each layer is compiled. Use torch.export with fixed lengths only; "
     "torch.jit.trace does not work."
 )
+
+KNOWN_ARGUMENTS = frozenset(
+    {"position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal", "s_aux"}
+)
+"""Arguments of a layer's attention function that attention in pieces takes, or that change no score."""
 
 SHOWN_GROUPS = 24
 """Groups that a note lists."""
@@ -85,7 +94,7 @@ class HeadPieces:
         """Numbers of tokens that a query sees; None if there is no bound, or later tokens are seen too."""
         return None if self.ahead else reach_of([piece.region for piece in self.pieces])
 
-    def turned(self, layout: Layout, precise: torch.dtype, *, interleaved: bool) -> tuple[TurnedPiece, ...]:
+    def turned(self, layout: Layout, precise: torch.dtype, *, form: RotationForm) -> tuple[TurnedPiece, ...]:
         """Return the pieces with rotations in this precision, shared by all layers of a forward pass."""
 
         def turn(side: str, where: PositionMap) -> Turn | None:
@@ -98,7 +107,7 @@ class HeadPieces:
                     where,
                     positions[:1] if positions.stride(0) == 0 else positions,  # all rows are equal then
                     layout.memo(("inv_freq", positions.device), lambda: self.inv_freq(positions.device)),
-                    interleaved=interleaved,
+                    form=form,
                     dtype=precise,
                 ),
             )
@@ -142,7 +151,7 @@ class RemapAttend:
         far: the pieces of the heads that read far, or of all heads.
         near: the pieces of the other heads; None where all heads read far.
         heads: the groups of both kinds; None where a layer has one kind only, which ``far`` serves.
-        interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
+        form: the dimensions of a head that rotate.
         backends: the backends to choose from.
         implementation: the attention implementation of the model before ``patch``.
         drops: whether keys out of sight are dropped from the cache after a call; not where the layer calls again.
@@ -152,7 +161,7 @@ class RemapAttend:
     far: HeadPieces
     near: HeadPieces | None = None
     heads: SplitGroups | None = None
-    interleaved: bool
+    form: RotationForm
     backends: Backends
     implementation: str
     drops: bool = True
@@ -197,28 +206,49 @@ class RemapAttend:
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
+        how = {"scale": scale, "sinks": given.get("s_aux")}
         if self.heads is None:
-            out = self._attend(self.far, q, k, v, layout, cached, scale)
+            out = self._attend(self.far, q, k, v, layout, cached, **how)
         else:
-            out = self._attend_split(q, k, v, layout, cached, scale)
+            out = self._attend_split(q, k, v, layout, cached, **how)
         self._drop_unseen(cached, layout)
         return out
 
     def _attend(
-        self, heads: HeadPieces, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, scale: float
+        self,
+        heads: HeadPieces,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        cached: Any,
+        *,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Compute heads that attend in the same pieces; ``layout`` is that of all keys of the text."""
         if isinstance(cached, BoundedLayer):
             layout = cached.held(layout)
         precise = torch.promote_types(k.dtype, torch.float32)
-        pieces = heads.turned(layout, precise, interleaved=self.interleaved)
+        pieces = heads.turned(layout, precise, form=self.form)
         # Settle before autocast, which hands a copy of the cached keys to attention. Keys that see ahead never are.
         k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
-        return attend_pieces(self.backends.for_(need_in_pieces(call, pieces)), call, pieces, settled=settled)
+        backend = self.backends.for_(need_in_pieces(call, pieces))
+        return attend_pieces(backend, call, pieces, settled=settled, sinks=sinks)
 
-    def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, scale: float) -> Tensor:
+    def _attend_split(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        cached: Any,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Compute the heads that read far and the others, each in their pieces."""
         assert self.heads is not None
         assert self.near is not None
@@ -230,9 +260,12 @@ class RemapAttend:
             far_kv, near_kv, settling = (far.of(k), far.of(v)), (near.of(k), near.of(v)), None
         else:
             far_kv, near_kv, settling = (k, v), (bounded.keys, bounded.values), cached
+        far_sinks, near_sinks = (
+            None if sinks is None else kind.of(sinks[None, :, None, None]).flatten() for kind in (far, near)
+        )
         return self.heads.joined(
-            self._attend(self.far, far.of(q), *far_kv, layout, settling, scale),
-            self._attend(self.near, near.of(q), *near_kv, layout, bounded, scale),
+            self._attend(self.far, far.of(q), *far_kv, layout, settling, scale=scale, sinks=far_sinks),
+            self._attend(self.near, near.of(q), *near_kv, layout, bounded, scale=scale, sinks=near_sinks),
         )
 
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:
@@ -379,73 +412,136 @@ def as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
 
 
 def require_remappable(
-    subject: Subject,
-    method: RemapMethod,
-    site: RotarySite,
-    places: list[RotaryPlace],
-    layers: Layers,
-    *,
-    is_lifted: bool,
+    subject: Subject, method: RemapMethod, site: RotarySite, places: list[RotaryPlace], layers: Layers
 ) -> tuple[Piece, ...]:
-    """Return the method's pieces if they can replace the attention of the model.
+    """Return the method's pieces if they can replace attention of the model.
 
     Raises:
         IncompatibleError: if they cannot; the message has the reason.
         InvalidParameterError: if the method's parameters do not fit the model.
     """
-    text = subject.text
-    refusal = f"Method {method.name!r} cannot replace the attention of this {text.model_type}"
-    if reason := why_no_custom_attention(subject, places, layers):
-        raise IncompatibleError(f"{refusal}: {reason}.")
-    if layers.windowed and not is_lifted:
-        raise IncompatibleError(
-            f"{refusal}: {len(layers.windowed)} of its {len(layers.attending)} layers have a sliding window, which "
-            f"attention in pieces does not support. If all layers have one, pass sliding_window='lift' "
-            f"(--sliding-window lift)."
-        )
+    if reason := why_no_layer_attends_by_layout(subject, places, layers):
+        raise IncompatibleError(f"{_refusal(subject.text, method)}: {reason}.")
     return method.pieces(site.spec, method.target_length(site.spec.trained_length))
 
 
+def _refusal(text: Any, method: RemapMethod) -> str:
+    return f"Method {method.name!r} cannot replace the attention of this {text.model_type}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The attention layers of a model, by what remapping does with them.
+
+    Args:
+        far: layers that reach beyond any window and rotate, by their paths below the decoder; they are remapped.
+        left: the other layers, with the reason for which they stay as they are.
+    """
+
+    far: Mapping[str, TriedLayer]
+    left: Mapping[str, str]
+
+    @classmethod
+    def of(cls, decoder: str, tried: Tried, seen: Layers, trained_length: int) -> Share:
+        """Sort the attention layers below ``decoder``, by the masks that they got and by the probe of the rotations.
+
+        Raises:
+            IncompatibleError: if a layer that reaches far cannot be remapped, or none is there; the message is the
+                reason.
+        """
+        above = f"{decoder}." if decoder else ""
+        far, left = dict[str, TriedLayer](), dict[str, str]()
+        for path, layer in tried.layers.items():
+            assert layer.mask is not None
+            window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS
+            if not any(f"{above}{path}.".startswith(f"{block}.") for block in seen.rotating):
+                left[path] = "no positions"
+            elif window is None and layer.mask.refusal:
+                raise IncompatibleError(layer.mask.refusal.rstrip("."))
+            elif window is None and unknown:
+                raise IncompatibleError(f"{path} computes with {min(unknown)}, which attention in pieces does not know")
+            elif window is None:
+                far[path] = layer
+            elif window <= trained_length:
+                left[path] = f"a window of {window:,} tokens"
+            else:
+                raise IncompatibleError(f"the window of {path} is wider ({window:,}) than its trained length")
+        uncovered = [
+            block
+            for block in sorted(seen.rotating - seen.windowed)
+            if not any(f"{above}{path}.".startswith(f"{block}.") for path in far)
+        ]
+        if uncovered:
+            raise IncompatibleError(f"{uncovered[0]} rotates outside of transformers' attention interface")
+        if not far:
+            raise IncompatibleError(
+                "all of its layers look back over a window only, so none has a distance to remap. Without the window "
+                "it has: pass sliding_window='lift' (--sliding-window lift)"
+            )
+        return cls(far, left)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the note for a user about layers that stay as they are; none if all are remapped."""
+        if not self.left:
+            return ()
+        counts = Counter(self.left.values())
+        which = ", ".join(f"{count} with {reason}" for reason, count in counts.items())
+        total = len(self.far) + len(self.left)
+        return (f"{len(self.far)} of {total} attention layers are remapped; the others stay as they are: {which}.",)
+
+
 def install_pieces(
-    subject: Subject, method: RemapMethod, site: RotarySite, rebuild: Rebuild, backend: str, edits: Edits
+    subject: Subject,
+    method: RemapMethod,
+    site: RotarySite,
+    seen: Layers,
+    rebuild: Rebuild,
+    backend: str,
+    edits: Edits,
 ) -> tuple[str, ...]:
-    """Make every attention layer of an extended model attend in the pieces of ``method``; return notes for a user.
+    """Make the layers of an extended model that reach far attend in the pieces of ``method``; return notes for a user.
 
     Raises:
         IncompatibleError: if its layers do not use the attention interface, or rotate in an unknown way.
     """
-    refusal = f"Method {method.name!r} cannot replace the attention of this {rebuild.text.model_type}"
-    trial = try_install(rebuild, site)
-    if trial.failure:
-        raise IncompatibleError(f"{refusal}: {trial.failure}.")
-    if trial.sees_both_ways and isinstance(method, RetrievalHeads):
+    refusal = _refusal(rebuild.text, method)
+    tried = try_install(rebuild, site)
+    if tried.failure:
+        raise IncompatibleError(f"{refusal}: {tried.failure}.")
+    if tried.crossing:
+        raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
+    try:
+        share = Share.of(site.path.rpartition(".")[0], tried, seen, site.spec.trained_length)
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{refusal}: {error}.") from None
+    sees_both_ways = any(layer.sees_both_ways for layer in share.far.values())
+    if sees_both_ways and isinstance(method, RetrievalHeads):
         raise IncompatibleError(
             f"{refusal}: its tokens see later ones. Heads retrieve where a model predicts the next token; for tokens "
             f"that see both ways, take self_extend."
         )
-    if trial.crossing:
-        raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
-    far = HeadPieces.of(method, site.spec, both_ways=trial.sees_both_ways)
-    interleaved = _is_interleaved(subject, site, far, refusal)
+    far = HeadPieces.of(method, site.spec, both_ways=sees_both_ways)
+    leave = LeaveAttend(subject.text._attn_implementation)
     attend = RemapAttend(
         method=method,
         far=far,
-        interleaved=interleaved,
+        form=_rotation_form(subject, site, far, share, refusal),
         backends=Backends(backend),
-        implementation=subject.text._attn_implementation,
-        drops=not trial.attends_again,
+        implementation=leave.implementation,
+        drops=all(layer.calls == 1 for layer in share.far.values()),
     )
     if isinstance(method, RetrievalHeads):
+        key_heads = {path: layer.key_heads for path, layer in share.far.items()}
         near = HeadPieces.of(method.near_method, site.spec)
-        install_attention(subject, site, split_by_heads(method, attend, near, trial.key_heads), edits)
-        notes = _split_notes(method, attend, near, trial.key_heads)
+        by_layer: Mapping[str, Any] = split_by_heads(method, attend, near, key_heads)
+        notes = _split_notes(method, attend, near, key_heads)
     else:
-        install_attention(subject, site, attend, edits)
-        notes = attend.far.notes(drops=attend.drops)
+        by_layer, notes = dict.fromkeys(share.far, attend), attend.far.notes(drops=attend.drops)
+    install_attention(subject, site, {**dict.fromkeys(share.left, leave), **by_layer}, edits)
     compile_nothing_in_generate(subject.model, edits)
     exact = attend.exact_length
     first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
-    return (*first, *notes, *attend.backends.notes())
+    return (*first, *share.notes(), *notes, *attend.backends.notes())
 
 
 def _split_notes(
@@ -522,8 +618,8 @@ def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
 
 
-def _is_interleaved(subject: Subject, site: RotarySite, pieces: HeadPieces, refusal: str) -> bool:
-    """Return whether neighbouring dimensions rotate together, from queries of one token at two positions.
+def _rotation_form(subject: Subject, site: RotarySite, pieces: HeadPieces, share: Share, refusal: str) -> RotationForm:
+    """Return how the dimensions of a head rotate, from queries of one token at two positions.
 
     Raises:
         IncompatibleError: if no rotation by the model's frequencies maps the one query to the other.
@@ -531,22 +627,24 @@ def _is_interleaved(subject: Subject, site: RotarySite, pieces: HeadPieces, refu
     decoder = decoder_of(subject, site)
     # Weights may be offloaded, sharded or on the meta device, or not yet on the device of another program's kernels.
     out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
-    if out_of_reach or replaced_in(type(attention_layers(decoder)[0]).__module__):
-        queries = _rotated_by_code(subject, site, refusal)
+    first = decoder.get_submodule(next(iter(share.far)))
+    if out_of_reach or replaced_in(type(first).__module__):
+        queries = _rotated_by_code(subject, site, first, refusal)
     else:
         with Edits() as trial:
-            install_attention(subject, site, _show_queries, trial)
+            leave = LeaveAttend(subject.text._attn_implementation)
+            shown = dict.fromkeys(share.far, _show_queries)
+            install_attention(subject, site, {**dict.fromkeys(share.left, leave), **shown}, trial)
             queries = _queries_of(decoder, next(decoder.parameters()).device)
             trial.undo()
     queries = queries.double().cpu()
     still, moved = queries[:, :, :1], queries[:, :, 1:]
     start = torch.zeros(1, 1, dtype=torch.long)
-    errors = {}
-    for interleaved in (False, True):
-        inv_freq = pieces.inv_freq(still.device)
-        moving = Turn(PositionMap(offset=float(FAR)), start, inv_freq, interleaved=interleaved, dtype=torch.float64)
-        errors[interleaved] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
-    best = min(errors, key=lambda way: errors[way])
+    errors, inv_freq = {}, pieces.inv_freq(still.device)
+    for form in itertools.starmap(RotationForm, itertools.product((False, True), repeat=3)):
+        moving = Turn(PositionMap(offset=float(FAR)), start, inv_freq, form=form, dtype=torch.float64)
+        errors[form] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
+    best = min(errors, key=lambda form: errors[form])
     if not errors[best] < ROTATION_ERROR:
         raise IncompatibleError(
             f"{refusal}: no rotation in halves or in pairs maps a token's query at one position to its query at "
@@ -555,7 +653,7 @@ def _is_interleaved(subject: Subject, site: RotarySite, pieces: HeadPieces, refu
     return best
 
 
-def _rotated_by_code(subject: Subject, site: RotarySite, refusal: str) -> Tensor:
+def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refusal: str) -> Tensor:
     """Rotate one vector to positions 0 and ``FAR`` by ``apply_rotary_pos_emb`` of the model's module.
 
     This serves models whose weights are not in memory, or whose code another program replaced by kernels.
@@ -563,12 +661,11 @@ def _rotated_by_code(subject: Subject, site: RotarySite, refusal: str) -> Tensor
     Raises:
         IncompatibleError: if the model's module has no such function.
     """
-    layer = attention_layers(decoder_of(subject, site))[0]
     rotate = original_code(type(layer).__module__).get("apply_rotary_pos_emb")
     vector = torch.randn(site.spec.rotary_dim, generator=torch.Generator().manual_seed(0)).expand(1, 1, 2, -1)
     try:
         with torch.device("cpu"), torch.no_grad():
-            cos, sin = Rebuild(subject).rotary(site.path)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))
+            cos, sin = (part[None] for part in site.output(Rebuild(subject).rotary(site.path), torch.tensor([0, FAR])))
             rotated: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
     except FAILURES as error:
         raise IncompatibleError(
@@ -582,12 +679,15 @@ ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is of
 
 
 def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor:
-    """Return queries of the first layer for one token at positions 0 and ``FAR``, ``[1, heads, 2, head_dim]``."""
-    tokens = torch.ones(1, 2, dtype=torch.long, device=device)
-    places = torch.tensor([[0, FAR]], device=device)
+    """Return queries of the first remapped layer for one token at positions 0 and ``FAR``, ``[1, heads, 2, head_dim]``.
+
+    Two texts of one token each: in layers before that one the token then sees itself alone.
+    """
+    tokens = torch.ones(2, 1, dtype=torch.long, device=device)
+    places = torch.tensor([[0], [FAR]], device=device)
     try:
         with torch.no_grad():
             decoder(input_ids=tokens, position_ids=places, use_cache=False)
     except _Seen as seen:
-        return seen.queries
+        return seen.queries.permute(2, 1, 0, 3)
     raise IncompatibleError(f"{type(decoder).__name__} ran without calling the attention interface of transformers.")

@@ -22,17 +22,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
+from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from ctxext.surgery.config import CHUNKED, REFUSALS, max_length_of
+from ctxext.surgery.guard import GUARD
 from ctxext.surgery.rebuild import RESTORING, Rebuild
-from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite
+from ctxext.surgery.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
 from ctxext.surgery.subject import Subject
-
-# Configs of these models have no field about positions, so plain transformers would load an extended checkpoint as a
-# plain one. transformers 5 checks types: a sentence in place of this number stops every class, and the error quotes
-# it. Programs without checks, such as transformers 4, cannot compute with a sentence. Patched models have the number.
-GUARDED_FIELD = "layer_norm_epsilon"
-GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
 
 # Plain transformers raises a KeyError that quotes an unknown rope type, and so do other programs. It treats names that
 # contain "dynamic" in a special way, so these do not. Earlier versions wrote only the part before the colon.
@@ -40,6 +36,9 @@ ROPE_NAME = "ctxext_rope"
 ROPE_TYPE = f"{ROPE_NAME}: {GUARD}"
 UNROTATED_NAME = "ctxext_unrotated"
 UNROTATED_TYPE = f"{UNROTATED_NAME}: {GUARD}"
+
+# Of methods that keep the frequencies, where the config takes no rope type but its own (Phi-3).
+AS_TRAINED = "the frequencies of the training, and a sentence in place of a number, which only ctxext loads"
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,14 @@ class StoredForm:
     stored_as: str
 
     @property
+    def is_guarded_elsewhere(self) -> bool:
+        """True if the frequencies are stored as they were, and another field must keep other programs out."""
+        return self.stored_as == AS_TRAINED
+
+    @property
     def stock(self) -> bool:
-        """True if plain transformers computes the frequencies of every site."""
-        return all(self.rope_type(site) != ROPE_TYPE for site in self.sites)
+        """True if plain transformers computes the frequencies of every site, and what the method does with them."""
+        return not self.is_guarded_elsewhere and all(self.rope_type(site) != ROPE_TYPE for site in self.sites)
 
     def rope_type(self, site: RotarySite) -> str:
         """Return the rope type under which the config stores the frequencies of one site."""
@@ -70,7 +74,7 @@ def find_stored_form(
         IncompatibleError: if there is none; the message lists the forms that were tried.
     """
     text, reasons = subject.text, []
-    for stored_as, forms in _forms(method, sites):
+    for stored_as, forms in _forms(text, method, sites):
         try:
             rebuild = Rebuild(subject, _fields(text, method, sites, forms, windows))
         except REFUSALS as error:
@@ -123,7 +127,7 @@ def _fields(
     return fields
 
 
-def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[str, list[Form]]]:
+def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[str, list[Form]]]:
     """Yield saved forms, one per site, best first: transformers' own form, longrope factors, ctxext's form."""
     specs = [site.spec for site in sites]
     is_scaled = any(spec.inv_freq is not None for spec in specs)
@@ -138,7 +142,8 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
                 for spec, form in zip(specs, plain_forms, strict=True)
             ]
             yield "stock rope_type 'proportional' with a factor or another rope_theta", forms
-        return
+        if not isinstance(method, RemapMethod):
+            return
     if is_stock:
         name = plain_forms[0]["rope_type"]
         changed = " with another rope_theta" if name == "default" else ""
@@ -149,6 +154,9 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
             description = f"rope_type {ROPE_NAME!r}, which only ctxext loads"
             yield description, ours
             yield description, [with_base(form) for form in ours]
+        if isinstance(method, RemapMethod):
+            ropes = [site.rope_dict(text) for site in sites]
+            yield AS_TRAINED, [{key: rope[key] for key in SCALING_KEYS & rope.keys()} for rope in ropes]
         return
     tables = [
         as_longrope(site.spec, site.mathematics(method)(site.spec.trained_length), method.factor) for site in sites
@@ -271,12 +279,6 @@ def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
     return factors.pop() if len(factors) == 1 else 1.0
 
 
-def without_guard(config: Any) -> None:
-    """Replace guards in a config by the original numbers, in place."""
-    for name in [name for name, value in vars(config).items() if value == GUARD]:
-        setattr(config, name, config.ctxext["original"][name])
-
-
 def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
     """Return the saved form of a method that transformers cannot express, under a rope type that it refuses."""
     trained: dict[str, Any] = {}
@@ -326,7 +328,11 @@ def current_form(rope: Any) -> Any:
 
 
 def _initial_frequencies(
-    config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
+    config: Any,
+    device: torch.device | None = None,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
+    **_: Any,  # where a model keeps the width of its heads, which the saved form says itself
 ) -> tuple[Tensor, float]:
     """Compute frequencies and scale of the rope type ``ctxext_rope``; transformers calls this."""
     parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters

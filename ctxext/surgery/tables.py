@@ -26,9 +26,9 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.base import Rows
 from ctxext.surgery.config import REFUSALS, drop_old_form
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.guard import without_guard
 from ctxext.surgery.lookups import TOKENS, lookups, table_of
 from ctxext.surgery.rebuild import reread, restoring
-from ctxext.surgery.stored_form import without_guard
 from ctxext.surgery.subject import field_of, is_zero3
 
 # Config fields that count positions of tokens, and below those that count distances or places on a page.
