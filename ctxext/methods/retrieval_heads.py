@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -54,8 +53,7 @@ class RetrievalHeads(RemapMethod):
         far_window: ``window`` of self_extend or rerope; None for that method's default.
         group: ``group`` of self_extend; None for its default.
         reach: ``reach`` of self_extend; None for its default.
-        thinning: ``thinning`` of self_extend; None for a compromise that was measured: 0.5 from factor 2 on, and less
-            below in proportion to the factor's logarithm. Where few heads read far, keys are found with that too.
+        thinning: ``thinning`` of self_extend; None for its default.
         chunk: ``chunk`` of dual_chunk; None for its default.
         local: ``local`` of dual_chunk; None for its default.
         leak: ``leak`` of rerope; None for its default.
@@ -117,8 +115,7 @@ class RetrievalHeads(RemapMethod):
         common: dict[str, Any] = {"factor": self.factor, "temperature": self.temperature}
         own = {theirs: getattr(self, name) for name, theirs in FAR[self.far].items() if getattr(self, name) is not None}
         if self.far == "self_extend":
-            usual = {"thinning": round(0.5 * min(math.log2(self.factor), 1.0), 6)}
-            return SelfExtend(**common, **usual | own, sinks=self.sinks, exact=self.exact)
+            return SelfExtend(**common, **own, sinks=self.sinks, exact=self.exact)
         if self.far == "rerope":
             return ReRoPE(**common, **own, exact=self.exact)
         return DualChunk(**common, **own) if self.far == "dual_chunk" else None

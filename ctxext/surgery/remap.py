@@ -206,7 +206,7 @@ class RemapAttend:
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
-        how = {"scale": scale, "sinks": given.get("s_aux")}
+        how: dict[str, Any] = {"scale": scale, "sinks": given.get("s_aux")}
         if self.heads is None:
             out = self._attend(self.far, q, k, v, layout, cached, **how)
         else:

@@ -55,11 +55,10 @@ def test_heads_that_read_far_do_so_by_self_extend() -> None:
 @pytest.mark.parametrize(
     ("parameters", "method"),
     [
-        ({}, SelfExtend(factor=4, thinning=0.5)),
-        ({"far_window": 20, "reach": 60, "sinks": 2}, SelfExtend(factor=4, window=20, reach=60, thinning=0.5, sinks=2)),
-        ({"factor": 2}, SelfExtend(factor=2, thinning=0.5)),
-        ({"factor": 2**0.5}, SelfExtend(factor=2**0.5, thinning=0.25)),
-        ({"factor": 2, "thinning": 0.0}, SelfExtend(factor=2, thinning=0.0)),
+        ({}, SelfExtend(factor=4)),
+        ({"far_window": 20, "reach": 60, "sinks": 2}, SelfExtend(factor=4, window=20, reach=60, sinks=2)),
+        ({"factor": 2}, SelfExtend(factor=2)),
+        ({"factor": 2, "thinning": 0.5}, SelfExtend(factor=2, thinning=0.5)),
         ({"far": "rerope", "far_window": 40, "leak": 0.1}, ReRoPE(factor=4, window=40, leak=0.1)),
         ({"far": "dual_chunk", "chunk": 48, "local": 8}, DualChunk(factor=4, chunk=48, local=8)),
         ({"far": "rerope", "temperature": "logn"}, ReRoPE(factor=4, temperature="logn")),
