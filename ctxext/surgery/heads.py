@@ -62,6 +62,7 @@ class HeadScores:
         spread: by probe, the standard deviation of each of these scores over seeds; empty for one seed.
         fingerprint: of the model without an extension, see ``fingerprint_of``.
         settings: the seeds, tokens and versions that the scores were measured with.
+        windowed: the attention layers that look back over a window only, and never read far; their groups score 0.
     """
 
     kv_heads: tuple[int, ...]
@@ -69,6 +70,7 @@ class HeadScores:
     spread: dict[str, tuple[float, ...]] = field(default_factory=dict)
     fingerprint: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    windowed: tuple[int, ...] = ()
 
     @property
     def scores(self) -> tuple[float, ...]:
@@ -83,7 +85,7 @@ class HeadScores:
         """Return the numbers of the groups that retrieve, in ascending order.
 
         Args:
-            share: how many of all groups, above 0 and at most 1, rounded up to whole groups.
+            share: how many of all groups that can read far, above 0 and at most 1, rounded up to whole groups.
             threshold: the least score of a group, from 0 to 1; at least the best group is chosen.
 
         Raises:
@@ -91,7 +93,8 @@ class HeadScores:
         """
         if (share is None) == (threshold is None):
             raise InvalidParameterError("Give share or threshold, one of the two, to choose the groups that retrieve.")
-        ranked = self.ranked()
+        scores = self.scores
+        ranked = [group for group in self.ranked() if self.place(group)[0] not in self.windowed]
         if share is not None:
             if not 0 < share <= 1:
                 raise InvalidParameterError(f"share must be above 0 and at most 1, found {shown(share)}.")
@@ -99,7 +102,6 @@ class HeadScores:
             return tuple(sorted(ranked[: max(1, math.ceil(share * len(ranked) - 1e-9))]))
         if threshold is None or not 0 <= threshold <= 1:
             raise InvalidParameterError(f"threshold must be from 0 to 1, found {shown(threshold)}.")
-        scores = self.scores
         return tuple(sorted({ranked[0], *(group for group in ranked if scores[group] >= threshold)}))
 
     def place(self, group: int) -> tuple[int, int]:
@@ -136,6 +138,7 @@ class HeadScores:
                 spread={name: tuple(map(float, values)) for name, values in content["spread"].items()},
                 fingerprint=str(content["fingerprint"]),
                 settings=dict(content["settings"]),
+                windowed=tuple(map(int, content.get("windowed", ()))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidParameterError(f"{str(path)!r} does not hold scores of heads ({error!r}). {way}") from error
@@ -298,7 +301,8 @@ def _scored(
         "text": None if text is None else digest(text),
         "versions": {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
-    return HeadScores(kv_heads, probes, spread, fingerprint_of(recorder.subject.model), made)
+    windowed = tuple(index for index, layer in enumerate(recorder.layers) if layer in recorder.windowed)
+    return HeadScores(kv_heads, probes, spread, fingerprint_of(recorder.subject.model), made, windowed)
 
 
 class _Source:
@@ -422,12 +426,14 @@ class _Recorder:
         own: name of its own attention implementation.
         text: the text that is read.
         layers: for each attention layer so far, the score of each of its groups; the best of all its calls.
+        windowed: those of them that look back over a window only.
     """
 
     subject: Subject
     own: str
     text: Repetition | None = None
     layers: dict[nn.Module, Float[Tensor, " groups"]] = field(default_factory=dict)
+    windowed: set[nn.Module] = field(default_factory=set)
 
     def run(self, text: Repetition) -> list[Float[Tensor, " groups"]]:
         """Read a text, and return the scores of each layer's groups.
@@ -448,7 +454,7 @@ class _Recorder:
                 f"{type(model).__name__} fails on {len(text.tokens)} tokens while ctxext records its attention: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not self.layers:
+        if not self.layers or self.windowed == self.layers.keys():
             raise _not_recorded(self.subject)
         return list(self.layers.values())
 
@@ -456,6 +462,10 @@ class _Recorder:
         """Compute the attention of the chosen queries by the model's own eager function, in float32."""
         text = self.text
         assert text is not None  # run() has set it
+        if given.get("sliding_window") is not None:  # it can read no farther, whatever it has learned
+            self.layers.setdefault(module, torch.zeros(key.shape[1]))
+            self.windowed.add(module)
+            return
         tokens = len(text.tokens)
         if not isinstance(mask, Tensor) or mask.shape[-2:] != (tokens, tokens) or query.shape[2] != tokens:
             raise IncompatibleError(
@@ -535,8 +545,8 @@ def _recording(subject: Subject) -> Iterator[_Recorder]:
 
 def _not_recorded(subject: Subject) -> IncompatibleError:
     return IncompatibleError(
-        f"The attention of {type(subject.model).__name__} does not go through transformers' attention interface, so "
-        f"ctxext cannot record which heads retrieve."
+        f"No attention of {type(subject.model).__name__} reaches beyond a window and goes through transformers' "
+        f"attention interface, so ctxext cannot record which heads retrieve."
     )
 
 

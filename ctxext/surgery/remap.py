@@ -458,6 +458,8 @@ class Share:
                 left[path] = "no positions"
             elif window is None and layer.mask.refusal:
                 raise IncompatibleError(layer.mask.refusal.rstrip("."))
+            elif window is None and layer.is_latent:
+                raise IncompatibleError(f"keys and values of {path} differ in width (latent attention)")
             elif window is None and unknown:
                 raise IncompatibleError(f"{path} computes with {min(unknown)}, which attention in pieces does not know")
             elif window is None:
@@ -531,10 +533,10 @@ def install_pieces(
         drops=all(layer.calls == 1 for layer in share.far.values()),
     )
     if isinstance(method, RetrievalHeads):
-        key_heads = {path: layer.key_heads for path, layer in share.far.items()}
+        groups = Groups.of(method, tried, share)
         near = HeadPieces.of(method.near_method, site.spec)
-        by_layer: Mapping[str, Any] = split_by_heads(method, attend, near, key_heads)
-        notes = _split_notes(method, attend, near, key_heads)
+        by_layer: Mapping[str, Any] = split_by_heads(groups, attend, near)
+        notes = _split_notes(method, attend, near, groups)
     else:
         by_layer, notes = dict.fromkeys(share.far, attend), attend.far.notes(drops=attend.drops)
     install_attention(subject, site, {**dict.fromkeys(share.left, leave), **by_layer}, edits)
@@ -544,55 +546,89 @@ def install_pieces(
     return (*first, *share.notes(), *notes, *attend.backends.notes())
 
 
-def _split_notes(
-    method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, key_heads: Mapping[str, int]
-) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Groups:
+    """The key-value groups of the layers that reach far, and which of them read far.
+
+    Args:
+        count: by the path of a layer, its groups.
+        far: by the path of a layer, the groups of it that read far, counted from 0 in the layer.
+        number: by the path of a layer, its number among all attention layers of the model.
+    """
+
+    count: Mapping[str, int]
+    far: Mapping[str, tuple[int, ...]]
+    number: Mapping[str, int]
+
+    @classmethod
+    def of(cls, method: RetrievalHeads, tried: Tried, share: Share) -> Groups:
+        """Find the groups of a method by their numbers, which run through all attention layers.
+
+        Raises:
+            InvalidParameterError: if the model has no group of such a number, or none of them reaches far.
+        """
+        assert isinstance(method.heads, tuple)
+        total = sum(layer.key_heads for layer in tried.layers.values())
+        if method.heads[-1] >= total:
+            raise InvalidParameterError(
+                f"heads must be numbers of key-value groups, of which this model has {total} (0 to {total - 1}), found "
+                f"{method.heads[-1]}. Score this model's own heads: ctxext.heads(model), ctxext heads CHECKPOINT."
+            )
+        first, far, number = 0, dict[str, tuple[int, ...]](), dict[str, int]()
+        for index, (path, layer) in enumerate(tried.layers.items()):
+            if path in share.far:
+                groups = range(first, first + layer.key_heads)
+                far[path] = tuple(group - first for group in method.heads if group in groups)
+                number[path] = index
+            first += layer.key_heads
+        if not any(far.values()):
+            raise InvalidParameterError(
+                f"None of heads={list(method.heads)} lies in a layer that reaches far; these are the attention layers "
+                f"{', '.join(map(str, number.values()))}. Take groups of those, or score them: ctxext.heads(model)."
+            )
+        return cls({path: layer.key_heads for path, layer in share.far.items()}, far, number)
+
+    @property
+    def total(self) -> int:
+        """Number of groups of the layers that reach far."""
+        return sum(self.count.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the groups that read far, as layer.group."""
+        return [f"{self.number[path]}.{group}" for path, groups in self.far.items() for group in groups]
+
+
+def _split_notes(method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, groups: Groups) -> tuple[str, ...]:
     """Return the notes for a user of a model of which some heads read far: which, in which pieces, and the saving."""
-    assert isinstance(method.heads, tuple)
-    total = sum(key_heads.values())
-    others = near.notes(" of the other groups", drops=attend.drops) if len(method.heads) < total else ()
-    names = [f"{layer}.{group}" for layer, count in enumerate(key_heads.values()) for group in range(count)]
-    far = [names[number] for number in method.heads]
-    layers = len({name.split(".")[0] for name in far})
+    total, far = groups.total, groups.names
+    others = near.notes(" of the other groups", drops=attend.drops) if len(far) < total else ()
+    layers = sum(bool(numbers) for numbers in groups.far.values())
     shown = ", ".join(far[:SHOWN_GROUPS]) + (", ..." if len(far) > SHOWN_GROUPS else "")
     target, reach = method.target_length(attend.far.spec.trained_length), near.reach
     assert reach is not None
     seen = target if target <= reach.whole_before else min(target, reach.first + reach.newest)
     share = (len(far) + (total - len(far)) * seen / target) / total
     return (
-        f"{len(far)} of {total} key-value groups read far, in {layers} of {len(key_heads)} layers (layer.group): "
+        f"{len(far)} of {total} key-value groups read far, in {layers} of {len(groups.count)} layers (layer.group): "
         f"{shown}.",
-        f"A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads.",
+        f"A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads there.",
         *attend.far.notes(" of these groups"),
         *others,
     )
 
 
-def split_by_heads(
-    method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, key_heads: Mapping[str, int]
-) -> dict[str, RemapAttend]:
+def split_by_heads(groups: Groups, attend: RemapAttend, near: HeadPieces) -> dict[str, RemapAttend]:
     """Return the attention of each layer, by its path, under a method by which some heads read far.
 
     Args:
-        method: the method, with the numbers of its groups.
+        groups: of the layers that reach far.
         attend: attention in which all heads read far.
         near: the pieces of the heads that do not.
-        key_heads: number of key heads of each layer, by its path.
-
-    Raises:
-        InvalidParameterError: if the model has no group of such a number.
     """
-    assert isinstance(method.heads, tuple)
-    total = sum(key_heads.values())
-    if method.heads[-1] >= total:
-        raise InvalidParameterError(
-            f"heads must be numbers of key-value groups, of which this model has {total} (0 to {total - 1}), found "
-            f"{method.heads[-1]}. Score this model's own heads: ctxext.heads(model), ctxext heads CHECKPOINT."
-        )
-    layers, first = {}, 0
-    for path, count in key_heads.items():
-        far = tuple(number - first for number in method.heads if first <= number < first + count)
-        first += count
+    layers = {}
+    for path, count in groups.count.items():
+        far = groups.far[path]
         if len(far) == count:
             layers[path] = attend
         elif not far:

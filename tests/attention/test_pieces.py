@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, Need, flex, named
 from ctxext.attention.flash import INSTALLED, Flash
-from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
+from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.attention.reference import Reference
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
@@ -71,7 +71,7 @@ def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object,
             return None
         key = (where, positions.data_ptr(), positions.shape)
         if key not in made:
-            made[key] = Turn(where, positions, INV_FREQ, interleaved=False, dtype=dtype)
+            made[key] = Turn(where, positions, INV_FREQ, form=RotationForm(), dtype=dtype)
         return made[key]
 
     query, key = turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions)
@@ -340,7 +340,7 @@ def test_turning_on_is_rotating_by_the_other_position(interleaved: bool) -> None
     x = torch.randn(2, 3, 9, HEAD_DIM, dtype=torch.float64)
     places = torch.stack([torch.arange(9), torch.arange(4, 13)])
     where = PositionMap(group=3, offset=7.0)
-    turn = Turn(where, places, INV_FREQ, interleaved=interleaved, dtype=torch.float64)
+    turn = Turn(where, places, INV_FREQ, form=RotationForm(interleaved), dtype=torch.float64)
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         pairs = x[..., : 2 * len(INV_FREQ)]

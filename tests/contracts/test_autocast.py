@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ctxext
 from ctxext.attention import BACKENDS, Call, Layout, flex, named
+from ctxext.attention.pieces import RotationForm
 from ctxext.methods import BiasMethod, known_methods
 from ctxext.methods.base import Method
 from ctxext.methods.encoding import EncodingMethod
@@ -60,7 +61,7 @@ class Layer:
             return EncodingAttend(self.owner, backends)
         if isinstance(method, RemapMethod):
             far = HeadPieces.of(method, ROPE)
-            return RemapAttend(method=method, far=far, interleaved=False, backends=backends, implementation="sdpa")
+            return RemapAttend(method=method, far=far, form=RotationForm(), backends=backends, implementation="sdpa")
         assert isinstance(method, BiasMethod)
         return AlibiAttend(method, AlibiSpec(SPEC.num_heads, ROPE.trained_length), backends)
 
