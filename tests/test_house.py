@@ -49,8 +49,8 @@ ROOMS = [
 CEILINGS = {
     "lines of ctxext/": 48_800,
     "classes of evaluation/": 84,
-    "files that one patch enters": 19,
-    "functions that one patch enters": 131,
+    "files that one patch enters": 20,
+    "functions that one patch enters": 134,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,

@@ -176,13 +176,13 @@ class TriedLayer:
 
     @property
     def sees_both_ways(self) -> bool:
-        """Whether tokens see later tokens of their text."""
+        """True if tokens see later tokens of their text."""
         mask = self.mask
         return mask is not None and not mask.refusal and mask.layout.sees == "both" and not mask.crosses
 
     @property
     def crosses(self) -> bool:
-        """Whether the keys come from an encoder."""
+        """True if the keys come from an encoder."""
         return self.mask is not None and self.mask.crosses
 
 
@@ -202,7 +202,7 @@ class Tried:
 
     @property
     def sees_both_ways(self) -> bool:
-        """Whether tokens of any layer see later tokens."""
+        """True if tokens of any layer see later tokens."""
         return any(layer.sees_both_ways for layer in self.layers.values())
 
     @property
@@ -212,7 +212,7 @@ class Tried:
 
     @property
     def why_not_all(self) -> str | None:
-        """Why not all attention of the model can be replaced; None if it can."""
+        """Reason for which not all attention of the model can be replaced; None if it can."""
         for layer in self.layers.values():
             if layer.mask is not None and layer.mask.refusal:
                 return layer.mask.refusal.rstrip(".")
