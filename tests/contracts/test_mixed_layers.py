@@ -83,6 +83,7 @@ KINDS = {
     "apertus": Kind(2, 2),
 }
 every_kind = pytest.mark.parametrize("model_type", KINDS)
+METHODS = [ReRoPE(factor=4, window=20), DualChunk(factor=4, chunk=40, local=8)]
 SELF_EXTEND = SelfExtend(factor=4, window=16, thinning=0.5)
 
 
@@ -195,7 +196,9 @@ def require_equal(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [SELF_EXTEND, ReRoPE(window=20), DualChunk(chunk=40, local=8)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [SELF_EXTEND, ReRoPE(factor=4, window=20), DualChunk(factor=4, chunk=40, local=8)], ids=lambda m: m.name
+)
 @every_kind
 def test_layers_that_reach_far_attend_by_the_positions_of_the_method(model_type: str, method: RemapMethod) -> None:
     model, kind, inputs = model_of(model_type), KINDS[model_type], tokens(LENGTH)
