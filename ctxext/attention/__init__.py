@@ -30,7 +30,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = discover(
 )
 
 PREFERENCE = ("flash", "sdpa", "flex", "reference")
-"""Order in which ``auto`` tries: the native kernel, the general path, the compiled one, the quadratic oracle."""
+"""Order in which ``auto`` tries: the native kernel, the general path, the compiled one, the oracle that serves all."""
 
 
 def named(name: str) -> AttentionBackend:

@@ -1,13 +1,15 @@
 """The contract of a backend: one way to compute attention with positions.
 
 Layout of tensors is ``[batch, heads, seq, head_dim]``. Keys and values may have fewer heads (GQA): query head ``h``
-reads key head ``h // (heads / kv_heads)``. The result of every backend is::
+reads key head ``h // (heads / kv_heads)``. Values may have another width, as in latent attention (DeepSeek); the output
+has theirs. The result of every backend is::
 
-    score(i, j) = scale * q_i . k_j  -  slopes[h] * distance(i, j)  +  pair_score(h, i, j)
+    score(i, j) = cap(scale * q_i . k_j)  -  slopes[h] * distance(i, j)  +  pair_score(h, i, j)
     out_i       = sum over visible j of softmax_j(score(i, j)) * v_j,      0 where nothing is visible
 
 The ``Layout`` defines which keys are visible, and the distance of two tokens. Slopes are constants without a gradient.
 ``pair_score`` is the score that an encoding adds, and its inputs get a gradient. No call has slopes and a score.
+``cap(x)`` is ``softcap * tanh(x / softcap)`` with a soft cap (Gemma 2), else ``x``.
 """
 
 from __future__ import annotations
@@ -19,16 +21,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ctxext.attention.blocks import score_blocks
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.spec import OwnAttention, PairScore, ScoreForm
-
-# Queries whose weights the plain form of ``gradients`` materialises at a time.
-ROWS = 256
 
 
 @functools.cache
@@ -57,7 +58,7 @@ class Need:
         device: ``"cpu"``, ``"cuda"``, ...
         capability: CUDA compute capability; None elsewhere.
         dtype: dtype of q, k and v.
-        head_dim: last dimension of q, k and v.
+        head_dim: last dimension of q and k.
         heads: number of query heads.
         kv_heads: number of key heads; divides ``heads``.
         query_length: queries per row.
@@ -73,6 +74,8 @@ class Need:
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
         window: tokens that a query sees to each visible side, itself included; None for all.
         dropout: probability, in [0, 1).
+        softcap: bound of the scores, above 0; None for none.
+        value_dim: last dimension of v, where it differs from ``head_dim``; else None.
         compiling: whether torch.compile is tracing.
         lse: whether the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
         sees: ``"past"``, or ``"both"`` if tokens see later tokens as well.
@@ -93,6 +96,8 @@ class Need:
     blocks: bool = False
     window: int | None = None
     dropout: float = 0.0
+    softcap: float | None = None
+    value_dim: int | None = None
     compiling: bool = False
     lse: bool = False
     sees: Literal["past", "both"] = "past"
@@ -101,6 +106,11 @@ class Need:
     def widened(self) -> bool:
         """True if slopes or a score add dimensions to q and k of a fused kernel."""
         return self.biased or self.score in ("columns", "places")
+
+    @property
+    def width(self) -> int:
+        """Last dimension of q, k and v for a kernel that wants it equal: the larger of the two."""
+        return max(self.head_dim, self.value_dim or 0)
 
     @property
     def cached(self) -> bool:
@@ -115,25 +125,27 @@ class Call:
     Args:
         q: ``[batch, heads, query, head_dim]``.
         k: ``[batch, kv_heads, key, head_dim]``, ``kv_heads`` divides ``heads``.
-        v: values, of the shape of ``k``.
+        v: values, ``[batch, kv_heads, key, value_dim]``; the output has their last dimension.
         layout: positions and documents of queries and keys.
         scale: factor of ``q . k``; above 0.
         slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
         score: the score that an encoding adds; None for none.
         window: tokens that a query sees, itself included, at least 1; None for all.
         dropout: probability that a weight is dropped, in [0, 1).
+        softcap: bound c of the scores, which become ``c * tanh(score / c)``, as in Gemma 2; above 0; None for none.
         need: the requirements, by which a backend is chosen.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
     k: Float[Tensor, "batch kv_heads key head_dim"]
-    v: Float[Tensor, "batch kv_heads key head_dim"]
+    v: Float[Tensor, "batch kv_heads key value_dim"]
     layout: Layout
     scale: float
     slopes: Float[Tensor, " heads"] | None
     score: PairScore | None
     window: int | None
     dropout: float
+    softcap: float | None
     need: Need
 
     @classmethod
@@ -149,6 +161,7 @@ class Call:
         score: PairScore | None = None,
         window: int | None = None,
         dropout: float = 0.0,
+        softcap: float | None = None,
         lse: bool = False,
     ) -> Call:
         """Check the arguments of the class, and make a call of them; without a layout it is ``Layout.causal``.
@@ -163,7 +176,7 @@ class Call:
             raise InvalidParameterError("A score goes with neither slopes nor lse. Pass one of them.")
         if layout is None:
             layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
-        _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+        _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout, softcap=softcap)
         if window is not None and layout.consecutive and window >= layout.key_length:
             window = None
         order: Literal["consecutive", "increasing", "free", "external"] = "free"
@@ -187,12 +200,14 @@ class Call:
             blocks=not layout.whole,
             window=window,
             dropout=dropout,
+            softcap=softcap,
+            value_dim=None if v.shape[-1] == q.shape[-1] else v.shape[-1],
             compiling=torch.compiler.is_compiling(),
             lse=lse,
             sees=layout.sees,
         )
         how: dict[str, Any] = {"scale": scale, "slopes": slopes, "score": score, "window": window, "dropout": dropout}
-        return cls(q=q, k=k, v=v, layout=layout, need=need, **how)
+        return cls(q=q, k=k, v=v, layout=layout, softcap=softcap, need=need, **how)
 
 
 def _weights(score: PairScore | None) -> tuple[Tensor, ...]:
@@ -218,6 +233,8 @@ class AttentionBackend(ABC):
     summary: ClassVar[str]
     scores: ClassVar[tuple[ScoreForm, ...]] = ("none",)
     """Forms of an encoding's score that the backend supports."""
+    softcaps: ClassVar[bool] = False
+    """Whether the backend supports soft caps."""
 
     def why_never(self) -> str | None:
         """Return why this process cannot use the backend at all, such as a missing package; else None."""
@@ -237,22 +254,35 @@ class AttentionBackend(ABC):
             return "it does not support the score of this encoding. 'sdpa' and 'reference' do."
         if need.score != "none" and need.order == "external":
             return "a score needs all keys, and an engine around a sharded layout holds only some."
+        if need.softcap is not None and not self.softcaps:
+            return "it has no soft cap of scores."
+        if need.score == "own" and need.softcap is not None:
+            return "this encoding computes its attention itself, without scores to cap."
         if need.score == "own" and need.window is not None:
             return "this encoding computes its attention itself, without a sliding window."
         return self.why_not(need)
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         """Compute attention without positions, and the log-sum-exp of each query's scores.
 
         Args:
             q: ``[batch, heads, query, head_dim]``.
             k: ``[batch, kv_heads, key, head_dim]``.
-            v: values, of the shape of ``k``.
+            v: values, ``[batch, kv_heads, key, value_dim]``.
             scale: factor of ``q . k``.
             causal: query t sees keys 0 to t, with as many keys as queries; otherwise all queries see all keys.
-            mask: visible pairs, bool, broadcast to ``[batch, heads, query, key]``; not together with ``causal``.
+            mask: visible pairs, bool, ``[batch, heads or 1, query, key]``; not together with ``causal``.
+            softcap: bound of the scores; only given to a backend with ``softcaps``.
 
         Returns:
             The output, and the log-sum-exp in float32 (float64 for float64 tensors). A query that sees nothing has an
@@ -272,6 +302,7 @@ class AttentionBackend(ABC):
         scale: float,
         causal: bool,
         mask: Tensor | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of q, k and v of a call of ``with_lse`` that was merged with others.
 
@@ -287,27 +318,24 @@ class AttentionBackend(ABC):
             scale: scale of the call.
             causal: whether the call was causal.
             mask: mask of the call.
+            softcap: bound of the call's scores.
         """
         # exp(score - merged lse) is the weight of a pair in the whole softmax, not only in this part. From there on it
         # is the usual backward of attention: d score = weight * (d out . v - sum over all parts of d out . out).
-        heads, kv_heads, wide = q.shape[1], k.shape[1], lse.dtype
-        keys, values = expand_heads(k, heads).to(wide), expand_heads(v, heads).to(wide)
-        dq, dk, dv = torch.empty_like(q, dtype=wide), torch.zeros_like(keys), torch.zeros_like(values)
+        wide = lse.dtype
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         share = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-        for start in range(0, q.shape[2], ROWS):
-            rows = slice(start, start + ROWS)
-            queries, up = q[:, :, rows].to(wide), grad[:, :, rows].to(wide)
-            weights = (queries @ keys.transpose(-1, -2) * scale - lse[:, :, rows, None]).exp()
-            if causal:
-                weights = weights.tril(start)
-            if mask is not None:
-                weights = weights.masked_fill(~mask[..., rows, :], 0.0)
-            slope = weights * (up @ values.transpose(-1, -2) - share[:, :, rows]) * scale
-            dq[:, :, rows] = slope @ keys
-            dk += slope.transpose(-1, -2) @ queries
-            dv += weights.transpose(-1, -2) @ up
-        shared = (k.shape[0], kv_heads, heads // kv_heads, *k.shape[2:])
-        return dq, dk.view(shared).sum(2), dv.view(shared).sum(2)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # queries that see nothing have no weights
+        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap):
+            here, there, by_key_head = block.here, block.there, block.by_key_head
+            up, weights = by_key_head(grad[here].to(wide)), by_key_head((block.scores - lse[here][..., None]).exp())
+            slope = weights * (up @ v[there].to(wide).transpose(-1, -2) - by_key_head(share[here])) * scale
+            if softcap is not None:
+                slope *= 1 - (by_key_head(block.scores) / softcap).clamp(min=-1).square()
+            dq[here] = (slope @ k[there].to(wide)).view_as(q[here])
+            dk[there] += slope.transpose(-1, -2) @ by_key_head(q[here].to(wide))
+            dv[there] += weights.transpose(-1, -2) @ up
+        return dq, dk, dv
 
     @property
     def approximation(self) -> str | None:
@@ -315,11 +343,11 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         """Compute a call that this backend serves; only ``run`` calls this."""
 
     def run(self, call: Call) -> Tensor:
-        """Compute a call in q's dtype, autocast or not: ``[batch, heads, query, head_dim]``.
+        """Compute a call in q's dtype, autocast or not: ``[batch, heads, query, value_dim]``.
 
         Raises:
             BackendUnavailableError: if this backend cannot serve the call; the message has the reason.
@@ -345,16 +373,24 @@ def expand_heads(
     return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, key, head_dim).reshape(batch, heads, key, head_dim)
 
 
+def evened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad the last dimension of tensors with zeros to the largest of them, for kernels that want it equal."""
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
+
+
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v belong together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4):
         raise InvalidParameterError(f"q, k and v must be [batch, heads, seq, head_dim], found {shapes}.")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise InvalidParameterError(f"q, k, v must share batch and head_dim, and k, v their shape, found {shapes}.")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise InvalidParameterError(
+            f"q, k, v must share their batch, q and k head_dim, k and v their heads and length, found {shapes}."
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise InvalidParameterError(f"The number of key heads must divide that of query heads, found {shapes}.")
-    if 0 in q.shape or 0 in k.shape:
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise InvalidParameterError(f"q, k and v must not be empty, found {shapes}.")
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         raise InvalidParameterError(
@@ -364,7 +400,15 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _require_arguments(
-    q: Tensor, k: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, window: int | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    slopes: Tensor | None,
+    window: int | None,
+    dropout: float,
+    softcap: float | None,
 ) -> None:
     """Raise unless the arguments fit q and k; read values of tensors only if that costs no device sync."""
     if (layout.batch, layout.query_length, layout.key_length) != (q.shape[0], q.shape[2], k.shape[2]):
@@ -380,6 +424,8 @@ def _require_arguments(
         raise InvalidParameterError(f"window must be at least 1 token, found {window}.")
     if not 0 <= dropout < 1:
         raise InvalidParameterError(f"dropout must be in [0, 1), found {dropout}.")
+    if softcap is not None and not softcap > 0:
+        raise InvalidParameterError(f"softcap must be above 0, found {softcap}.")
     if slopes is None:
         return
     if slopes.shape != (q.shape[1],) or slopes.dtype not in (torch.float32, torch.float64):

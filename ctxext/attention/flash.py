@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call, Need
+from ctxext.attention.base import AttentionBackend, Call, Need, evened
 from ctxext.attention.columns import COLUMNS, with_columns
 from ctxext.attention.layout import Layout
 
@@ -47,6 +48,8 @@ class _FlashFamily(AttentionBackend):
     install: ClassVar[str]
     major: ClassVar[tuple[int, ...]]
     reads_cache: ClassVar[bool]
+    softcaps: ClassVar[bool] = True
+    takes_latent: ClassVar[bool] = False  # queries of 192 and values of 128 dimensions, as in DeepSeek's models
     asks_lse: ClassVar[str] = "return_attn_probs"  # the keyword by which a call returns the log-sum-exp too
 
     def why_never(self) -> str | None:
@@ -68,18 +71,23 @@ class _FlashFamily(AttentionBackend):
             return "its window counts indices, but positions do not step by one. 'sdpa' and 'flex' count positions."
         if need.order == "external" and (need.window is not None or need.cached):
             return "a sharded layout is square and has no window."
+        if need.softcap is not None and need.dropout:
+            return "with a soft cap it has no attention dropout. Set attention_dropout to 0."
         return self.lacks(need)
 
     @abstractmethod
     def lacks(self, need: Need) -> str | None:
         """Return why this version, beyond the limits of the family, cannot serve ``need``; else None."""
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         causal = call.layout.sees == "past"
         options: dict[str, Any] = {"softmax_scale": call.scale, "causal": causal}
         if call.window is not None:
             options["window_size"] = (call.window - 1, 0 if causal else call.window - 1)
-        q, k, v, extra = self.with_bias(call)
+        if call.softcap is not None:
+            options["softcap"] = call.softcap
+        q, k, v = evened(call.q, call.k, call.v)
+        q, k, v, extra = self.with_bias(replace(call, q=q, k=k, v=v))
         module = importlib.import_module(self.module)
         options |= extra
         filled = cache_lengths(call.layout) if self.reads_cache and not call.dropout else None
@@ -91,16 +99,30 @@ class _FlashFamily(AttentionBackend):
             out = _from_cache(module, q, k, v, lengths, options)
         else:
             out = _call(module, q, k, v, call.layout, options)
-        return out[..., : call.need.head_dim]
+        return out[..., : call.v.shape[3]]
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         assert mask is None, "why_not refuses layouts that need one"
+        value_dim = v.shape[3]
+        if not (self.takes_latent and (q.shape[3], value_dim) == (192, 128)):
+            q, k, v = evened(q, k, v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         function = importlib.import_module(self.module).flash_attn_func
-        out, lse = function(q, k, v, softmax_scale=scale, causal=causal, **{self.asks_lse: True})[:2]
-        return out.transpose(1, 2), lse
+        options = {"softmax_scale": scale, "causal": causal, self.asks_lse: True}
+        if softcap is not None:
+            options["softcap"] = softcap
+        out, lse = function(q, k, v, **options)[:2]
+        return out.transpose(1, 2)[..., :value_dim], lse
 
     @abstractmethod
     def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
@@ -121,8 +143,8 @@ class Flash(_FlashFamily):
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
 
     def lacks(self, need: Need) -> str | None:
-        if need.head_dim > 256 or need.head_dim % 8:
-            return f"head_dim must be a multiple of 8 up to 256, found {need.head_dim}."
+        if need.width > 256 or need.width % 8:
+            return f"head_dim must be a multiple of 8 up to 256, found {need.width}."
         if need.biased and need.order != "consecutive":
             return "its ALiBi counts distance by index, but positions do not step by one. 'sdpa' uses positions."
         return None
@@ -135,11 +157,15 @@ class Flash(_FlashFamily):
 class _Columned(_FlashFamily):
     """Base of versions without ALiBi: eight columns carry it, so positions inside a block may have any steps."""
 
+    takes_latent: ClassVar[bool] = True
+
     def lacks(self, need: Need) -> str | None:
         if need.biased and need.sees == "both":
             return "its ALiBi columns cannot express a distance to both sides. 'sdpa' can."
-        wide = need.head_dim + (COLUMNS if need.biased else 0)
-        if need.head_dim % 8 or wide > self.widest_for(need):
+        if need.biased and need.softcap is not None:
+            return "a soft cap would bend the ALiBi columns, which are part of the scores. 'flex' can."
+        wide = need.width + (COLUMNS if need.biased else 0)
+        if need.width % 8 or wide > self.widest_for(need):
             why = f" ({COLUMNS} of them carry ALiBi, which this version has no kernel for)" if need.biased else ""
             return f"head dimensions must be multiples of 8 up to {self.widest_for(need)}, found {wide}{why}."
         if need.dropout:

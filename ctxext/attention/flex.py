@@ -61,7 +61,8 @@ class Flex(AttentionBackend):
     """
 
     name: ClassVar[str] = "flex"
-    summary: ClassVar[str] = "FlexAttention: float32 bias in the kernel, block-sparse masks"
+    summary: ClassVar[str] = "FlexAttention: float32 bias and soft caps in the kernel, block-sparse masks"
+    softcaps: ClassVar[bool] = True
 
     cutoff: float | None = None
 
@@ -82,8 +83,8 @@ class Flex(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.device not in ("cpu", "cuda"):
             return f"it compiles for CPU and CUDA, found {need.device!r}."
-        if need.device == "cuda" and need.head_dim < 16:
-            return f"its CUDA kernels need a head_dim of at least 16, found {need.head_dim}."
+        if need.device == "cuda" and min(need.head_dim, need.value_dim or need.head_dim) < 16:
+            return f"its CUDA kernels need a head_dim of at least 16, found {min(need.head_dim, need.value_dim or 16)}."
         if need.device == "cpu" and need.lse:
             return "on CPU it compiles for about 10 s for every shape, and attention in pieces has many."
         if need.device == "cpu" and need.training:
@@ -103,7 +104,7 @@ class Flex(AttentionBackend):
             )
         return None
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
         if (
             not torch.is_grad_enabled()
@@ -120,14 +121,22 @@ class Flex(AttentionBackend):
         grouped = False
         if q.shape[1] != k.shape[1]:
             grouped = True
-        score_mod = None if slopes is None else _score_mod(slopes.float(), layout)
+        score_mod = _score_mod(None if slopes is None else slopes.float(), layout, call.softcap)
         how = {"enable_gqa": grouped, "kernel_options": _options(q, k)}
         out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, **how)
         return out
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         kernel: Callable[..., Any] = flex_attention
         if not torch.compiler.is_compiling():
             kernel = _compiled(q.device.type)
@@ -135,7 +144,7 @@ class Flex(AttentionBackend):
         grouped = q.shape[1] != k.shape[1]
         q, k, v = q.detach(), k.detach(), v.detach()
         how = {"enable_gqa": grouped, "kernel_options": _options(q, k), "return_aux": AuxRequest(lse=True)}
-        out, extra = kernel(q, k, v, block_mask=blocks, scale=scale, **how)
+        out, extra = kernel(q, k, v, score_mod=_score_cap(softcap), block_mask=blocks, scale=scale, **how)
         return out, extra.lse
 
 
@@ -182,9 +191,25 @@ def _compiled(device: str) -> Callable[..., Any]:
     return kernel
 
 
-def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:
-    """Return the bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
+def _score_cap(softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return the soft cap as a function of a score; None for none."""
+    if softcap is None:
+        return None
+
+    @no_type_check
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    score_mod: Callable[..., Tensor] = cap
+    return score_mod
+
+
+def _score_mod(slopes: Tensor | None, layout: Layout, softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return cap and bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
     queries, keys = layout.query_positions, layout.key_positions
+    cap = _score_cap(softcap)
+    if slopes is None:
+        return cap
 
     @no_type_check  # traced by the kernel, where the bookkeeping of a type checker would be a side effect
     def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -195,7 +220,15 @@ def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:
         return score - slopes[h] * (queries[b, i] - keys[b, j]).abs()
 
     score_mod: Callable[..., Tensor] = subtract_both_ways if layout.sees == "both" else subtract_bias
-    return score_mod
+    if cap is None:
+        return score_mod
+
+    @no_type_check
+    def cap_and_subtract(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score_mod(cap(score, b, h, i, j), b, h, i, j)
+
+    both: Callable[..., Tensor] = cap_and_subtract
+    return both
 
 
 def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:

@@ -21,7 +21,7 @@ whole softmax; ring attention does the same (Liu et al., arXiv:2310.01889).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -283,7 +283,7 @@ def attend_pieces(
     settled: int = 0,
     sinks: Float[Tensor, " heads"] | None = None,
     tile: int | None = None,
-) -> Float[Tensor, "batch heads query head_dim"]:
+) -> Float[Tensor, "batch heads query value_dim"]:
     """Compute attention in ``pieces``, differentiable in q, k, v and sinks.
 
     Args:
@@ -296,7 +296,8 @@ def attend_pieces(
         tile: queries that are merged at once, at least 1; None chooses by device.
     """
     plan, key_heads = _plan(call, pieces, tile), _key_heads_at_once(call.need, pieces)
-    run = _Run(backend, tuple(pieces), plan, call.scale, settled, key_heads)
+    how = {"scale": call.scale} if call.softcap is None else {"scale": call.scale, "softcap": call.softcap}
+    run = _Run(backend, tuple(pieces), plan, how, settled, key_heads)
     with without_autocast(call.q.device):
         if call.need.training or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
             out: Tensor = _Differentiable.apply(run, call.q, call.k, call.v, sinks)  # type: ignore[no-untyped-call]
@@ -389,19 +390,19 @@ class _Run:
     backend: AttentionBackend
     pieces: tuple[TurnedPiece, ...]
     plan: tuple[Tile, ...]
-    scale: float
+    how: Mapping[str, Any]
     settled: int
     key_heads: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the merged output, ``[batch, heads, query, head_dim]``, and its log-sum-exp."""
-        batch, heads, query, head_dim = q.shape
+        """Return the merged output, ``[batch, heads, query, value_dim]``, and its log-sum-exp."""
+        batch, heads, query = q.shape[:3]
         tile = self.plan[0] if len(self.plan) == 1 else None
         if tile and tile[:2] == ((0, batch), (0, query)) and query <= SHORTEST:  # as in each step of decoding
             out, lse = self._forward_tile(q, self._keys(k), v, tile, (0, k.shape[1]), sinks)
             return out.to(q.dtype), lse
         # Memory in the order that the layers expect, so that they need no copy.
-        out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+        out = torch.zeros(batch, query, heads, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full((batch, query, heads), -math.inf, dtype=precise, device=q.device).transpose(1, 2)
         if sinks is not None:
@@ -511,9 +512,9 @@ class _Run:
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         bias = self.pieces[part.piece].bias
         if part.kind == FADING:
-            out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), scale=self.scale, causal=True))
+            out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), causal=True, **self.how))
         else:
-            out, lse = self.backend.with_lse(q, k, v, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+            out, lse = self.backend.with_lse(q, k, v, causal=part.kind == CAUSAL, mask=part.mask, **self.how)
         return out, lse + bias if bias else lse
 
     def _backward(
@@ -523,9 +524,9 @@ class _Run:
         bias = self.pieces[part.piece].bias
         tensors = (q, k, v, out, lse - bias if bias else lse, grad)
         if part.kind == FADING:
-            grads = self.backend.gradients(*_flipped(*tensors), scale=self.scale, causal=True)
+            grads = self.backend.gradients(*_flipped(*tensors), causal=True, **self.how)
             return _flipped(*grads)
-        return self.backend.gradients(*tensors, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+        return self.backend.gradients(*tensors, causal=part.kind == CAUSAL, mask=part.mask, **self.how)
 
 
 def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.attention.base import AttentionBackend, Call, Need, capability_of, expand_heads
+from ctxext.attention.base import AttentionBackend, Call, Need, capability_of, evened, expand_heads
 from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
 from ctxext.attention.near_far import attend_near_far, has_far_keys
@@ -49,8 +49,8 @@ def _no_fused_kernel(need: Need) -> str | None:
     # Without a mask, flash attention takes 16-bit heads of any size: torch pads them, except with a log-sum-exp.
     masked = need.order == "free" or need.window is not None or need.cached or need.sees == "both"
     step = 8 if half else 4
-    if need.head_dim % step and (masked or need.lse or is_old or not half):
-        return f"its fused kernels need a head_dim that is a multiple of {step}, found {need.head_dim}."
+    if need.width % step and (masked or need.lse or is_old or not half):
+        return f"its fused kernels need a head_dim that is a multiple of {step}, found {need.width}."
     return None
 
 
@@ -62,7 +62,8 @@ class Sdpa(AttentionBackend):
     A few queries over a long cache take a bias of one row per query, and other calls a mask of one byte per pair. With
     slopes, key heads are repeated to the number of query heads (linear memory). If tokens see both ways, slopes become
     a bias that is materialised for some queries at a time (linear memory, slower kernels). So does the score of an
-    encoding, unless further dimensions of q and k can carry it, or it is equal for all far keys.
+    encoding, unless further dimensions of q and k can carry it, or it is equal for all far keys. Where values have
+    another width than keys, the narrower ones are padded with zeros, unless a kernel takes both as they are.
 
     Args:
         block_overhead: cost of a further kernel call, in pairs of tokens; blocks are used if they save more. None means
@@ -94,12 +95,16 @@ class Sdpa(AttentionBackend):
             return "a sharded layout is square: as many keys as queries."
         return None
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         kernel = _Kernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
         if isinstance(call.score, OwnAttention):
             return call.score.attend(v)
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
+        if call.need.value_dim is not None and not (is_short and call.slopes is None and call.score is None):
+            q, k, v = evened(q, k, v)
+            need = replace(call.need, head_dim=q.shape[3], value_dim=None)
+            return self.attend(replace(call, q=q, k=k, v=v, need=need))[..., : call.v.shape[3]]
         if call.need.score == "rows" and has_far_keys(call) and self.refuses(_far_need(call.need)) is None:
             return attend_near_far(self, call)
         if call.need.score == "rows" or (call.need.score in ("places", "columns") and is_short):
@@ -126,18 +131,32 @@ class Sdpa(AttentionBackend):
         return out[..., : call.need.head_dim] if out.shape[-1] > call.need.head_dim else out
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
-    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+        assert softcap is None, "refuses says that it has none"
         if q.device.type == "cpu" and torch.compiler.is_exporting():
             # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights in place of the
             # log-sum-exp (torch/_decomp/decompositions.py), so an exported program gets ctxext's formula.
             return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)
+        if v.shape[3] != q.shape[3] and (q.device.type == "cpu" or _is_for_flash(q)):
+            if q.device.type == "cpu" and q.shape[2] <= self.dense_rows and q.dtype in (torch.float32, torch.float64):
+                return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)  # v stays where it is
+            out, lse = self.with_lse(*evened(q, k, v), scale=scale, causal=causal, mask=mask)
+            return out[..., : v.shape[3]], lse
         heads, kv_heads = q.shape[1], k.shape[1]
         if not causal and mask is None and q.shape[2] <= self.dense_rows and heads > kv_heads:
             # Query heads that share a key head become rows of one block of queries, so that keys are read once for all.
             folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
             out, lse = _fused(folded, k, v, scale, False, None)
-            return out.reshape(q.shape), lse.reshape(q.shape[:3])
+            return out.reshape(*q.shape[:3], v.shape[3]), lse.reshape(q.shape[:3])
         return _fused(q, k, v, scale, causal, mask)
 
     def gradients(
@@ -152,9 +171,15 @@ class Sdpa(AttentionBackend):
         scale: float,
         causal: bool,
         mask: Tensor | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert softcap is None, "refuses says that it has none"
         if q.device.type != "cpu":
             return super().gradients(q, k, v, out, lse, grad, scale=scale, causal=causal, mask=mask)
+        if v.shape[3] != q.shape[3]:
+            even_q, even_k, even_v, out, grad = evened(q, k, v, out, grad)
+            even = self.gradients(even_q, even_k, even_v, out, lse, grad, scale=scale, causal=causal, mask=mask)
+            return even[0][..., : q.shape[3]], even[1][..., : q.shape[3]], even[2][..., : v.shape[3]]
         hidden = None if mask is None else _as_bias(mask, q)
         grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, causal, attn_mask=hidden, scale=scale
@@ -449,18 +474,19 @@ def _dense(kernel: _Kernel, call: Call) -> Tensor:
     """
     q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
     batch, heads, query, head_dim = q.shape
+    shape = (batch, heads, query, v.shape[3])
     kv_heads = k.shape[1]
     folded = q.reshape(batch, kv_heads, heads // kv_heads * query, head_dim)
     if slopes is None and query == 1 and window is None and layout.whole:
-        return kernel(folded, k, v).reshape(q.shape)
+        return kernel(folded, k, v).reshape(shape)
     mask, some = _seen(layout, window)
     if slopes is None:
         shared = mask.expand(batch, heads // kv_heads, query, -1).reshape(batch, 1, folded.shape[2], -1)
-        return torch.where(some, kernel(folded, k, v, shared).reshape(q.shape), 0.0)
+        return torch.where(some, kernel(folded, k, v, shared).reshape(shape), 0.0)
 
     def build() -> Tensor:
         return _bias(layout.distances(), slopes, q).masked_fill(~mask, -torch.inf)
 
     bias = layout.memo(("bias", q.device, q.dtype, window), build, owner=slopes)
     rows = bias.reshape(batch, kv_heads, folded.shape[2], -1)
-    return torch.where(some, kernel(folded, k, v, rows).reshape(q.shape), 0.0)
+    return torch.where(some, kernel(folded, k, v, rows).reshape(shape), 0.0)

@@ -72,28 +72,39 @@ class Case:
     slopes: Tensor | None
     window: int | None = None
     scale: float = HEAD_DIM**-0.5
+    softcap: float | None = None
 
     def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
 
 
-def case(name: str, dtype: torch.dtype, *, biased: bool, window: int | None = None, kv_heads: int = KV_HEADS) -> Case:
+def case(
+    name: str,
+    dtype: torch.dtype,
+    *,
+    biased: bool,
+    window: int | None = None,
+    kv_heads: int = KV_HEADS,
+    value_dim: int = HEAD_DIM,
+    softcap: float | None = None,
+) -> Case:
     layout = LAYOUTS[name]()
     generator = torch.Generator().manual_seed(0)
 
-    def random(heads: int, length: int) -> Tensor:
-        return torch.randn(layout.batch, heads, length, HEAD_DIM, generator=generator).to(dtype)
+    def random(heads: int, length: int, width: int = HEAD_DIM) -> Tensor:
+        return torch.randn(layout.batch, heads, length, width, generator=generator).to(dtype)
 
-    q, grad = random(HEADS, layout.query_length), random(HEADS, layout.query_length)
-    k, v = random(kv_heads, layout.key_length), random(kv_heads, layout.key_length)
+    q, grad = random(HEADS, layout.query_length), random(HEADS, layout.query_length, value_dim)
+    k, v = random(kv_heads, layout.key_length), random(kv_heads, layout.key_length, value_dim)
     slopes = 2.0 ** -torch.arange(1, HEADS + 1).double() if biased else None
-    return Case(q, k, v, grad, layout, slopes, window)
+    return Case(q, k, v, grad, layout, slopes, window, softcap=softcap)
 
 
 def truth(case: Case, *, backward: bool = True) -> list[Tensor]:
     """Output and gradients in float64, from the same rounded inputs."""
     inputs = case.tensors(torch.float64)
-    out = Reference()(*inputs, case.layout, scale=case.scale, slopes=case.slopes, window=case.window)
+    how = {"scale": case.scale, "slopes": case.slopes, "window": case.window, "softcap": case.softcap}
+    out = Reference()(*inputs, case.layout, **how)
     return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad.double()) if backward else ())]
 
 
@@ -102,6 +113,8 @@ def naive(case: Case, *, backward: bool = True) -> list[Tensor]:
     q, k, v = inputs = case.tensors()
     repeat = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeat, 1).transpose(-1, -2) * case.scale
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     if case.slopes is not None:
         distance = case.layout.query_positions[:, None, :, None] - case.layout.key_positions[:, None, None, :]
         distance = distance.abs() if case.layout.sees == "both" else distance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -23,7 +24,7 @@ CALLS: list[str] = []
 REAL = json.loads(Path(__file__).with_name("flash_attn.json").read_text())["functions"]
 
 
-def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None) -> Tensor:
+def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None, softcap=0.0) -> Tensor:
     """[seq, heads, head_dim], causal from the bottom right corner."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     layout = Layout.causal(1, q.shape[2], k.shape[2])
@@ -31,7 +32,8 @@ def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes
     assert window_size == (-1, -1) or window_size[1] == (0 if causal else window_size[0])
     window = None if window_size == (-1, -1) else window_size[0] + 1
     assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
-    out = Reference()(q, k, v, layout, scale=softmax_scale, slopes=alibi_slopes, window=window)
+    how = {"scale": softmax_scale, "slopes": alibi_slopes, "window": window, "softcap": softcap or None}
+    out = Reference()(q, k, v, layout, **how)
     return out[0].transpose(0, 1)
 
 
@@ -236,3 +238,56 @@ def test_the_call_itself_refuses() -> None:
 def test_the_log_sum_exp_is_asked_for_by_its_real_name(backend) -> None:
     assert backend.asks_lse in REAL[backend.name]["flash_attn_func"]["names"]
     assert backend.reads_cache == ("flash_attn_with_kvcache" in REAL[backend.name])
+
+
+@pytest.mark.parametrize("kind", [{"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}], ids=str)
+@pytest.mark.parametrize("layout", ["causal", "packed", "decode"])
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_soft_caps_and_values_of_another_width(backend, layout: str, kind: dict) -> None:
+    """Versions 2 to 4 cap the scores themselves, and get values as wide as keys."""
+    one = case(layout, torch.bfloat16, biased=True, **kind)
+    how = {"scale": one.scale, "slopes": one.slopes, "softcap": one.softcap}
+    if one.softcap is not None and backend.name != "flash":
+        how["slopes"], one = None, replace(one, slopes=None)  # a cap would bend columns
+    with torch.no_grad():
+        out = backend.attend(Call.of(one.q, one.k, one.v, one.layout, **how))
+    right, fair = truth(one, backward=False)[0], naive(one, backward=False)[0]
+    assert error(out, right) <= 2 * error(fair, right)
+
+
+@pytest.mark.parametrize("backend", [Flash3(), Flash4()], ids=lambda b: b.name)
+def test_a_cap_would_bend_columns(backend) -> None:
+    assert "cap" in backend.refuses(replace(READY, biased=True, softcap=50.0))
+    assert backend.refuses(replace(READY, softcap=50.0)) is None
+
+
+def test_a_cap_goes_without_dropout() -> None:
+    assert "attention_dropout" in Flash().refuses(replace(READY, softcap=50.0, dropout=0.1))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (64, 40), (192, 128)])
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_the_log_sum_exp_is_that_of_capped_scores(
+    backend, width: int, value_dim: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of latent attention stay as narrow as they are where kernels take them."""
+
+    def stub(q, k, v, *, softmax_scale, causal, softcap=0.0, return_attn_probs=False, return_lse=False):
+        assert return_attn_probs or return_lse
+        CALLS.append(v.shape[-1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = Reference().with_lse(q, k, v, scale=softmax_scale, causal=causal, softcap=softcap or None)
+        return out.transpose(1, 2), lse, None
+
+    monkeypatch.setattr(
+        sys.modules[backend.module], "flash_attn_func", _as_real(stub, **REAL[backend.name]["flash_attn_func"])
+    )
+    q, k = torch.randn(2, 1, 4, 9, width).bfloat16()
+    v = torch.randn(1, 4, 9, value_dim).bfloat16()
+    found = backend.with_lse(q, k, v, scale=0.2, causal=True, softcap=softcap)
+    wanted = Reference().with_lse(q, k, v, scale=0.2, causal=True, softcap=softcap)
+    for ours, right in zip(found, wanted, strict=True):
+        assert torch.equal(ours, right)
+    is_narrow = (width, value_dim) == (192, 128) and backend.name != "flash"
+    assert CALLS[0] == (value_dim if is_narrow else width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -93,14 +93,15 @@ def _rotated(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest], -1)
 
 
-def _tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(layout: Layout, dtype: torch.dtype, value_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
-    def draw(heads: int, length: int) -> Tensor:
-        x = torch.randn(layout.batch, heads, length, HEAD_DIM, generator=generator, dtype=torch.float64)
+    def draw(heads: int, length: int, width: int = HEAD_DIM) -> Tensor:
+        x = torch.randn(layout.batch, heads, length, width, generator=generator, dtype=torch.float64)
         return x.to(dtype).requires_grad_()
 
-    return draw(HEADS, layout.query_length), draw(KV_HEADS, layout.key_length), draw(KV_HEADS, layout.key_length)
+    q, k = draw(HEADS, layout.query_length), draw(KV_HEADS, layout.key_length)
+    return q, k, draw(KV_HEADS, layout.key_length, value_dim)
 
 
 def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
@@ -123,9 +124,23 @@ def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor,
     return torch.stack(rows)
 
 
+class Variant(NamedTuple):
+    """A kind of attention beyond the plain one."""
+
+    sinks: bool = False
+    softcap: float | None = None
+    value_dim: int = HEAD_DIM
+
+
 SCALE = 0.2
 SINKS = torch.linspace(-2, 3, HEADS)
-VARIANTS: dict[str, dict[str, Any]] = {"sinks": {"sinks": True}}
+VARIANTS = {
+    "sinks": Variant(sinks=True),
+    "soft cap": Variant(softcap=1.0),
+    "narrow values": Variant(value_dim=7),
+    "wide values": Variant(value_dim=20),
+    "all": Variant(sinks=True, softcap=1.0, value_dim=7),
+}
 VARIED = ("self_extend", "dual_chunk", "streaming")
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -162,29 +177,30 @@ def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "layout"), crossed(VARIED, list(LAYOUTS)))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sinks_have_the_output_and_gradients_of_dense_attention(variant: str, method: str, layout: str) -> None:
-    """In float64: the gradients of q, k and v, and that of the sinks."""
-    where, how = LAYOUTS[layout](), dict(VARIANTS[variant])
-    q, k, v = _tensors(where, torch.float64)
-    inputs = [q, k, v]
-    if how.pop("sinks", False):
-        how["sinks"] = SINKS.double().requires_grad_()
-        inputs.append(how["sinks"])
-    truth = _truth(METHODS[method], where, q, k, v, **how)
+def test_sinks_caps_and_other_values_are_those_of_dense_attention(
+    variant: str, method: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64: the output, and the gradients of q, k, v and the sinks; the reference in many small blocks."""
+    monkeypatch.setattr("ctxext.attention.blocks.CPU_BYTES", 1)
+    where, how = LAYOUTS[layout](), VARIANTS[variant]
+    q, k, v = _tensors(where, torch.float64, how.value_dim)
+    sinks = SINKS.double().requires_grad_() if how.sinks else None
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+    truth = _truth(METHODS[method], where, q, k, v, sinks=sinks, softcap=how.softcap)
     up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = [truth, *torch.autograd.grad(truth, inputs, up)]
     turned = _pieces(METHODS[method], where, torch.float64)
     queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
-    for name in ("sdpa", "reference"):
-        for tile in (16, 1000):
-            call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
-            out = attend_pieces(named(name), call, turned, tile=tile, sinks=how.get("sinks"))
-            found = [out, *torch.autograd.grad(out, inputs, up, retain_graph=True)]
-            errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
-            assert max(errors) < 1e-12, (name, tile, errors)
-            with torch.no_grad():
-                alone = attend_pieces(named(name), call, turned, tile=tile, sinks=how.get("sinks"))
-            assert torch.equal(alone, out)
+    call = Call.of(queries, keys, v, where, scale=SCALE, softcap=how.softcap, lse=True)
+    runs = [("reference", 16), *([("sdpa", 16), ("sdpa", 1000)] if how.softcap is None else [("flex", 1000)])]
+    for name, tile in runs:
+        out = attend_pieces(named(name), call, turned, tile=tile, sinks=sinks)
+        found = [out, *torch.autograd.grad(out, inputs, up, retain_graph=True)]
+        errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
+        assert max(errors) < 1e-12, (name, tile, errors)
+        with torch.no_grad():
+            alone = attend_pieces(named(name), call, turned, tile=tile, sinks=sinks)
+        assert torch.equal(alone, out)
 
 
 def test_sinks_alone_may_be_trained() -> None:
@@ -238,10 +254,16 @@ def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[
     truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)))
     queries = _rotated(q.double(), where.query_positions).to(dtype)
     keys = _rotated(k.double(), where.key_positions).to(dtype)
-    call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
-    for name, sinks in (("sdpa", None), ("reference", None), ("sdpa", SINKS.to(dtype))):
-        if sinks is not None:
-            truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)), sinks=sinks.double())
+    for name, sinks, softcap in (
+        ("sdpa", None, None),
+        ("reference", None, None),
+        ("sdpa", SINKS.to(dtype), None),
+        ("reference", None, 2.0),
+    ):
+        if sinks is not None or softcap is not None:
+            wide = None if sinks is None else sinks.double()
+            truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)), sinks=wide, softcap=softcap)
+        call = Call.of(queries, keys, v, where, scale=SCALE, softcap=softcap, lse=True)
         out = attend_pieces(named(name), call, _pieces(METHODS[method], where, torch.float32), tile=64, sinks=sinks)
         assert out.dtype == dtype
         # Rotating twice and rounding between: a few units of the last place of q and k, in scores of about 1.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ctxext.attention import Layout
 from ctxext.attention.reference import Reference
 
-HEADS, KV_HEADS, KEYS, WIDTH = 4, 2, 7, 3
+HEADS, KV_HEADS, KEYS, WIDTH, VALUES = 4, 2, 7, 3, 5
 KEEP = torch.tensor([[False, False, True, True, True, True, True], [True, True, True, True, False, False, False]])
 
 LAYOUTS: dict[str, Callable[[], Layout]] = {
@@ -25,9 +25,11 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 }
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: list[float] | None, window: int) -> Tensor:
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: list[float] | None, window: int, softcap: float | None
+) -> Tensor:
     """Softmax over the keys that a query sees, of scaled products less slope times distance; nothing seen is zero."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:3], VALUES, dtype=torch.float64)
     q_at, k_at = layout.query_positions.tolist(), layout.key_positions.tolist()
     q_of = [[0] * q.shape[2]] * q.shape[0] if layout.query_documents is None else layout.query_documents.tolist()
     k_of = [[0] * k.shape[2]] * q.shape[0] if layout.key_documents is None else layout.key_documents.tolist()
@@ -42,8 +44,10 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: list[fl
                     if k_of[row][j] < 0 or k_of[row][j] != q_of[row][i] or not 0 <= distance < window:
                         continue
                     score = sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(WIDTH)
+                    if softcap is not None:
+                        score = softcap * math.tanh(score / softcap)
                     weights[j] = math.exp(score - (slopes[head] * distance if slopes else 0.0))
-                for column in range(WIDTH):
+                for column in range(VALUES):
                     total = sum(weight * values[j][column] for j, weight in weights.items())
                     out[row, head, i, column] = total / sum(weights.values()) if weights else 0.0
     return out
@@ -51,16 +55,39 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: list[fl
 
 @pytest.mark.parametrize("window", [None, 2], ids=["no window", "window"])
 @pytest.mark.parametrize("slopes", [None, [0.5, 0.25, 0.125, 0.0625]], ids=["plain", "biased"])
+@pytest.mark.parametrize("softcap", [None, 0.5], ids=["no cap", "cap"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_is_the_formula(name: str, slopes: list[float] | None, window: int | None) -> None:
+def test_is_the_formula(name: str, softcap: float | None, slopes: list[float] | None, window: int | None) -> None:
     layout = LAYOUTS[name]()
     generator = torch.Generator().manual_seed(0)
-    shapes = [(HEADS, layout.query_length), (KV_HEADS, layout.key_length), (KV_HEADS, layout.key_length)]
-    q, k, v = (
-        torch.randn(layout.batch, heads, length, WIDTH, generator=generator, dtype=torch.float64)
-        for heads, length in shapes
-    )
+    shapes = [(HEADS, layout.query_length, WIDTH), *[(KV_HEADS, layout.key_length, wide) for wide in (WIDTH, VALUES)]]
+    q, k, v = (torch.randn(layout.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
     bias = None if slopes is None else torch.tensor(slopes, dtype=torch.float64)
-    found = Reference()(q, k, v, layout, scale=1 / math.sqrt(WIDTH), slopes=bias, window=window)
-    expected = written_out(q, k, v, layout, slopes, 10**9 if window is None else window)
+    found = Reference()(q, k, v, layout, scale=1 / math.sqrt(WIDTH), slopes=bias, window=window, softcap=softcap)
+    expected = written_out(q, k, v, layout, slopes, 10**9 if window is None else window, softcap)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_some_queries_at_a_time_are_the_whole(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients; the backward pass draws the same dropout again."""
+    generator = torch.Generator().manual_seed(0)
+    layout, slopes = Layout.packed([9, 4]), torch.rand(HEADS, generator=generator)
+    shapes = [(1, HEADS, 13, WIDTH), (1, KV_HEADS, 13, WIDTH), (1, KV_HEADS, 13, VALUES)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    grad = torch.randn(1, HEADS, 13, VALUES, generator=generator, dtype=torch.float64)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        out = Reference()(*inputs, layout, scale=0.5, slopes=slopes, softcap=1.0, dropout=dropout)
+        return out, [out.detach(), *torch.autograd.grad(out, inputs, grad, retain_graph=True)]
+
+    _, whole = run()
+    monkeypatch.setattr("ctxext.attention.blocks.CPU_BYTES", 4 * HEADS * 13 * 5)  # five queries
+    out, parts = run()
+    again = torch.autograd.grad(out, inputs, grad)
+    for mine, theirs in zip(parts[1:], again, strict=True):
+        assert torch.equal(mine, theirs)
+    if not dropout:  # other numbers are drawn for parts
+        for mine, theirs in zip(parts, whole, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)

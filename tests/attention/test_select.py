@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ def test_dropout_on_cpu_goes_to_the_reference() -> None:
     backend, reasons = select("auto", Need(dropout=0.1))
     assert backend.name == "reference"
     assert set(reasons) == {"flash", "sdpa", "flex"}
+
+
+def test_soft_caps_go_to_the_first_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, reasons = select("auto", Need(softcap=50.0, training=True))
+    assert backend.name == "reference"
+    assert reasons["sdpa"] == "it has no soft cap of scores."
+    capped = replace(HOPPER, softcap=50.0)
+    for is_installed, name in ((True, "flash"), (False, "flex")):
+        monkeypatch.setitem(INSTALLED, "flash", is_installed)
+        assert select("auto", capped)[0].name == name
+        assert select("auto", replace(capped, lse=True, biased=False))[0].name == name
 
 
 def test_a_named_backend_never_falls_back() -> None:

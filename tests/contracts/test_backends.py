@@ -34,22 +34,26 @@ def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 def _on(device: str, case: Case) -> Case:
     slopes = None if case.slopes is None else case.slopes.to(device)
     moved = [x.to(device) for x in (case.q, case.k, case.v, case.grad)]
-    return Case(*moved, case.layout.to(torch.device(device)), slopes, case.window, case.scale)
+    return Case(*moved, case.layout.to(torch.device(device)), slopes, case.window, case.scale, case.softcap)
+
+
+def _how(case: Case) -> dict[str, Any]:
+    return {"scale": case.scale, "slopes": case.slopes, "window": case.window, "softcap": case.softcap}
 
 
 def _run(backend: AttentionBackend, case: Case, *, backward: bool) -> list[torch.Tensor]:
     inputs = case.tensors()
     with torch.set_grad_enabled(backward):
-        out = backend(*inputs, case.layout, scale=case.scale, slopes=case.slopes, window=case.window)
+        out = backend(*inputs, case.layout, **_how(case))
         assert out.dtype == case.q.dtype
         return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad) if backward else ())]
 
 
 def _refuses(backend: AttentionBackend, case: Case, *, backward: bool) -> bool:
-    """Whether ``why_not`` refuses; then the call must raise with that very reason."""
+    """Whether the backend refuses; then the call must raise with that very reason."""
     with torch.set_grad_enabled(backward):
-        call = Call.of(*case.tensors(), case.layout, scale=case.scale, slopes=case.slopes, window=case.window)
-    reason = backend.why_not(call.need)
+        call = Call.of(*case.tensors(), case.layout, **_how(case))
+    reason = backend.refuses(call.need)
     if reason is None:
         return False
     with pytest.raises(BackendUnavailableError) as caught:
@@ -128,6 +132,17 @@ def test_a_document_is_alone(name: str, device: str) -> None:
         torch.testing.assert_close(part, alone, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [{"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("layout", ["causal", "decode", "padded chunk", "packed", "permuted", "both ways"])
+def test_soft_caps_and_values_of_another_width(
+    name: str, device: str, layout: str, biased: bool, kind: dict[str, Any], dtype: torch.dtype
+) -> None:
+    _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased, **kind)))
+
+
 def test_padding_changes_nothing(name: str, device: str) -> None:
     """The content of padding, whatever it is, leaves the other tokens alone; padded queries give zeros."""
     backend = BACKENDS[name]()
@@ -152,8 +167,8 @@ def test_bad_arguments(name: str, device: str) -> None:
             backend(q, k, v, layout, **options)
 
     refused("must be \\[batch, heads, seq, head_dim\\]", q=fine.q[0])
-    refused("share batch and head_dim", k=fine.k[..., :32], v=fine.v[..., :32])
-    refused("k, v their shape", v=fine.v[:, :1])
+    refused("share their batch, q and k head_dim", k=fine.k[..., :32], v=fine.v[..., :32])
+    refused("k and v their heads and length", v=fine.v[:, :1])
     refused("must divide", k=fine.k.repeat(1, 2, 1, 1)[:, :3], v=fine.v.repeat(1, 2, 1, 1)[:, :3])
     refused("must not be empty", q=fine.q[:, :, :0])
     refused("share a floating dtype", k=fine.k.double(), v=fine.v.double())
@@ -162,6 +177,7 @@ def test_bad_arguments(name: str, device: str) -> None:
     refused("scale must be above 0", scale=0.0)
     refused("window must be at least 1", window=0)
     refused("dropout must be in", dropout=1.0)
+    refused("softcap must be above 0", softcap=0.0)
     refused("slopes must be float32 or float64 \\[heads\\] = \\[4\\]", slopes=fine.slopes[:2])
     refused("16 bits misplace tokens", slopes=fine.slopes.bfloat16())
     refused("slopes require a gradient", slopes=fine.slopes.clone().requires_grad_())

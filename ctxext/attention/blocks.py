@@ -1,0 +1,85 @@
+"""Scores of some queries and heads at a time, for attention that is written out: memory stays linear in the length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+CPU_BYTES = 8 * 2**20
+"""Memory in bytes of the scores of a block on a CPU: the caches of its cores hold them."""
+
+ACCELERATOR_BYTES = 256 * 2**20
+"""Memory in bytes of the scores of a block elsewhere; less would leave an accelerator idle."""
+
+ROWS = 64
+"""Least number of rows (queries times the query heads of a key head) in a block: fewer make slow matrix products."""
+
+
+class ScoreBlock(NamedTuple):
+    """Scores, and the part of a call to which they belong.
+
+    Args:
+        here: index of the block in queries and outputs: rows, query heads and queries.
+        there: index of the block in keys and values: rows, key heads and keys.
+        scores: ``[batch, heads, queries, keys]``.
+    """
+
+    here: tuple[slice, slice, slice]
+    there: tuple[slice, slice, slice]
+    scores: Float[Tensor, "batch heads queries keys"]
+
+    def by_key_head(self, x: Float[Tensor, "batch heads queries dim"]) -> Float[Tensor, "batch kv_heads rows dim"]:
+        """Return queries or scores of this block as rows of the key heads that they read."""
+        return x.reshape(x.shape[0], self.there[1].stop - self.there[1].start, -1, x.shape[-1])
+
+
+def query_rows(batch: int, heads: int, keys: int, device: torch.device) -> int:
+    """Return the number of queries whose float32 scores fit a block; at least 1."""
+    most = CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
+    return max(1, most // (4 * batch * heads * keys))
+
+
+def score_blocks(
+    q: Float[Tensor, "batch heads query head_dim"],
+    k: Float[Tensor, "batch kv_heads key head_dim"],
+    *,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+    softcap: float | None,
+) -> Iterator[ScoreBlock]:
+    """Yield all scores of a call of ``AttentionBackend.with_lse``, invisible pairs as minus infinity.
+
+    Scores are float32 (float64 for float64 tensors), and new tensors. A causal block holds the keys up to its last
+    query only. Query heads that share a key head are rows of one matrix product, so no key is repeated.
+    """
+    (batch, heads, query, head_dim), (kv_heads, key) = q.shape, k.shape[1:3]
+    wide, shared = torch.promote_types(q.dtype, torch.float32), heads // kv_heads
+    rows = max(query_rows(batch, shared, key, q.device), -(-ROWS // shared))
+    some = max(1, min(kv_heads, rows // query))  # key heads whose scores fit together
+    factor = scale if softcap is None else scale / softcap
+    for first in range(0, kv_heads, some):
+        key_heads = slice(first, min(first + some, kv_heads))
+        query_heads = slice(key_heads.start * shared, key_heads.stop * shared)
+        keys = k[:, key_heads].to(wide)
+        for start in range(0, query, rows):
+            stop = min(start + rows, query)
+            here = slice(None), query_heads, slice(start, stop)
+            seen = slice(0, stop if causal else key)
+            block = q[here].to(wide).reshape(batch, keys.shape[1], -1, head_dim)
+            scores = (block @ keys[:, :, seen].transpose(-1, -2)).mul_(factor)  # scaled last, as kernels do
+            if softcap is not None:
+                scores = scores.tanh_().mul_(softcap)
+            scores = scores.view(batch, -1, stop - start, scores.shape[-1])
+            if causal and stop - start > 1:  # pairs before this block are visible
+                hidden = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
+                scores[..., start:].masked_fill_(hidden, -math.inf)
+            if mask is not None:
+                of_heads = query_heads if mask.shape[1] > 1 else slice(None)
+                scores.masked_fill_(~mask[:, of_heads, start:stop, seen], -math.inf)
+            yield ScoreBlock(here, (slice(None), key_heads, seen), scores)
