@@ -104,8 +104,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in decoder.modules()
-        if hasattr(module, "scaling")
-        and (isinstance(getattr(module, "layer_idx", None), int) or hasattr(module, "is_causal"))
+        if (hasattr(module, "is_causal") or {"scaling", "layer_idx"} <= vars(module).keys())
         and "ALL_ATTENTION_FUNCTIONS" in names_of(type(module))
     ]
 

@@ -11,11 +11,13 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, or_masks
 
 
 def own_bases(kind: type) -> list[type]:
@@ -38,6 +40,31 @@ def names_of(kind: type) -> dict[str, Any]:
     for base in own_bases(kind):
         names = {**vars(sys.modules[base.__module__]), **names}
     return names
+
+
+_ANY_OF = or_masks(causal_mask_function).__code__
+
+
+def shows_all(mask_function: Callable[..., Any]) -> bool:
+    """Return whether a mask function of transformers shows every token to every other.
+
+    Encoders made of decoders (EmbeddingGemma) join the causal rule with one that is true whatever its arguments are.
+    """
+    if mask_function is bidirectional_mask_function:
+        return True
+    if getattr(mask_function, "__code__", None) is not _ANY_OF:
+        return False
+    return any(map(_is_always_true, inspect.getclosurevars(mask_function).nonlocals["mask_functions"]))
+
+
+def _is_always_true(mask_function: Callable[..., Any]) -> bool:
+    """Return whether a mask function is true without any arguments to look at."""
+    try:
+        with torch.device("cpu"):
+            shown = mask_function(None, None, None, None)
+            return isinstance(shown, Tensor) and shown.ndim == 0 and bool(shown)
+    except (TypeError, AttributeError):
+        return False
 
 
 def source_of_home(kind: type) -> str:

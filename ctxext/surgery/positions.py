@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from ctxext.attention import Layout
 from ctxext.attention.layout import Span
@@ -26,6 +26,7 @@ from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.bounded import BoundedLayer, SplitLayer, bounded_layer_of, require_one_length
 from ctxext.surgery.caches import cache_in
+from ctxext.surgery.code import shows_all
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.travelling import Travelling
 
@@ -335,9 +336,9 @@ def _layout_mask(
     """Build the layout in place of a mask; registered with transformers as mask function ``ctxext``."""
     device = attention_mask.device if attention_mask is not None and device is None else device
     slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
-    sees_both_ways = mask_function is bidirectional_mask_function
+    sees_both_ways = shows_all(mask_function)
     refusal = None
-    if use_vmap:
+    if use_vmap and not sees_both_ways:
         refusal = OWN_MASK
     elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots):
         refusal = SEES_AHEAD  # transformers does not guarantee a plain causal mask here
@@ -353,13 +354,15 @@ def _layout_mask(
         return call.shard
     if sees_both_ways and call.has_encoder:
         return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
-    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function) and local_size is None
+    is_plain = (mask_function is causal_mask_function or sees_both_ways) and local_size is None
     offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
     rule = {"mask_function": mask_function, "allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap}
     replaced = options | sizes | rule | {"q_offset": offset, "attention_mask": attention_mask, "device": device}
     if local_size is not None:
         replaced["local_size"] = local_size
+    if refusal and local_size and call.position_ids is not None and not torch.compiler.is_compiling():
+        _require_one_document(_layout(slots, attention_mask, _on_one_axis(call.position_ids)))
     if refusal is not None:
         return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
@@ -410,6 +413,16 @@ SEES_AHEAD = (
     "Its attention is neither causal nor full here: tokens see some later tokens (a prefix, an image block, or a "
     "window to both sides), which ctxext's attention does not support."
 )
+
+
+def _require_one_document(layout: Layout) -> None:
+    """Raise if a row holds several documents, which windows to both sides do not tell apart."""
+    documents = layout.query_documents
+    if documents is not None and bool((documents > 0).any()):
+        raise IncompatibleError(
+            "position_ids restart, but windows to both sides go by places in the row and reach across documents. Give "
+            "each document a row of its own."
+        )
 
 
 def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots) -> bool:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function
 
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.code import shows_all
 from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.replaced import original_twin
 
@@ -309,7 +310,9 @@ def _probe_mask(
         return mask
     first = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     # A mask that shows any later token shows the next token too.
-    is_ahead = mask_function is not causal_mask_function and bool(mask_function(first, first, first, first + 1).all())
+    is_ahead = mask_function is not causal_mask_function and (
+        shows_all(mask_function) or bool(mask_function(first, first, first, first + 1).all())
+    )
     _mark(mask, frozenset({FULL, AHEAD} if is_ahead else {FULL}))
     return mask
 

@@ -51,6 +51,7 @@ NOT_ONE_GRAPH = (
 
 KNOWN_ARGUMENTS = frozenset(
     {"position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal", "s_aux"}
+    | {"deterministic"}  # of flash-attn's backward
 )
 """Arguments of a layer's attention function that attention in pieces takes, or that change no score."""
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
@@ -23,22 +25,33 @@ from tests._models import RECENT, tokens
 from tests._products import crossed
 from tests._remap import ROPE, dense_attention, relative_positions, weights
 from tests.contracts.test_remap import unrotated
-from tests.surgery.test_both_ways import LENGTH, encoder, keep_of, logits
+from tests.surgery.test_both_ways import LENGTH, keep_of, logits
+from tests.surgery.test_both_ways import encoder as encoder_of
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 REMAPS = [cls for cls in METHODS.values() if issubclass(cls, RemapMethod) and cls is not RetrievalHeads]
 OTHERS = [cls for cls in REMAPS if cls is not SelfExtend]
-TYPES = ("eurobert", "llama", *(("esmc", "gte", "jina_embeddings_v3", "nomic_bert") if RECENT else ()))
+WHOLE = ("eurobert", "llama", *(("esmc", "gte", "jina_embeddings_v3", "nomic_bert") if RECENT else ()))
+WINDOWED = ("modernbert", "gemma3_text", *(("neomme", "ultrabert") if RECENT else ()))  # beside layers that see all
+TYPES = (*WHOLE, *WINDOWED)
 ROWS = ((0, LENGTH), (30, LENGTH), (0, LENGTH - 20), (3, 20))
 
 every_method = pytest.mark.parametrize("cls", REMAPS, ids=[cls.name for cls in REMAPS])
 every_pair = pytest.mark.parametrize(("cls", "model_type"), crossed([SelfExtend, *OTHERS], TYPES))
 
 
+def encoder(model_type: str) -> PreTrainedModel:
+    """An encoder of a type, in float64; EmbeddingGemma is a Gemma 3 that reads both ways."""
+    if model_type == "gemma3_text":
+        return tiny_model(tiny_config(model_type, use_bidirectional_attention=True)).double()
+    return encoder_of(model_type, **({"local_attention": 16} if model_type == "modernbert" else {}))
+
+
 def spec_of(model: PreTrainedModel) -> RopeSpec:
     (_, rotary) = next(iter(Subject(model).rotaries))
-    return RopeSpec(2 * len(rotary.inv_freq), 10000.0, TRAINED_LENGTH, tuple(rotary.inv_freq.double().tolist()))
+    inv_freq = rotary.full_attention_inv_freq if hasattr(rotary, "full_attention_inv_freq") else rotary.inv_freq
+    return RopeSpec(2 * len(inv_freq), 10000.0, TRAINED_LENGTH, tuple(inv_freq.double().tolist()))
 
 
 def extended(cls: type[RemapMethod], model_type: str = "eurobert") -> PreTrainedModel:
@@ -47,10 +60,15 @@ def extended(cls: type[RemapMethod], model_type: str = "eurobert") -> PreTrained
 
 
 def by_hand(rope: RopeSpec, method: RemapMethod, keep: Tensor) -> Any:
-    """Attention in the signature that transformers calls, which rotates each pair of tokens by itself."""
+    """Attention in the signature that transformers calls, which rotates each pair of tokens by itself.
+
+    A layer with a window keeps its own.
+    """
     target, inv_freq = method.target_length(TRAINED_LENGTH), torch.tensor(rope.inv_freq, dtype=torch.float64)
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **given: Any) -> Any:
+        if given.get("sliding_window") is not None:
+            return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **given)
         q, k = (torch.stack([unrotated(row, inv_freq, interleaved=False) for row in part]) for part in (q, k))
         rows = []
         for row, real in enumerate(keep):
@@ -80,8 +98,9 @@ def test_logits_and_gradients_are_those_of_dense_attention(
     ids, keep = tokens(length, rows=len(ROWS)), keep_of(*ROWS)[:, :length]
     attention = by_hand(spec_of(oracle), method, keep)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", attention)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "by_hand", sdpa_mask)
     oracle.config._attn_implementation_internal = "by_hand"
-    expected = oracle(input_ids=ids).logits
+    expected = oracle(input_ids=ids, attention_mask=keep.long()).logits
     up = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).double() * keep[..., None]
     expected.backward(up)
     wanted = {name: part.grad for name, part in oracle.named_parameters() if part.grad is not None}
@@ -93,7 +112,7 @@ def test_logits_and_gradients_are_those_of_dense_attention(
         grads = {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
         assert grads.keys() == wanted.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-9 * float(wanted[name].abs().max()))
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8 * float(wanted[name].abs().max()))
 
 
 @pytest.mark.slow
@@ -168,6 +187,21 @@ def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack
     packed = logits(model, ids[:1], position_ids=positions)
     for part, document in zip(packed.split(lengths, 1), ids[:1].split(lengths, 1), strict=True):
         torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_documents_in_one_row_are_refused_where_windows_reach_across_them(model_type: str) -> None:
+    model = extended(SelfExtend, model_type)
+    positions = torch.arange(LENGTH)[None]
+    assert logits(model, tokens(LENGTH), position_ids=positions).isfinite().all()
+    with pytest.raises(IncompatibleError, match="reach across documents|mask function of the model's own"):
+        logits(model, tokens(LENGTH), position_ids=positions % 70)
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_a_description_says_which_layers_are_remapped(model_type: str) -> None:
+    notes = ctxext.describe(extended(SelfExtend, model_type)).notes
+    assert any("attention layers are remapped; the others stay as they are" in note for note in notes)
 
 
 @pytest.mark.slow
