@@ -194,7 +194,7 @@ def test_documents_in_one_row_are_refused_where_windows_reach_across_them(model_
     model = extended(SelfExtend, model_type)
     positions = torch.arange(LENGTH)[None]
     assert logits(model, tokens(LENGTH), position_ids=positions).isfinite().all()
-    with pytest.raises(IncompatibleError, match="reach across documents|mask function of the model's own"):
+    with pytest.raises(IncompatibleError, match=r"reach across documents|mask function of the model's own"):
         logits(model, tokens(LENGTH), position_ids=positions % 70)
 
 
