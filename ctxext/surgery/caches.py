@@ -206,10 +206,12 @@ class CacheGuard:
 
 
 class Filling:
-    """A forward pass that fills a cache: the record of the cache before, and the fitted lengths of this pass."""
+    """A forward pass that fills a cache: its record before, whether it held tokens, and this pass's fitted lengths."""
 
     def __init__(self, cache: Any) -> None:
-        self.before = filled(cache) if hasattr(cache, "get_seq_length") else None
+        is_cache = hasattr(cache, "get_seq_length")
+        self.before = filled(cache) if is_cache else None
+        self.continues = is_cache and int(cache.get_seq_length()) > 0
         self.fitted_lengths: list[int] = []
         self._cache = (
             None if cache is None else weakref.ref(_keys_of(cache))

@@ -55,19 +55,11 @@ class LengthRule:
             length: tokens of the text so far, those of this call included.
             cached: the length to which its cached tokens are fitted; None if there are none, or it is unknown.
             declared: the ``ctxext_length`` of the call for this text.
-
-        Raises:
-            InvalidParameterError: if a request was declared shorter than the text of its first call.
         """
-        if declared is None:
-            fitted = self.fitted(length)
-            return cached if self.by_request and cached is not None and fitted <= cached else fitted
-        if self.by_request and not cached and declared < length:  # assisted decoding looks beyond the end later
-            raise InvalidParameterError(
-                f"ctxext_length={declared} is less than the {length} tokens of the text. Give all tokens that it may "
-                f"reach, in the first call; later calls need none."
-            )
-        return self.fitted(declared)
+        fitted = self.fitted(length if declared is None else declared)
+        if declared is None and self.by_request and cached is not None and fitted <= cached:
+            return cached
+        return fitted
 
     def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
         """Return the fitted length of a row's ``before`` cached tokens; None if it is unknown.
@@ -104,9 +96,16 @@ def fit_to_lengths(
     fitted_lengths = []
     for before, length in zip(cached, now, strict=True):
         cached_as = rule.cached(known, row, rows, before) if before else None
-        fitted_lengths.append(rule.needed(length, cached_as, declared))
-        is_shard = known is None and declared is not None  # what comes before it is not in the cache
-        if not before or is_shard or cached_as == fitted_lengths[-1]:
+        fitted = rule.needed(length, cached_as, declared)
+        fitted_lengths.append(fitted)
+        # Assisted decoding looks at several tokens at once, of which those beyond the end are dropped.
+        if rule.by_request and declared is not None and fitted < rule.fitted(length) and before in (0, length - 1):
+            raise InvalidParameterError(
+                f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
+                f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
+            )
+        is_shard = declared is not None and (filling is None or not filling.continues)
+        if not before or is_shard or cached_as == fitted:
             continue
         description = f" have (those of a sequence of {cached_as})"
         if not cached_as:
@@ -370,7 +369,7 @@ def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits
     compile_nothing_in_generate(model, edits)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
-    if rule.by_request and hasattr(model, "_prepare_cache_for_generation"):
+    if rule.by_request and hasattr(model, "generate"):
         requested = RequestedLengths(model)
         edits.set(model, "_prepare_generated_length", requested.prepare_length)
         edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)

@@ -8,12 +8,13 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
@@ -256,8 +257,34 @@ def test_a_plain_call_counts_its_own_tokens_or_takes_a_length_for_each_row(model
         torch.testing.assert_close(found[row : row + 1], expected, atol=3e-4, rtol=0)
     with pytest.raises(InvalidParameterError, match=r"ctxext_length=\[72\] has 1 numbers, but the batch has 2 rows"):
         logits(model, ids, ctxext_length=[TOTAL])
-    with pytest.raises(InvalidParameterError, match=r"ctxext_length=70 is less than the 72 tokens of the text\."):
-        logits(model, ids, ctxext_length=70)
+    if method != "longrope":  # its second set is for any length
+        with pytest.raises(InvalidParameterError, match="A text of 72 tokens is longer than the 70 declared for it"):
+            logits(model, ids, ctxext_length=70)
+
+
+@every
+def test_a_shard_has_the_positions_of_the_whole_text(model_type: str, method: str) -> None:
+    model, exact = build(method, model_type), tiny(model_type)
+    chosen = METHODS[method]
+    chosen = {"method": replace(LONGROPE, growth="exact")} if method == "longrope" else chosen | {"growth": "exact"}
+    ctxext.patch(exact, trained_length=TRAINED_LENGTH, **chosen)
+    part: dict[str, Any] = {"ctxext_length": 96}
+    if model_type != "bloom":
+        part["position_ids"] = torch.arange(40, TOTAL)[None]
+    assert torch.equal(logits(model, tokens(TOTAL - 40), **part), logits(exact, tokens(TOTAL - 40), **part))
+
+
+def test_a_learned_prefix_fits_into_the_window_or_is_refused() -> None:
+    torch.manual_seed(0)
+    learned = get_peft_model(tiny(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    plain = learned.generate(input_ids=tokens(20), attention_mask=torch.ones(1, 20, dtype=torch.long), **GREEDY)
+    ctxext.patch(learned, **METHODS["dynamic_yarn"])
+    given = {"input_ids": tokens(20), "attention_mask": torch.ones(1, 20, dtype=torch.long)}
+    assert torch.equal(learned.generate(**given, **GREEDY), plain)
+    for length in (TRAINED_LENGTH - NEW - 1, PROMPT):
+        given = {"input_ids": tokens(length), "attention_mask": torch.ones(1, length, dtype=torch.long)}
+        with pytest.raises(InvalidParameterError, match="Declare all tokens, those of a learned prompt included"):
+            learned.generate(**given, **GREEDY)
 
 
 @pytest.mark.slow
