@@ -352,8 +352,6 @@ def _layout_mask(
                 "attention causal. Pass whole texts to the model."
             )
         return call.shard
-    if sees_both_ways and call.has_encoder:
-        return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
     is_plain = (mask_function is causal_mask_function or sees_both_ways) and local_size is None
     offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset  # the cache counts in place
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
@@ -361,6 +359,8 @@ def _layout_mask(
     replaced = options | sizes | rule | {"q_offset": offset, "attention_mask": attention_mask, "device": device}
     if local_size is not None:
         replaced["local_size"] = local_size
+    if sees_both_ways and call.has_encoder:
+        return LayoutMask(_across(slots, attention_mask), call.length, None, replaced, crosses=True)
     if refusal and local_size and call.position_ids is not None and not torch.compiler.is_compiling():
         _require_one_document(_layout(slots, attention_mask, _on_one_axis(call.position_ids)))
     if refusal is not None:

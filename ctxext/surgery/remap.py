@@ -455,7 +455,9 @@ class Share:
         for path, layer in tried.layers.items():
             assert layer.mask is not None
             window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS
-            if not any(f"{above}{path}.".startswith(f"{block}.") for block in seen.rotating):
+            if layer.crosses:
+                left[path] = "the text of an encoder"
+            elif not any(f"{above}{path}.".startswith(f"{block}.") for block in seen.rotating):
                 left[path] = "no positions"
             elif window is None and layer.mask.refusal:
                 raise IncompatibleError(layer.mask.refusal.rstrip("."))
@@ -511,8 +513,6 @@ def install_pieces(
     tried = try_install(rebuild, site)
     if tried.failure:
         raise IncompatibleError(f"{refusal}: {tried.failure}.")
-    if tried.crossing:
-        raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
     try:
         share = Share.of(site.path.rpartition(".")[0], tried, seen, site.spec.trained_length)
     except IncompatibleError as error:
@@ -665,20 +665,21 @@ def _rotation_form(subject: Subject, site: RotarySite, pieces: HeadPieces, share
     # Weights may be offloaded, sharded or on the meta device, or not yet on the device of another program's kernels.
     out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
     first = decoder.get_submodule(next(iter(share.far)))
-    if out_of_reach or replaced_in(type(first).__module__):
-        queries = _rotated_by_code(subject, site, first, refusal)
-    else:
+    queries, tails = None, [False, True]
+    if not out_of_reach and not replaced_in(type(first).__module__):
         with Edits() as trial:
             leave = LeaveAttend(subject.text._attn_implementation)
             shown = dict.fromkeys(share.far, _show_queries)
             install_attention(subject, site, {**dict.fromkeys(share.left, leave), **shown}, trial)
             queries = _queries_of(decoder, next(decoder.parameters()).device)
             trial.undo()
+    if queries is None:
+        queries, tails = _rotated_by_code(subject, site, first, refusal), [hasattr(subject.text, "qk_rope_head_dim")]
     queries = queries.double().cpu()
     still, moved = queries[:, :, :1], queries[:, :, 1:]
     start = torch.zeros(1, 1, dtype=torch.long)
     errors, inv_freq = {}, pieces.inv_freq(still.device)
-    for form in itertools.starmap(RotationForm, itertools.product((False, True), repeat=3)):
+    for form in itertools.starmap(RotationForm, itertools.product((False, True), tails, (False, True))):
         moving = Turn(PositionMap(offset=float(FAR)), start, inv_freq, form=form, dtype=torch.float64)
         errors[form] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
     best = min(errors, key=lambda form: errors[form])
@@ -715,10 +716,11 @@ def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refus
 ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1
 
 
-def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor:
+def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor | None:
     """Return queries of the first remapped layer for one token at positions 0 and ``FAR``, ``[1, heads, 2, head_dim]``.
 
-    Two texts of one token each: in layers before that one the token then sees itself alone.
+    Two texts of one token each: in layers before that one the token then sees itself alone. Return None if the decoder
+    does not run on positions.
     """
     tokens = torch.ones(2, 1, dtype=torch.long, device=device)
     places = torch.tensor([[0], [FAR]], device=device)
@@ -727,4 +729,6 @@ def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor:
             decoder(input_ids=tokens, position_ids=places, use_cache=False)
     except _Seen as seen:
         return seen.queries.permute(2, 1, 0, 3)
+    except FAILURES:
+        return None
     raise IncompatibleError(f"{type(decoder).__name__} ran without calling the attention interface of transformers.")

@@ -299,6 +299,18 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     assert (said in notes) == (kind.far < kind.attending)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "nanochat", "gemma3_text", "gpt_oss"])
+def test_how_a_model_rotates_is_seen_without_its_weights_too(model_type: str) -> None:
+    changes = KINDS[model_type].changes if model_type in KINDS else {}
+    live, empty = tiny(model_type, **changes), tiny(model_type, **changes).to("meta")
+    forms = []
+    for model in (live, empty):
+        attends = [vars(m)["_ctxext_attend"] for m in patched(model).modules() if "_ctxext_attend" in vars(m)]
+        forms.append({attend.form for attend in attends if hasattr(attend, "form")})
+    assert forms[0] == forms[1]
+    assert len(forms[0]) == 1
+
+
 def test_a_window_wider_than_the_training_is_refused() -> None:
     model = tiny("cwm", **TWO_KINDS | {"sliding_window": 100})
     with pytest.raises(IncompatibleError, match="wider"):
