@@ -50,7 +50,17 @@ NOT_ONE_GRAPH = (
 )
 
 KNOWN_ARGUMENTS = frozenset(
-    {"position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal", "s_aux"}
+    {
+        "position_ids",
+        "dropout",
+        "scaling",
+        "use_cache",
+        "output_attentions",
+        "sliding_window",
+        "is_causal",
+        "s_aux",
+        "softcap",
+    }
     | {"deterministic"}  # of flash-attn's backward
 )
 """Arguments of a layer's attention function that attention in pieces takes, or that change no score."""
@@ -207,7 +217,7 @@ class RemapAttend:
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
-        how: dict[str, Any] = {"scale": scale, "sinks": given.get("s_aux")}
+        how: dict[str, Any] = {"scale": scale, "softcap": given.get("softcap"), "sinks": given.get("s_aux")}
         if self.heads is None:
             out = self._attend(self.far, q, k, v, layout, cached, **how)
         else:
@@ -225,6 +235,7 @@ class RemapAttend:
         cached: Any,
         *,
         scale: float,
+        softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
         """Compute heads that attend in the same pieces; ``layout`` is that of all keys of the text."""
@@ -235,7 +246,7 @@ class RemapAttend:
         # Settle before autocast, which hands a copy of the cached keys to attention. Keys that see ahead never are.
         k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
-        call = Call.of(q, k, v, layout, scale=scale, lse=True)
+        call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
         backend = self.backends.for_(need_in_pieces(call, pieces))
         return attend_pieces(backend, call, pieces, settled=settled, sinks=sinks)
 
@@ -248,6 +259,7 @@ class RemapAttend:
         cached: Any,
         *,
         scale: float,
+        softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
         """Compute the heads that read far and the others, each in their pieces."""
@@ -264,9 +276,10 @@ class RemapAttend:
         far_sinks, near_sinks = (
             None if sinks is None else kind.of(sinks[None, :, None, None]).flatten() for kind in (far, near)
         )
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap}
         return self.heads.joined(
-            self._attend(self.far, far.of(q), *far_kv, layout, settling, scale=scale, sinks=far_sinks),
-            self._attend(self.near, near.of(q), *near_kv, layout, bounded, scale=scale, sinks=near_sinks),
+            self._attend(self.far, far.of(q), *far_kv, layout, settling, **how, sinks=far_sinks),
+            self._attend(self.near, near.of(q), *near_kv, layout, bounded, **how, sinks=near_sinks),
         )
 
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:
@@ -461,8 +474,6 @@ class Share:
                 left[path] = "no positions"
             elif window is None and layer.mask.refusal:
                 raise IncompatibleError(layer.mask.refusal.rstrip("."))
-            elif window is None and layer.is_latent:
-                raise IncompatibleError(f"keys and values of {path} differ in width (latent attention)")
             elif window is None and unknown:
                 raise IncompatibleError(f"{path} computes with {min(unknown)}, which attention in pieces does not know")
             elif window is None:
@@ -471,10 +482,9 @@ class Share:
                 left[path] = f"a window of {window:,} tokens"
             else:
                 raise IncompatibleError(f"the window of {path} is wider ({window:,}) than its trained length")
+        inside = [f"{above}{path}." for path, layer in tried.layers.items() if not layer.crosses]
         uncovered = [
-            block
-            for block in sorted(seen.rotating - seen.windowed)
-            if not any(f"{above}{path}.".startswith(f"{block}.") for path in far)
+            block for block in sorted(seen.rotating) if not any(path.startswith(f"{block}.") for path in inside)
         ]
         if uncovered:
             raise IncompatibleError(f"{uncovered[0]} rotates outside of transformers' attention interface")

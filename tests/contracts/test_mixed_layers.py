@@ -78,6 +78,9 @@ KINDS = {
     "ministral": Kind(2, 4, changes=TWO_KINDS),
     "smollm3": Kind(2, 4, changes={"no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4} | FOUR),
     "gpt_oss": Kind(2, 4, dtype=FLOAT, changes=TWO_KINDS),
+    "deepseek_v3": Kind(2, 2, tail=True, dtype=FLOAT),
+    "glm4_moe_lite": Kind(2, 2, tail=True, dtype=FLOAT),
+    "gemma2": Kind(2, 4, dtype=FLOAT, changes=TWO_KINDS),
     "nanochat": Kind(2, 2, backwards=True),
     "phi3": Kind(2, 2),
     "apertus": Kind(2, 2),
@@ -119,6 +122,7 @@ class Oracle:
         mask: Tensor | None,
         scaling: float | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
@@ -140,6 +144,8 @@ class Oracle:
                 scores = torch.where(is_far[None, :, None, None], scores, near)
                 counts = torch.where(is_far[:, None, None], counts, near_counts)
         scores = scores * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores + mask[..., : k.shape[2]].double()
         if s_aux is not None:
@@ -273,7 +279,7 @@ def test_gradients_are_those_of_dense_attention(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "cwm"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "cwm", "deepseek_v3", "gemma2"])
 def test_retrieval_heads_of_the_layers_that_reach_far(model_type: str) -> None:
     model, kind, inputs = model_of(model_type), KINDS[model_type], tokens(LENGTH)
     method = RetrievalHeads(factor=4, heads=(3,), sinks=4, window=24, exact=False)  # the other group of layer 1

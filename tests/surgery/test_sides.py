@@ -191,7 +191,6 @@ def test_whether_what_is_read_of_the_encoder_is_rotated(model_type: str, rotates
         ({"method": "yarn"}, InvalidParameterError, "needs to know how far to reach"),
         ({"method": "dynamic_ntk", "factor": 2.0}, IncompatibleError, "Give a method of fixed positions"),
         ({"method": "alibi", "factor": 2.0}, IncompatibleError, "a window to both sides"),
-        ({"method": "rerope", "factor": 2.0}, IncompatibleError, "attend to an encoder's text"),
     ],
 )
 def test_bad_calls_are_refused_and_leave_no_trace(arguments: dict[str, Any], error: type, match: str) -> None:
