@@ -15,10 +15,10 @@ from ctxext.spec import Frequencies, RopeSpec
 class Clipped(RopeMethod):
     """Slow the slowest frequencies to a stop, and leave the others as they were trained.
 
-    Pick it to train on long texts: pairs that never completed a turn in the trained window then meet no angle that they
-    have not seen. Without training, measure it first. The authors train with it after raising the base: that is ``abf``
-    with ``clip``, and ``yarn`` and ``ntk`` have the parameter too. (Their name for it, CoPE, is that of
-    ``cope``, an older encoding.)
+    Pick it to train on long texts: pairs that never completed a turn in the trained window then meet few angles that
+    they have not seen. Without training it does not extend: at twice the window SmolLM2-135M lost 2 to 4 nats. The
+    authors train with it after raising the base, which is ``abf`` with ``clip``; ``yarn`` and ``ntk`` have the
+    parameter too. (They call it CoPE; ``cope`` is an older encoding of that name.)
 
     Args:
         factor: target_length / trained_length; says only which length the model is for, since the frequencies do not
