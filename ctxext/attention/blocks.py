@@ -38,12 +38,6 @@ class ScoreBlock(NamedTuple):
         return x.reshape(x.shape[0], self.there[1].stop - self.there[1].start, -1, x.shape[-1])
 
 
-def query_rows(batch: int, heads: int, keys: int, device: torch.device) -> int:
-    """Return the number of queries whose float32 scores fit a block; at least 1."""
-    most = CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
-    return max(1, most // (4 * batch * heads * keys))
-
-
 def score_blocks(
     q: Float[Tensor, "batch heads query head_dim"],
     k: Float[Tensor, "batch kv_heads key head_dim"],
@@ -60,7 +54,8 @@ def score_blocks(
     """
     (batch, heads, query, head_dim), (kv_heads, key) = q.shape, k.shape[1:3]
     wide, shared = torch.promote_types(q.dtype, torch.float32), heads // kv_heads
-    rows = max(query_rows(batch, shared, key, q.device), -(-ROWS // shared))
+    most = CPU_BYTES if q.device.type == "cpu" else ACCELERATOR_BYTES
+    rows = max(most // (wide.itemsize * batch * shared * key), -(-ROWS // shared))
     some = max(1, min(kv_heads, rows // query))  # key heads whose scores fit together
     factor = scale if softcap is None else scale / softcap
     for first in range(0, kv_heads, some):

@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
-from ctxext.attention.blocks import query_rows, score_blocks
+from ctxext.attention.blocks import score_blocks
 from ctxext.spec import OwnAttention, ScoreForm
+
+BYTES = 64 * 2**20
+"""Memory in bytes of the scores that autograd computes at once. Below 32 MiB the C library keeps what is freed in one
+heap, where small tensors that stay between two blocks of queries would make it useless for the next block."""
 
 
 class Reference(AttentionBackend):
@@ -34,7 +38,7 @@ class Reference(AttentionBackend):
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         query = call.q.shape[2]
-        size = query_rows(call.q.shape[0], call.q.shape[1], call.k.shape[2], call.q.device)
+        size = max(1, BYTES // (4 * call.q.shape[0] * call.q.shape[1] * call.k.shape[2]))
         if torch.compiler.is_compiling() or size >= query:
             return self._some(call, slice(None), call.q, call.k, call.v)
         parts = []

@@ -130,6 +130,16 @@ def test_compiled_kernel_and_its_cache(cutoff: float | None) -> None:
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.nightly
+def test_compiled_soft_cap_over_values_of_another_width() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, N, 16), (1, 1, N, 16), (1, 1, N, 32)]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    how = {"scale": 0.25, "slopes": SLOPES, "softcap": 0.7}
+    out, right = Flex()(q, k, v, **how), Reference()(q.double(), k.double(), v.double(), **how)
+    assert error(out, right) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "limit"), [(["causal"], 2), pytest.param(list(cases.LAYOUTS), 8, marks=pytest.mark.nightly)]
@@ -166,6 +176,7 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
         (Need(order="external"), "engine around the kernel"),
         (Need(device="cuda", training=True, query_length=130, key_length=130), "Pad the lengths 130 and 130"),
         (Need(device="cuda", head_dim=8), "at least 16, found 8"),
+        (Need(device="cuda", value_dim=8), "at least 16, found 8"),
     ],
 )
 def test_why_not(need: Need, reason: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ctxext.attention import Layout
+from ctxext.attention import Call, Layout
 from ctxext.attention.reference import Reference
 
 HEADS, KV_HEADS, KEYS, WIDTH, VALUES = 4, 2, 7, 3, 5
@@ -83,7 +86,7 @@ def test_some_queries_at_a_time_are_the_whole(dropout: float, monkeypatch: pytes
         return out, [out.detach(), *torch.autograd.grad(out, inputs, grad, retain_graph=True)]
 
     _, whole = run()
-    monkeypatch.setattr("ctxext.attention.blocks.CPU_BYTES", 4 * HEADS * 13 * 5)  # five queries
+    monkeypatch.setattr("ctxext.attention.reference.BYTES", 4 * HEADS * 13 * 5)  # five queries
     out, parts = run()
     again = torch.autograd.grad(out, inputs, grad)
     for mine, theirs in zip(parts[1:], again, strict=True):
@@ -91,3 +94,33 @@ def test_some_queries_at_a_time_are_the_whole(dropout: float, monkeypatch: pytes
     if not dropout:  # other numbers are drawn for parts
         for mine, theirs in zip(parts, whole, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.numbers = max([self.numbers, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors)])
+        return result
+
+
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_no_tensor_is_quadratic(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.attention.reference.BYTES", 1)
+    monkeypatch.setattr("ctxext.attention.blocks.CPU_BYTES", 1)
+    length, inputs = (
+        700,
+        [torch.randn(1, heads, 700, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)],
+    )
+    how = {"scale": 0.5, "causal": True, "softcap": softcap}
+    with Largest() as largest:
+        call = Call.of(*inputs, scale=0.5, softcap=softcap)
+        Reference().run(call).sum().backward()
+        q, k, v = (x.detach() for x in inputs)
+        out, lse = Reference().with_lse(q, k, v, **how)
+        Reference().gradients(q, k, v, out, lse, out, **how)
+    assert largest.numbers <= 64 * length  # a block of 64 rows of the scores of a key head
