@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
@@ -20,6 +20,7 @@ from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS, DualChunk, RetrievalHeads, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
+from ctxext.surgery.code import names_of
 from ctxext.surgery.subject import Subject
 from tests._models import RECENT, tokens
 from tests._products import crossed
@@ -68,7 +69,10 @@ def by_hand(rope: RopeSpec, method: RemapMethod, keep: Tensor) -> Any:
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **given: Any) -> Any:
         if given.get("sliding_window") is not None:
-            return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **given)
+            own = sdpa_attention_forward  # in float64 as it is, where eager attention rounds its weights to float32
+            if given.get("softcap") is not None:
+                own = names_of(type(module))["eager_attention_forward"]
+            return own(module, q, k, v, mask, scaling=scaling, **given)
         q, k = (torch.stack([unrotated(row, inv_freq, interleaved=False) for row in part]) for part in (q, k))
         rows = []
         for row, real in enumerate(keep):
@@ -79,7 +83,8 @@ def by_hand(rope: RopeSpec, method: RemapMethod, keep: Tensor) -> Any:
             if method.temperature == "logn":  # all tokens of a text see all of it
                 sharp = max(1.0, math.log(length) / math.log(TRAINED_LENGTH))
             seen = (q[row][:, slots] * sharp, k[row][:, slots], v[row][:, slots])
-            out = dense_attention(*seen, relative, inv_freq, scale=scaling, weight=weight)
+            how = {"weight": weight, "softcap": given.get("softcap")}
+            out = dense_attention(*seen, relative, inv_freq, scale=scaling, **how)
             rows.append(torch.zeros_like(q[row]).index_copy(1, slots, out))
         return torch.stack(rows).transpose(1, 2), None
 
@@ -98,7 +103,7 @@ def test_logits_and_gradients_are_those_of_dense_attention(
     ids, keep = tokens(length, rows=len(ROWS)), keep_of(*ROWS)[:, :length]
     attention = by_hand(spec_of(oracle), method, keep)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", attention)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "by_hand", sdpa_mask)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "by_hand", eager_mask)
     oracle.config._attn_implementation_internal = "by_hand"
     expected = oracle(input_ids=ids, attention_mask=keep.long()).logits
     up = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).double() * keep[..., None]
@@ -113,6 +118,30 @@ def test_logits_and_gradients_are_those_of_dense_attention(
         assert grads.keys() == wanted.keys()
         for name, grad in grads.items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8 * float(wanted[name].abs().max()))
+
+
+@pytest.mark.slow
+def test_an_encoder_that_caps_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5Gemma's, which has a window in every other layer and a soft cap in all."""
+    keep, method = keep_of(*ROWS), SelfExtend(factor=4.0)
+
+    def states(attention: str | None = None) -> Tensor:
+        config = tiny_config("t5gemma")
+        config.encoder.attn_logit_softcapping = 1.0
+        model = tiny_model(config).double().get_encoder()
+        if attention is None:
+            ctxext.patch(model, method)
+        else:
+            monkeypatch.setitem(
+                ALL_ATTENTION_FUNCTIONS._local_mapping, attention, by_hand(spec_of(model), method, keep)
+            )
+            monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, attention, eager_mask)
+            model.config._attn_implementation_internal = attention
+        with torch.no_grad():
+            found: Tensor = model(tokens(LENGTH, rows=len(ROWS)), attention_mask=keep.long()).last_hidden_state
+        return found[keep]
+
+    torch.testing.assert_close(states(), states("by_hand"), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
