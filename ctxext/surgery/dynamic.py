@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths
+from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rotary import RotarySite
@@ -38,6 +38,8 @@ class CountedForward(PositionedForward):
         given = self.given(args, kwargs)
         mask, cache = given.get("attention_mask"), cache_in(given)
         new = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        if new is not None:
+            of_row(declared_length(), 0, new.shape[0])  # here, as rotary modules may be given positions of one row
         if new is None or given.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
             return super().run(*args, **kwargs)
         start = 0 if cache is None else int(cache.get_seq_length())
@@ -139,8 +141,9 @@ class DynamicForward:
         site = self.sites.get(layer_type)
         if site is None:
             return forward(self.rotary, x, position_ids, layer_type=layer_type)
-        if not isinstance(declared_length(), int | None):  # one row of positions does not serve rows of several lengths
-            position_ids = position_ids.expand(*position_ids.shape[:-2], x.shape[0], position_ids.shape[-1])
+        declared = declared_length()
+        if declared is not None and not isinstance(declared, int):  # one row of positions does not serve all
+            position_ids = position_ids.expand(*position_ids.shape[:-2], len(declared), position_ids.shape[-1])
         kwargs = site.site.arguments
         lengths = self._lengths(position_ids, site)
         pieces = [piece for row in lengths for piece in row]

@@ -92,7 +92,7 @@ def fit_to_lengths(
     """
     filling = current_filling()
     known = None if filling is None else filling.before
-    declared = _of_row(declared, row, rows)
+    declared = of_row(declared, row, rows)
     fitted_lengths = []
     for before, length in zip(cached, now, strict=True):
         cached_as = rule.cached(known, row, rows, before) if before else None
@@ -125,8 +125,12 @@ def fit_to_lengths(
     return fitted_lengths
 
 
-def _of_row(declared: int | Sequence[int] | None, row: int, rows: int) -> int | None:
-    """Return the ``ctxext_length`` of one of ``rows``."""
+def of_row(declared: int | Sequence[int] | None, row: int, rows: int) -> int | None:
+    """Return the ``ctxext_length`` of one of ``rows``.
+
+    Raises:
+        InvalidParameterError: if it has another number of rows.
+    """
     if declared is None or isinstance(declared, int):
         return declared
     if len(declared) != rows:
@@ -229,7 +233,7 @@ class RecomputeStaleCache:
             now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
         for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
             fitted = self.rule.cached(known, row, rows, earlier)
-            if earlier and fitted != self.rule.needed(later, fitted, _of_row(declared, row, rows)):
+            if earlier and fitted != self.rule.needed(later, fitted, of_row(declared, row, rows)):
                 return True
         return False
 

@@ -32,7 +32,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamic_pi": {"method": "dynamic_pi", "factor": 4.0, "growth": "request"},
     "longrope": {"method": LONGROPE},
 }
-EVERY = [*(("llama", method) for method in METHODS), ("bloom", "dynamic_pi"), ("gemma3_text", "dynamic_yarn")]
+EVERY = [
+    *(("llama", method) for method in METHODS),
+    ("bloom", "dynamic_pi"),
+    ("gemma3_text", "dynamic_yarn"),
+    ("gemma3n_text", "dynamic_pi"),
+]
 PROMPT, NEW = TRAINED_LENGTH - 4, 12
 TOTAL = PROMPT + NEW
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
