@@ -144,7 +144,8 @@ class PlannedChoice:
         rope = self.rope
         methods = candidates(self.length / self.trained, rope)
         if self.settings.stock:
-            methods = tuple(method for method in methods if method.rope_parameters(rope) is not None)
+            # Readings refuse what does not fit, with its reason.
+            methods = tuple(each for each in methods if not each.fits(rope) or each.rope_parameters(rope) is not None)
         applicable, refusals = self.readings.find(methods, progress=trying)
         entered, twins = distinct(reading for reading in applicable if not reading.is_reference)
         if not entered or entered[0].method != methods[0].to_dict():

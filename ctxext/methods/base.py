@@ -138,6 +138,14 @@ class RopeMethod(Method):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         """Return the ``rope_parameters`` that plain transformers reads as this method; None if it cannot."""
 
+    def fits(self, rope: RopeSpec) -> bool:
+        """Return whether there are frequencies for this rotation: some methods demand slow pairs, or a long window."""
+        try:
+            self.frequencies(rope, rope.trained_length)
+        except InvalidParameterError:
+            return False
+        return True
+
     def for_latent_attention(self) -> RopeMethod:
         """Return the form for models that rotate only a part of each head and scale whole scores (DeepSeek)."""
         return self

@@ -24,7 +24,7 @@ from ctxext.evaluation import loss
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.statistics import PairedDifference
-from ctxext.methods import PI, SelfExtend, YaRN
+from ctxext.methods import PI, Clipped, SelfExtend, YaRN
 from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
@@ -170,8 +170,13 @@ def test_a_budget_in_time_is_turned_into_passes(
 
 
 @pytest.mark.slow
-def test_only_what_stock_transformers_loads(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_what_stock_transformers_loads(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "candidates", lambda *_: (*FEW, Clipped(factor=2, clip=1000)))
     found = chosen(model, bos_tokenizer, keys=False, stock=True, budget="12 passes")
+    [refusal] = found.refusals
+    assert "clip must be at most" in refusal.reason, "what does not fit the model is refused with its reason"
     assert [one.method for one in found.candidates] == [one for one in FEW if not isinstance(one, SelfExtend)]
     assert found.rope_parameters is not None
     assert {one.name: one.exact for one in found.runtimes} == dict.fromkeys(("transformers", *RUNTIMES), True)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import IncompatibleError
 from ctxext.evaluation.report.figures import NOTE
 from ctxext.laboratory.pictures.picture import Picture
 from ctxext.methods import METHODS, Method, RopeMethod
@@ -151,16 +151,7 @@ def shown_by_default(factor: float, rope: RopeSpec = LLAMA) -> list[Method]:
         and not kind.needs_training
         and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind))
     ]
-    return [method for method in methods if _fits(method, rope)]
-
-
-def _fits(method: RopeMethod, rope: RopeSpec) -> bool:
-    """Return whether a method has frequencies for this rotation: some demand slow pairs, or a long window."""
-    try:
-        method.frequencies(rope, rope.trained_length)
-    except InvalidParameterError:
-        return False
-    return True
+    return [method for method in methods if method.fits(rope)]
 
 
 def speed(method: Method, rope: RopeSpec) -> tuple[Float[Tensor, " half"], float]:
