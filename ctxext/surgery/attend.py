@@ -153,6 +153,7 @@ class TriedLayer:
         mask: the layout in place of the mask; None as long as the layer was not called.
         window: tokens that a query sees, of the mask or of the layer; None for all.
         key_heads: number of key heads.
+        keys: the keys, without data; layers that share theirs get one tensor.
         arguments: names of further arguments of the attention function that hold something.
         calls: times that a pass computed this attention.
     """
@@ -161,11 +162,12 @@ class TriedLayer:
     mask: LayoutMask | None = None
     window: int | None = None
     key_heads: int = 0
+    keys: Tensor | None = None
     arguments: frozenset[str] = frozenset()
     calls: int = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, given: dict[str, Any], **_: Any) -> Tensor:
-        self.mask, self.key_heads, self.calls = mask, k.shape[1], self.calls + 1
+        self.mask, self.keys, self.key_heads, self.calls = mask, k, k.shape[1], self.calls + 1
         self.window = given.get("sliding_window") if mask.window is None else mask.window
         self.arguments = frozenset(name for name, value in given.items() if value is not None)
         return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -71,6 +71,7 @@ class LayoutMask:
         self._layout, self.length, self.window, self.crosses = layout, length, window, crosses
         self.travels, self.replaced, self.is_plain, self.refusal = travels, replaced or {}, is_plain, refusal
         self._rebuilt: dict[str, Any] = {}
+        self._queries: slice | None = None  # of the replaced mask, where not all
 
     @property
     def layout(self) -> Layout:
@@ -104,6 +105,35 @@ class LayoutMask:
             return torch.device(self.replaced.get("device") or "cpu")
         return self._layout.query_positions.device
 
+    def __getitem__(self, index: Any) -> LayoutMask:
+        """Return the mask of some queries, as ``mask[:, :, queries, :]``: some layers compute the last ones only.
+
+        Raises:
+            TypeError: for any other index.
+        """
+        everything = slice(None)
+        if not isinstance(index, tuple) or len(index) != 4 or (*index[:2], index[3]) != (everything,) * 3:
+            raise TypeError("A layout in place of a mask can be indexed by queries only: mask[:, :, queries, :].")
+        queries: slice = index[2]
+        if queries in (everything, slice(0, None)):
+            return self
+        layout = self._layout
+        if layout is not None:
+            documents = layout.query_documents
+            layout = layout.memo(
+                ("queries", queries.start, queries.stop),
+                lambda: Layout.of(
+                    self.layout.query_positions[:, queries],
+                    self.layout.key_positions,
+                    None if documents is None else documents[:, queries],
+                    self.layout.key_documents,
+                ),
+            )
+            if self.layout.sees == "both":
+                layout = layout.both_ways
+        replaced = self.replaced | {"allow_is_causal_skip": False}
+        return self._with(_layout=layout, replaced=replaced, _queries=queries, _rebuilt={})
+
     def carrying(self, travels: Travelling) -> LayoutMask:
         """Return a copy for one layer, with the numbers of an encoding for each of its tokens."""
         return self._with(travels=travels)
@@ -118,6 +148,8 @@ class LayoutMask:
         if implementation not in self._rebuilt:
             mask_of = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
             mask = None if mask_of is None else mask_of(**self.replaced)
+            if mask is not None and mask.ndim == 4 and self._queries is not None:
+                mask = mask[:, :, self._queries]
             self._rebuilt[implementation] = None if mask is None else mask.to(self.device)
         return self._rebuilt[implementation]
 
@@ -399,8 +431,8 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
     if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
         raise IncompatibleError(
             f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as in a "
-            f"text with an image or a video. ALiBi has one distance between two tokens, so the patched model reads "
-            f"text only. Unpatch the model for such inputs."
+            f"text with an image or a video. ctxext's attention has one distance between two tokens, so the patched "
+            f"model reads text only. Unpatch the model for such inputs."
         )
     return position_ids[0]
 

@@ -495,6 +495,12 @@ class Share:
             )
         return cls(far, left)
 
+    @property
+    def reads_keys_once(self) -> bool:
+        """True if no keys are read by a second call or layer after the one that may drop some."""
+        calls = sum(layer.calls for layer in self.far.values())
+        return calls == len({id(layer.keys) for layer in self.far.values()})
+
     def notes(self) -> tuple[str, ...]:
         """Return the note for a user about layers that stay as they are; none if all are remapped."""
         if not self.left:
@@ -541,7 +547,7 @@ def install_pieces(
         form=_rotation_form(subject, site, far, share, refusal),
         backends=Backends(backend),
         implementation=leave.implementation,
-        drops=all(layer.calls == 1 for layer in share.far.values()),
+        drops=share.reads_keys_once,
     )
     if isinstance(method, RetrievalHeads):
         groups = Groups.of(method, tried, share)

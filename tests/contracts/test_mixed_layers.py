@@ -18,7 +18,7 @@ from transformers.masking_utils import eager_mask
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.methods import DualChunk, ReRoPE, RetrievalHeads, SelfExtend
+from ctxext.methods import DualChunk, ReRoPE, RetrievalHeads, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from tests._models import tiny, tokens
@@ -294,6 +294,40 @@ def test_retrieval_heads_of_the_layers_that_reach_far(model_type: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["self_extend", "streaming", "retrieval_heads"])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys(model_type: str, name: str) -> None:
+    """No layer drops keys that a later one reads, and those that compute the last queries only see what they saw."""
+    methods: dict[str, RemapMethod] = {
+        "self_extend": SELF_EXTEND,
+        "streaming": Streaming(factor=4, window=24, exact=False),
+        "retrieval_heads": RetrievalHeads(factor=4, heads=(3,), sinks=4, window=24, exact=False),
+    }
+    model = tiny(model_type, **TWO_KINDS, num_kv_shared_layers=2).double()
+    inputs = tokens(LENGTH, rows=2)
+    keep = torch.ones_like(inputs)
+    keep[0, :9] = 0
+    short = inputs[:, :40]
+    before = logits_of(model, short), logits_of(model, short, logits_to_keep=1)
+    patched(model, methods[name])
+    if name == "self_extend":
+        now = logits_of(model, short), logits_of(model, short, logits_to_keep=1)
+        assert all(torch.equal(*pair) for pair in zip(now, before, strict=True))
+    for more in ({}, {"attention_mask": keep}):
+        expected = logits_of(model, inputs, **more)
+        require_equal(logits_of(model, inputs, logits_to_keep=1, **more), expected[:, -1:])
+        require_equal(logits_of(model, inputs, logits_to_keep=5, **more), expected[:, -5:])
+        cache, found, at = DynamicCache(config=model.config), [], 0
+        for count in [100, *[1] * 60, 32]:
+            at += count
+            part = {key: mask[:, :at] for key, mask in more.items()}
+            with torch.no_grad():
+                found.append(model(inputs[:, at - count : at], past_key_values=cache, **part).logits)
+        require_equal(torch.cat(found, 1)[1:], expected[1:])
+        require_equal(torch.cat(found, 1)[:, 9:], expected[:, 9:])
+
+
+@pytest.mark.slow
 @every_kind
 def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     model, inputs = patched(model_of(model_type).float()), tokens(LENGTH)
@@ -315,6 +349,15 @@ def test_how_a_model_rotates_is_seen_without_its_weights_too(model_type: str) ->
         forms.append({attend.form for attend in attends if hasattr(attend, "form")})
     assert forms[0] == forms[1]
     assert len(forms[0]) == 1
+
+
+def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
+    model, inputs = patched(model_of("qwen3_5_text")), tokens(LENGTH)
+    places = torch.arange(LENGTH)[None]
+    same = places.expand(4, 1, -1)
+    require_equal(logits_of(model, inputs, position_ids=same), logits_of(model, inputs))
+    with pytest.raises(IncompatibleError, match="differ, as in a text with an image or a video"):
+        logits_of(model, inputs, position_ids=torch.stack([places, places, places // 2, places // 3]))
 
 
 def test_a_window_wider_than_the_training_is_refused() -> None:
