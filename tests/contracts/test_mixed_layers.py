@@ -329,6 +329,20 @@ def test_layers_that_share_keys(model_type: str, name: str) -> None:
 
 @pytest.mark.slow
 @every_kind
+def test_generate_writes_the_same_with_any_cache(model_type: str) -> None:
+    model, inputs = patched(model_of(model_type).float()), tokens(100, rows=2)
+    keep = torch.ones_like(inputs)
+    keep[0, :11] = 0
+    how: dict[str, Any] = {"attention_mask": keep, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    for beams in (1, 2):
+        expected = model.generate(inputs, do_sample=False, num_beams=beams, use_cache=False, **how)
+        for cache in (None, "static") if beams == 1 else (None,):
+            found = model.generate(inputs, do_sample=False, num_beams=beams, cache_implementation=cache, **how)
+            assert torch.equal(found, expected), cache
+
+
+@pytest.mark.slow
+@every_kind
 def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
     model, inputs = patched(model_of(model_type).float()), tokens(LENGTH)
     ctxext.save(model, tmp_path)
