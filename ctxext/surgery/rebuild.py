@@ -171,7 +171,19 @@ class Rebuild:
 def without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Build the model's class from a copy of ``config`` on the meta device."""
     with torch.inference_mode(False), torch.device("meta"), restoring():
-        return type(model)(copy.deepcopy(config))
+        return type(model)(as_loaded(config))
+
+
+def as_loaded(config: Any) -> Any:
+    """Return a copy of a config with dtypes as ``from_pretrained`` sets them: ``save_pretrained`` leaves names.
+
+    The activation of Apertus makes a tensor of the config's dtype.
+    """
+    config = copy.deepcopy(config)
+    for part in {id(part): part for part in (config, text_of(config))}.values():
+        if isinstance(dtype := vars(part).get("dtype"), str):
+            part.dtype = getattr(torch, dtype)
+    return config
 
 
 def _is_plain(value: object) -> bool:

@@ -6,7 +6,6 @@ meta device must not run those: its tensors have no memory, and a kernel would b
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 import inspect
@@ -20,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
-from ctxext.surgery.rebuild import restoring, without_weights
+from ctxext.surgery.rebuild import as_loaded, restoring, without_weights
 
 UNREPLACED = "_ctxext_unreplaced_"  # prefix of the name of a module's second copy
 
@@ -49,7 +48,7 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
         )
     original: type[PreTrainedModel] = getattr(_second_copy(kind.__module__), kind.__name__)
     with torch.inference_mode(False), torch.device("meta"), restoring():
-        return original(copy.deepcopy(config))
+        return original(as_loaded(config))
 
 
 def replaced_in(home: str) -> dict[str, str]:

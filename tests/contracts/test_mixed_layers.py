@@ -374,6 +374,14 @@ def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
         logits_of(model, inputs, position_ids=torch.stack([places, places, places // 2, places // 3]))
 
 
+def test_a_model_that_was_saved_is_extended_afterwards(tmp_path: Path) -> None:
+    """``save_pretrained`` leaves the name of the dtype in the config, of which Apertus makes a tensor."""
+    model = tiny("apertus")
+    model.save_pretrained(tmp_path)
+    assert isinstance(model.config.dtype, str)
+    assert logits_of(patched(model), tokens(LENGTH)).isfinite().all()
+
+
 def test_a_window_wider_than_the_training_is_refused() -> None:
     model = tiny("cwm", **TWO_KINDS | {"sliding_window": 100})
     with pytest.raises(IncompatibleError, match="wider"):
