@@ -148,7 +148,7 @@ class LayoutMask:
         if implementation not in self._rebuilt:
             mask_of = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
             mask = None if mask_of is None else mask_of(**self.replaced)
-            if mask is not None and mask.ndim == 4 and self._queries is not None:
+            if self._queries is not None and isinstance(mask, Tensor) and mask.ndim == 4:
                 mask = mask[:, :, self._queries]
             self._rebuilt[implementation] = None if mask is None else mask.to(self.device)
         return self._rebuilt[implementation]

@@ -541,13 +541,16 @@ def install_pieces(
         )
     far = HeadPieces.of(method, site.spec, both_ways=sees_both_ways)
     leave = LeaveAttend(subject.text._attn_implementation)
+    decoder = decoder_of(subject, site)
+    # One compressed vector of a token serves all heads of such a layer, in the cache too.
+    is_latent = any(getattr(decoder.get_submodule(path), "kv_lora_rank", None) is not None for path in share.far)
     attend = RemapAttend(
         method=method,
         far=far,
         form=_rotation_form(subject, site, far, share, refusal),
         backends=Backends(backend),
         implementation=leave.implementation,
-        drops=share.reads_keys_once,
+        drops=share.reads_keys_once and not is_latent,
     )
     if isinstance(method, RetrievalHeads):
         groups = Groups.of(method, tried, share)
@@ -556,6 +559,8 @@ def install_pieces(
         notes = _split_notes(method, attend, near, groups)
     else:
         by_layer, notes = dict.fromkeys(share.far, attend), attend.far.notes(drops=attend.drops)
+    if is_latent and (far.reach or isinstance(method, RetrievalHeads)):
+        notes += ("The cache holds all tokens: in latent attention one vector of a token serves all heads.",)
     install_attention(subject, site, {**dict.fromkeys(share.left, leave), **by_layer}, edits)
     compile_nothing_in_generate(subject.model, edits)
     exact = attend.exact_length

@@ -278,10 +278,32 @@ def test_gradients_are_those_of_dense_attention(model_type: str) -> None:
     require_equal(gradients(), expected)
 
 
+def held(cache: DynamicCache) -> int:
+    """Numbers in a cache."""
+    near = [layer.near for layer in cache.layers if getattr(layer, "near", None) is not None]
+    return sum(part.keys.numel() + part.values.numel() for part in [*cache.layers, *near])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "phi3"])
+def test_checkpointed_layers_have_the_same_gradients(model_type: str) -> None:
+    model, inputs = patched(model_of(model_type)).train(), tokens(LENGTH)
+    sums = []
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs, labels=inputs, use_cache=False).loss.backward()
+        sums.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+        model.gradient_checkpointing_enable()
+    require_equal(*sums)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "cwm", "deepseek_v3", "gemma2"])
 def test_retrieval_heads_of_the_layers_that_reach_far(model_type: str) -> None:
     model, kind, inputs = model_of(model_type), KINDS[model_type], tokens(LENGTH)
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(inputs, past_key_values=plain)
     method = RetrievalHeads(factor=4, heads=(3,), sinks=4, window=24, exact=False)  # the other group of layer 1
     with dense(model, kind, method):
         expected = logits_of(model, inputs)
@@ -291,6 +313,11 @@ def test_retrieval_heads_of_the_layers_that_reach_far(model_type: str) -> None:
     with torch.no_grad():
         found = [model(part, past_key_values=cache).logits for part in inputs.split([100, *[1] * 20, LENGTH - 120], 1)]
     require_equal(torch.cat(found, 1), expected)
+    if model_type == "deepseek_v3":  # one vector of a token serves all heads
+        assert held(cache) == held(plain)
+        assert "The cache holds all tokens" in str(ctxext.describe(model))
+    else:
+        assert held(cache) < held(plain)
 
 
 @pytest.mark.slow
