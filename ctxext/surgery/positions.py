@@ -81,7 +81,7 @@ class LayoutMask:
             IncompatibleError: if a layout cannot say what the mask does.
         """
         if self._layout is None:
-            raise IncompatibleError(f"{self.refusal} Unpatch the model for such inputs.")
+            raise IncompatibleError(f"{self.refusal} {UNPATCH}")
         return self._layout
 
     def _with(self, **changes: Any) -> LayoutMask:
@@ -299,16 +299,32 @@ def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "output_attentions: a fused kernel has no attention weights. Call ctxext.unpatch first."
         )
     mask = given.get("attention_mask")
-    if isinstance(
-        mask, dict
-    ):  # generate() prepared one per layer type, which under the name ctxext is the padding mask
-        return {"attention_mask": next((part for part in mask.values() if part is not None), None)}
+    if isinstance(mask, dict):
+        return {"attention_mask": _padding_among(mask, given)}
     if isinstance(mask, Tensor) and mask.ndim > 2:
         raise IncompatibleError(
             f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
             f"computes attention from positions. Pass a two-dimensional mask, or position_ids that restart."
         )
     return {}
+
+
+def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | None:
+    """Return the padding mask out of those that generate() prepared for each layer type.
+
+    Under the name ctxext that of attention is the padding mask, over all slots of a static cache. Recurrent layers want
+    that of the tokens so far, and have none of their own where nothing is padded.
+    """
+    longest: Tensor | None = max((mask for mask in masks.values() if mask is not None), key=_width, default=None)
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if longest is None or tokens is None or tokens.shape[1] == 1 or torch.compiler.is_compiling():
+        return longest
+    cache = cache_in(given)
+    return longest[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens.shape[1]]
+
+
+def _width(mask: Tensor) -> int:
+    return mask.shape[-1]
 
 
 def cache_layer_of(keys: Tensor) -> Any:
@@ -375,6 +391,8 @@ def _layout_mask(
     elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots):
         refusal = SEES_AHEAD  # transformers does not guarantee a plain causal mask here
     call = _current.call
+    if call is None and refusal and local_size is None:  # the decoder would make a causal mask of its own
+        raise IncompatibleError(f"{refusal} {UNPATCH}")
     if call is None:  # generate() prepares masks before the decoder runs: keep the padding mask until then
         return attention_mask if attention_mask is None else _over_all_slots(attention_mask, slots)
     if call.shard is not None:
@@ -437,6 +455,7 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
     return position_ids[0]
 
 
+UNPATCH = "Unpatch the model for such inputs."
 OWN_MASK = (
     "Its attention hides or shows tokens by a mask function of the model's own, which ctxext's attention by positions "
     "cannot express."

@@ -112,6 +112,8 @@ def test_a_prefix_that_sees_itself_is_refused_when_it_comes() -> None:
     ctxext.patch(model, "yarn", factor=4.0)
     assert past_sees_future(model, **kinds)
     ctxext.unpatch(model)
-    ctxext.patch(model, "alibi", factor=4.0)
-    with pytest.raises(IncompatibleError, match="neither causal nor full here"):
-        past_sees_future(model, **kinds)
+    for method in ("alibi", "self_extend"):
+        ctxext.patch(model, method, factor=4.0)
+        with pytest.raises(IncompatibleError, match="neither causal nor full here"):
+            past_sees_future(model, **kinds)
+        ctxext.unpatch(model)

@@ -356,10 +356,11 @@ def test_layers_that_share_keys(model_type: str, name: str) -> None:
 
 @pytest.mark.slow
 @every_kind
-def test_generate_writes_the_same_with_any_cache(model_type: str) -> None:
+@pytest.mark.parametrize("padding", [0, 11])
+def test_generate_writes_the_same_with_any_cache(model_type: str, padding: int) -> None:
     model, inputs = patched(model_of(model_type).float()), tokens(100, rows=2)
     keep = torch.ones_like(inputs)
-    keep[0, :11] = 0
+    keep[0, :padding] = 0
     how: dict[str, Any] = {"attention_mask": keep, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
     for beams in (1, 2):
         expected = model.generate(inputs, do_sample=False, num_beams=beams, use_cache=False, **how)

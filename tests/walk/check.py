@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import Method, TableMethod, known_methods
+from ctxext.methods import Method, RetrievalHeads, TableMethod, known_methods
 from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import FAILURES
@@ -234,7 +234,10 @@ def _read(model: PreTrainedModel, inputs: Tensor) -> Tensor | None:
 def _example(method_class: type[Method], spec: RopeSpec, is_bounded: bool) -> Method:
     if is_bounded and issubclass(method_class, TableMethod):
         return method_class.of({"factor": FACTOR})
-    return method_class.example(spec)
+    method = method_class.example(spec)
+    if isinstance(method, RetrievalHeads):
+        return replace(method, heads=None)  # the model's own: the example's may lie in a layer with a window
+    return method
 
 
 def _refused_at_least(model: PreTrainedModel, method: Method, more: dict[str, Any], error: Exception) -> Finding:
