@@ -87,6 +87,9 @@ KINDS = {
 }
 every_kind = pytest.mark.parametrize("model_type", KINDS)
 METHODS = [ReRoPE(factor=4, window=20), DualChunk(factor=4, chunk=40, local=8)]
+SAMPLE = ("qwen3_next", "gemma3_text", "gpt_oss", "deepseek_v3")
+"""Types that every test takes; the others take the longest only with self_extend."""
+
 SELF_EXTEND = SelfExtend(factor=4, window=16, thinning=0.5)
 
 
