@@ -323,9 +323,10 @@ class Layout:
         qd, kd = (None if part is None else change(part) for part in (self.query_documents, self.key_documents))
         return change(self.query_positions), change(self.key_positions), qd, kd
 
-    def distances(self, *, queries: slice = slice(None)) -> Int[Tensor, "batch query key"]:
+    def distances(self, *, queries: slice | None = None) -> Int[Tensor, "batch query key"]:
         """Return query position minus key position for each pair; its absolute value if tokens see both ways."""
-        apart = self.query_positions[:, queries, None] - self.key_positions[:, None, :]
+        rows = slice(None) if queries is None else queries  # torch 2.11 cannot trace a slice as a default
+        apart = self.query_positions[:, rows, None] - self.key_positions[:, None, :]
         return apart.abs() if self.sees == "both" else apart
 
     def places(self) -> Int[Tensor, "batch query"]:
@@ -346,12 +347,12 @@ class Layout:
 
         return self.memo("places", build)
 
-    def visible(self, window: int | None = None, *, queries: slice = slice(None)) -> Bool[Tensor, "batch query key"]:
+    def visible(self, window: int | None = None, *, queries: slice | None = None) -> Bool[Tensor, "batch query key"]:
         """Return the visible pairs, by the rule in the module's docstring; memory is one byte per pair.
 
         Args:
             window: tokens that a query sees to each side, itself included; None for all.
-            queries: the queries to return.
+            queries: the queries to return; None for all.
 
         Raises:
             InvalidParameterError: for a ``shard``, whose engine decides.
@@ -363,7 +364,8 @@ class Layout:
         if window is not None:
             seen = seen & (distance < window)
         if self.query_documents is not None and self.key_documents is not None:
-            same = self.query_documents[:, queries, None] == self.key_documents[:, None, :]
+            rows = slice(None) if queries is None else queries
+            same = self.query_documents[:, rows, None] == self.key_documents[:, None, :]
             seen = seen & same & (self.key_documents >= 0)[:, None, :]
         return seen
 
