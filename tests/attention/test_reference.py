@@ -108,6 +108,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 1.0])
 def test_no_tensor_is_quadratic(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctxext.attention.reference.BYTES", 1)
