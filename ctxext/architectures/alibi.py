@@ -18,7 +18,8 @@ from ctxext.surgery.attend import Backends
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.guard import GUARD, GUARDED_FIELD
-from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
+from ctxext.surgery.layout_mask import LayoutMask, layout_of
+from ctxext.surgery.positions import ATTENTION, PositionedForward
 from ctxext.surgery.subject import Subject
 
 

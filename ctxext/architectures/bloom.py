@@ -16,7 +16,7 @@ from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.caches import cache_in
-from ctxext.surgery.positions import LayoutMask
+from ctxext.surgery.layout_mask import LayoutMask
 from ctxext.surgery.subject import Subject
 
 # Trained length of the published BLOOMs (arXiv:2211.05100, table 3), for configs that do not state it.

@@ -234,7 +234,7 @@ class AttentionBackend(ABC):
     scores: ClassVar[tuple[ScoreForm, ...]] = ("none",)
     """Forms of an encoding's score that the backend supports."""
     softcaps: ClassVar[bool] = False
-    """Whether the backend supports soft caps."""
+    """True if the backend supports soft caps."""
 
     def why_never(self) -> str | None:
         """Return why this process cannot use the backend at all, such as a missing package; else None."""

@@ -83,8 +83,8 @@ class Flex(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.device not in ("cpu", "cuda"):
             return f"it compiles for CPU and CUDA, found {need.device!r}."
-        if need.device == "cuda" and min(need.head_dim, need.value_dim or need.head_dim) < 16:
-            return f"its CUDA kernels need a head_dim of at least 16, found {min(need.head_dim, need.value_dim or 16)}."
+        if need.device == "cuda" and (narrowest := min(need.head_dim, need.value_dim or need.head_dim)) < 16:
+            return f"its CUDA kernels need a head_dim of at least 16, found {narrowest}."
         if need.device == "cpu" and need.lse:
             return "on CPU it compiles for about 10 s for every shape, and attention in pieces has many."
         if need.device == "cpu" and need.training:

@@ -19,7 +19,7 @@ from ctxext.spec import AlibiSpec
 from ctxext.surgery.attend import Backends, as_autocast_wants
 from ctxext.surgery.caches import current_filling
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths
-from ctxext.surgery.positions import LayoutMask
+from ctxext.surgery.layout_mask import LayoutMask
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.code import names_of
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
+from ctxext.surgery.layout_mask import LayoutMask
+from ctxext.surgery.positions import ATTENTION, SharedForward
 from ctxext.surgery.probe import Layers, forward_without_data, reads_an_encoder
 from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_twin
@@ -287,7 +288,12 @@ class CrossAttend:
 
 
 def install_attention(
-    subject: Subject, place: RotaryPlace, attend: Any, edits: Edits, crossing: Sequence[str] = ()
+    subject: Subject,
+    place: RotaryPlace,
+    attend: Any,
+    edits: Edits,
+    crossing: Sequence[str] = (),
+    left: Collection[str] = (),
 ) -> None:
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
@@ -297,13 +303,15 @@ def install_attention(
         attend: replacement of the attention of all layers; or that of each, by its path below the decoder.
         edits: the journal.
         crossing: paths of layers that attend to an encoder's text; they get attention without distances.
+        left: paths of layers that keep the attention they have.
     """
-    decoder = decoder_of(subject, place)
+    decoder, leave = decoder_of(subject, place), LeaveAttend(subject.text._attn_implementation)
     edits.set(subject.text, "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))
     across = CrossAttend(attend.backends) if crossing else None
+    others = dict.fromkeys(crossing, across) | dict.fromkeys(left, leave)
     for path in _paths(decoder):
-        if isinstance(attend, Mapping) and path not in attend:
+        if isinstance(attend, Mapping) and path not in attend and path not in others:
             continue  # no text reaches it, such as a layer that reads images
-        own = attend[path] if isinstance(attend, Mapping) else attend
-        edits.set(decoder.get_submodule(path), "_ctxext_attend", across if path in crossing else own)
+        own = attend.get(path) if isinstance(attend, Mapping) else attend
+        edits.set(decoder.get_submodule(path), "_ctxext_attend", others.get(path, own))

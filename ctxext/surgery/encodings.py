@@ -21,8 +21,8 @@ from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
 from ctxext.surgery.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.layout_mask import LayoutMask, layout_of
 from ctxext.surgery.override import ForwardOverride
-from ctxext.surgery.positions import LayoutMask, layout_of
 from ctxext.surgery.probe import forward_without_data
 from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.replaced import original_twin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec
 from ctxext.surgery.attend import (
     Backends,
-    LeaveAttend,
     Tried,
     TriedLayer,
     as_autocast_wants,
@@ -36,11 +34,12 @@ from ctxext.surgery.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dro
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
-from ctxext.surgery.positions import LayoutMask, cache_layer_of, replace_cache_layer
+from ctxext.surgery.layout_mask import LayoutMask
+from ctxext.surgery.positions import cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import Layers
-from ctxext.surgery.rebuild import FAILURES, Rebuild
-from ctxext.surgery.replaced import original_code, replaced_in
+from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
+from ctxext.surgery.rotation import rotation_form
 from ctxext.surgery.subject import Subject
 
 NOT_ONE_GRAPH = (
@@ -51,17 +50,10 @@ NOT_ONE_GRAPH = (
 
 KNOWN_ARGUMENTS = frozenset(
     {
-        "position_ids",
-        "dropout",
-        "scaling",
-        "use_cache",
-        "output_attentions",
-        "sliding_window",
-        "is_causal",
-        "s_aux",
-        "softcap",
+        *("position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal"),
+        *("s_aux", "softcap"),
+        "deterministic",  # of flash-attn's backward
     }
-    | {"deterministic"}  # of flash-attn's backward
 )
 """Arguments of a layer's attention function that attention in pieces takes, or that change no score."""
 
@@ -540,16 +532,15 @@ def install_pieces(
             f"that see both ways, take self_extend."
         )
     far = HeadPieces.of(method, site.spec, both_ways=sees_both_ways)
-    leave = LeaveAttend(subject.text._attn_implementation)
     decoder = decoder_of(subject, site)
     # One compressed vector of a token serves all heads of such a layer, in the cache too.
     is_latent = any(getattr(decoder.get_submodule(path), "kv_lora_rank", None) is not None for path in share.far)
     attend = RemapAttend(
         method=method,
         far=far,
-        form=_rotation_form(subject, site, far, share, refusal),
+        form=rotation_form(subject, site, far.inv_freq(torch.device("cpu")), share.far, share.left, refusal),
         backends=Backends(backend),
-        implementation=leave.implementation,
+        implementation=subject.text._attn_implementation,
         drops=share.reads_keys_once and not is_latent,
     )
     if isinstance(method, RetrievalHeads):
@@ -561,7 +552,7 @@ def install_pieces(
         by_layer, notes = dict.fromkeys(share.far, attend), attend.far.notes(drops=attend.drops)
     if is_latent and (far.reach or isinstance(method, RetrievalHeads)):
         notes += ("The cache holds all tokens: in latent attention one vector of a token serves all heads.",)
-    install_attention(subject, site, {**dict.fromkeys(share.left, leave), **by_layer}, edits)
+    install_attention(subject, site, by_layer, edits, left=share.left)
     compile_nothing_in_generate(subject.model, edits)
     exact = attend.exact_length
     first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
@@ -658,98 +649,3 @@ def split_by_heads(groups: Groups, attend: RemapAttend, near: HeadPieces) -> dic
         else:
             layers[path] = replace(attend, near=near, heads=SplitGroups.of(far, count))
     return layers
-
-
-class _Seen(Exception):
-    """Signal that ends a forward pass once its first queries are known."""
-
-    def __init__(self, queries: Tensor) -> None:
-        super().__init__()
-        self.queries = queries
-
-
-def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-    """Raise ``_Seen`` with the queries of the first layer, in place of its attention."""
-    raise _Seen(q.detach())
-
-
-FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
-
-
-def _rotation_form(subject: Subject, site: RotarySite, pieces: HeadPieces, share: Share, refusal: str) -> RotationForm:
-    """Return how the dimensions of a head rotate, from queries of one token at two positions.
-
-    Raises:
-        IncompatibleError: if no rotation by the model's frequencies maps the one query to the other.
-    """
-    decoder = decoder_of(subject, site)
-    # Weights may be offloaded, sharded or on the meta device, or not yet on the device of another program's kernels.
-    out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
-    first = decoder.get_submodule(next(iter(share.far)))
-    queries, tails = None, [False, True]
-    if not out_of_reach and not replaced_in(type(first).__module__):
-        with Edits() as trial:
-            leave = LeaveAttend(subject.text._attn_implementation)
-            shown = dict.fromkeys(share.far, _show_queries)
-            install_attention(subject, site, {**dict.fromkeys(share.left, leave), **shown}, trial)
-            queries = _queries_of(decoder, next(decoder.parameters()).device)
-            trial.undo()
-    if queries is None:
-        queries, tails = _rotated_by_code(subject, site, first, refusal), [hasattr(subject.text, "qk_rope_head_dim")]
-    queries = queries.double().cpu()
-    still, moved = queries[:, :, :1], queries[:, :, 1:]
-    start = torch.zeros(1, 1, dtype=torch.long)
-    errors, inv_freq = {}, pieces.inv_freq(still.device)
-    for form in itertools.starmap(RotationForm, itertools.product((False, True), tails, (False, True))):
-        moving = Turn(PositionMap(offset=float(FAR)), start, inv_freq, form=form, dtype=torch.float64)
-        errors[form] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
-    best = min(errors, key=lambda form: errors[form])
-    if not errors[best] < ROTATION_ERROR:
-        raise IncompatibleError(
-            f"{refusal}: no rotation in halves or in pairs maps a token's query at one position to its query at "
-            f"another. They differ by {errors[best]:.2g} of their size, so attention cannot change such positions."
-        )
-    return best
-
-
-def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refusal: str) -> Tensor:
-    """Rotate one vector to positions 0 and ``FAR`` by ``apply_rotary_pos_emb`` of the model's module.
-
-    This serves models whose weights are not in memory, or whose code another program replaced by kernels.
-
-    Raises:
-        IncompatibleError: if the model's module has no such function.
-    """
-    rotate = original_code(type(layer).__module__).get("apply_rotary_pos_emb")
-    vector = torch.randn(site.spec.rotary_dim, generator=torch.Generator().manual_seed(0)).expand(1, 1, 2, -1)
-    try:
-        with torch.device("cpu"), torch.no_grad():
-            cos, sin = (part[None] for part in site.output(Rebuild(subject).rotary(site.path), torch.tensor([0, FAR])))
-            rotated: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
-    except FAILURES as error:
-        raise IncompatibleError(
-            f"{refusal}: ctxext has to run its first layer, and some weights are offloaded, sharded or not loaded. "
-            f"Patch the model before that. ({type(error).__name__}: {error})"
-        ) from error
-    return rotated
-
-
-ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1
-
-
-def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor | None:
-    """Return queries of the first remapped layer for one token at positions 0 and ``FAR``, ``[1, heads, 2, head_dim]``.
-
-    Two texts of one token each: in layers before that one the token then sees itself alone. Return None if the decoder
-    does not run on positions.
-    """
-    tokens = torch.ones(2, 1, dtype=torch.long, device=device)
-    places = torch.tensor([[0], [FAR]], device=device)
-    try:
-        with torch.no_grad():
-            decoder(input_ids=tokens, position_ids=places, use_cache=False)
-    except _Seen as seen:
-        return seen.queries.permute(2, 1, 0, 3)
-    except FAILURES:
-        return None
-    raise IncompatibleError(f"{type(decoder).__name__} ran without calling the attention interface of transformers.")

@@ -22,7 +22,7 @@ from ctxext.spec import AlibiSpec, RopeSpec
 from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.attend import Backends
 from ctxext.surgery.encodings import ENCODING, EncodingAttend
-from ctxext.surgery.positions import LayoutMask
+from ctxext.surgery.layout_mask import LayoutMask
 from ctxext.surgery.remap import HeadPieces, RemapAttend
 from ctxext.surgery.travelling import Travelling
 from ctxext.training.lora import attach_lora

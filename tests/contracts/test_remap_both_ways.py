@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
-from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, DualChunk, RetrievalHeads, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
@@ -26,7 +26,7 @@ from tests._models import RECENT, tokens
 from tests._products import crossed
 from tests._remap import ROPE, dense_attention, relative_positions, weights
 from tests.contracts.test_remap import unrotated
-from tests.surgery.test_both_ways import LENGTH, keep_of, logits
+from tests.surgery.test_both_ways import LENGTH, keep_of, logits, require_saved_and_undone
 from tests.surgery.test_both_ways import encoder as encoder_of
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
@@ -237,20 +237,7 @@ def test_a_description_says_which_layers_are_remapped(model_type: str) -> None:
 @every_pair
 def test_undone_bit_for_bit_and_saved_and_reloaded(cls: type[RemapMethod], model_type: str, tmp_path: Path) -> None:
     model = encoder(model_type).float()
-    model.save_pretrained(tmp_path / "plain")  # which writes into the config
-    before = State.of(model, tokens(LENGTH))
-    ctxext.patch(model, cls.example(spec_of(model)))
-    read = logits(model, tokens(LENGTH))
-    model.save_pretrained(tmp_path)
-    loaded = ctxext.load(tmp_path)
-    assert torch.equal(logits(loaded, tokens(LENGTH)), read)
-    assert type(loaded) is type(model)
-    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
-        type(model).from_pretrained(tmp_path)
-    for one in (model, loaded):
-        ctxext.unpatch(one)
-    assert before.difference(model) is None
-    assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
+    require_saved_and_undone(model, lambda: ctxext.patch(model, cls.example(spec_of(model))), tmp_path)
 
 
 def test_a_description_says_that_keys_ahead_are_remapped_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,25 +144,30 @@ def test_gradients_are_those_of_the_oracle(model_type: str, kind: str) -> None:
         torch.testing.assert_close(one, found[1][name], rtol=1e-7, atol=1e-9, msg=name)
 
 
+def require_saved_and_undone(model: PreTrainedModel, extend: Callable[[], object], folder: Path) -> None:
+    """Extend a model, save and reload it, see that plain code refuses it, and undo the extension bit for bit."""
+    model.save_pretrained(folder / "plain")  # which writes into the config
+    before = State.of(model, tokens(LENGTH))
+    extend()
+    extended = logits(model, tokens(LENGTH))
+    model.save_pretrained(folder)
+    loaded = ctxext.load(folder)
+    assert torch.equal(logits(loaded, tokens(LENGTH)), extended)
+    assert type(loaded) is type(model)
+    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
+        type(model).from_pretrained(folder)
+    for one in (model, loaded):
+        ctxext.unpatch(one)
+    assert before.difference(model) is None
+    assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
+
+
 @pytest.mark.slow
 @every_kind
 @every_encoder
 def test_undone_bit_for_bit_and_saved_and_reloaded(model_type: str, kind: str, tmp_path: Path) -> None:
     model = encoder(model_type).float()
-    model.save_pretrained(tmp_path / "plain")  # which writes into the config
-    before = State.of(model, tokens(LENGTH))
-    ctxext.patch(model, "alibi", factor=4.0, both_ways=kind)
-    extended = logits(model, tokens(LENGTH))
-    model.save_pretrained(tmp_path)
-    loaded = ctxext.load(tmp_path)
-    assert torch.equal(logits(loaded, tokens(LENGTH)), extended)
-    assert type(loaded) is type(model)
-    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
-        type(model).from_pretrained(tmp_path)
-    for one in (model, loaded):
-        ctxext.unpatch(one)
-    assert before.difference(model) is None
-    assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
+    require_saved_and_undone(model, lambda: ctxext.patch(model, "alibi", factor=4.0, both_ways=kind), tmp_path)
 
 
 @pytest.mark.slow
