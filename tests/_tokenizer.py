@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 
@@ -23,4 +23,19 @@ def make_two_sided_tokenizer() -> PreTrainedTokenizerFast:
     made.add_special_tokens({"mask_token": "<mask>", "sep_token": "</s>", "pad_token": "<pad>"})
     ends = [("<s>", 256), ("</s>", made.sep_token_id)]
     made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return made
+
+
+def make_letters() -> PreTrainedTokenizerFast:
+    """One letter per token, also of those that a random model gives: 256 letters, a BOS, and a chat template."""
+    # By "abcdef", transformers finds out how a tokenizer joins its tokens, where an answer stops at a word.
+    letters = {letter: i for i, letter in enumerate("abcdef" + "".join(map(chr, range(0x4E00, 0x4EFA))))}
+    inner = Tokenizer(models.WordLevel(vocab=letters | {"<s>": 256}, unk_token="<s>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<s>")
+    made.chat_template = (
+        "{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
+        "{{ raise_exception('Unknown role ' + message.role) }}{% endif %}{{ message.content }}{% endfor %}"
+    )
     return made

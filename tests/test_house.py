@@ -39,6 +39,7 @@ ROOMS = [
     "training",
     "choosing",
     "planning",
+    "serving",
     "laboratory",
     "cli",
     "__main__",
@@ -47,7 +48,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 48_800,
+    "lines of ctxext/": 49_500,
     "classes of evaluation/": 84,
     "files that one patch enters": 20,
     "functions that one patch enters": 134,

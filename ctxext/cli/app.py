@@ -33,6 +33,7 @@ from ctxext.cli.options import (
 )
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
+from ctxext.cli.serve import serve
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.progress import DelayedBar, terminal
 
@@ -212,6 +213,7 @@ app.command(cls=StrictCommand)(plan)
 app.command(cls=StrictCommand)(choose)
 app.command(cls=StrictCommand)(heads)
 app.command(cls=StrictCommand)(show)
+app.command(cls=StrictCommand)(serve)
 
 
 @app.command(cls=StrictCommand)

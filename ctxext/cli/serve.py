@@ -1,0 +1,91 @@
+"""``ctxext serve``: an OpenAI-compatible server of an extended checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
+
+from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, method_names, option
+from ctxext.errors import require_package
+from ctxext.progress import terminal
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Address of the server, and who may ask it."""
+
+    host: str = option("Address to listen on; 0.0.0.0 for every network.", default=LOCAL[0])
+    port: int = option("Port to listen on; 0 for any that is free.", default=8000, min=0, max=65535)
+    api_key: str | None = option(
+        "Answer only clients that show this key.", envvar="CTXEXT_API_KEY", show_default="answer everybody"
+    )
+    name: str | None = option("Name of the model for clients.", show_default="CHECKPOINT as given")
+    continuous_batching: bool = option(
+        "Answer several requests in each pass of the model.", "--continuous-batching", default=False
+    )
+    cached_tokens: int | None = option(
+        "Tokens whose keys and values continuous batches hold at a time.",
+        show_default="what is free on a GPU, 8 windows on a CPU",
+        min=1,
+    )
+
+
+@grouped
+def serve(
+    *,
+    source: SourceOptions,
+    method: Annotated[
+        str | None,
+        Option(
+            "--method",
+            "-m",
+            help="Extend by this method, or by a choice.json, in place of what was saved.",
+            show_default="the extension that it was saved with",
+            autocompletion=method_names,
+        ),
+    ] = None,
+    extension: ExtensionOptions,
+    server: ServerOptions,
+) -> None:
+    """Serve a checkpoint to clients of OpenAI's API: chat, completions, responses and models, streamed or not.
+
+    Every method can be served. A request that exceeds the window is refused; nothing is cut.
+
+    [bold]Example[/]: ctxext serve Llama-3-8B --method self_extend --factor 4
+    """
+    for package in ("fastapi", "uvicorn", "openai"):
+        require_package(package, "serve", "ctxext serve needs")
+    from ctxext.serving.server import application, bound, load_served
+    from ctxext.serving.server import serve as answer
+
+    listening = bound(server.host, server.port)
+    served = load_served(
+        source.checkpoint,
+        method,
+        name=server.name,
+        dtype=source.dtype,
+        device=source.device,
+        trust_remote_code=source.trust,
+        **extension.arguments(),
+    )
+    app = application(
+        served,
+        key=server.api_key,
+        continuous_batching=server.continuous_batching,
+        cached_tokens=server.cached_tokens,
+    )
+    console = terminal()
+    for note in served.notes:
+        console.print(note, style="yellow", soft_wrap=True)
+    if server.api_key is None and server.host not in LOCAL:
+        console.print(f"{server.host} without --api-key: whoever reaches this port is answered.", style="yellow")
+    host, port = listening.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    method = served.facts["method"] or "not extended"
+    console.print(f"Serving {served.name} at http://{host}:{port}/v1", soft_wrap=True)
+    console.print(f"  {method}, a window of {served.window} tokens; Ctrl-C ends it", soft_wrap=True)
+    answer(app, listening)

@@ -1,0 +1,444 @@
+"""An OpenAI-compatible server of one checkpoint, extended by any method, over the serving code of transformers.
+
+Transformers brings the endpoints, streaming, tools and continuous batches. Here is what it lacks: a model from ctxext's
+loader, a window that no request may exceed, a key, requests that are checked before they are served, and an end to the
+work for clients that went away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import CBGenerateManager, GenerateManager, GenerationState
+
+from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.methods import Method
+from ctxext.patching import describe, extend, patch, patched_state, unpatch
+from ctxext.saved import arguments_of
+from ctxext.serving.requests import Answered, Completion, Conversation, Sampling, checked, refusal
+from ctxext.spec import ExtensionArguments
+from ctxext.surgery.subject import base_model
+
+# Tokens of an answer whose request does not say how many; as many as transformers' own server gives.
+ANSWER = 1024
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
+COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """A checkpoint that is served, and what its clients are told about it.
+
+    Args:
+        name: the name that requests ask for.
+        checkpoint: the model, extended, and its tokenizer.
+        window: most tokens of a prompt and its answer together; None if the model's config does not say.
+        facts: method, parameters, factor, trained length and window, for programs.
+        notes: what was changed for the sake of serving.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    window: int | None
+    facts: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def load_served(
+    source: str | None,
+    method: str | Method | None = None,
+    *,
+    name: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    **extension: Any,
+) -> Served:
+    """Load a checkpoint to serve: extended by ``method``, or as it was saved; a plain one is served plain.
+
+    A dynamic method keeps the positions of a request from its first token to its last (``growth="request"``), so that
+    no cache is computed again while it decodes.
+
+    Args:
+        source: as for ``load_checkpoint``.
+        method: as for ``ctxext.patch``; it takes the place of an extension that was saved.
+        name: the name that requests ask for; default that of the checkpoint, as given.
+        dtype: as for ``load_checkpoint``.
+        device: as for ``load_checkpoint``.
+        trust_remote_code: as for ``load_checkpoint``.
+        **extension: further arguments of ``ctxext.patch``.
+
+    Raises:
+        CtxextError: as ``load_checkpoint`` and ``ctxext.patch``.
+    """
+    given = [key for key, value in extension.items() if value is not None]
+    if method is None and given:
+        raise InvalidParameterError(f"{', '.join(given)}: only with a method, which says how to extend.")
+    checkpoint = load_checkpoint(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    model: Any = checkpoint.model
+    if method is not None:
+        if patched_state(base_model(model)) is not None:
+            unpatch(model)
+        patch(model, method, **extension)
+    notes = _kept_for_a_request(model)
+    description = describe(model)
+    factor = None
+    if description.trained_length and description.target_length:
+        factor = description.target_length / description.trained_length
+    parameters = dict(description.method or {})
+    facts = {
+        "method": parameters.pop("method", None),
+        "parameters": parameters,
+        "factor": factor,
+        "trained_length": description.trained_length,
+        "window": description.target_length,
+    }
+    return Served(name or source or checkpoint.name, checkpoint, description.target_length, facts, notes)
+
+
+def _kept_for_a_request(model: Any) -> tuple[str, ...]:
+    """Let a dynamic method fit positions to a whole request, and say so."""
+    state = patched_state(base_model(model))
+    growth = getattr(None if state is None else state.method, "growth", "request")
+    if state is None or growth == "request":
+        return ()
+    arguments = arguments_of(base_model(model).config.ctxext)
+    assert isinstance(arguments, ExtensionArguments)  # two sides have encoder-decoders, which are not served
+    method: Any = state.method
+    unpatch(model)
+    extend(model, replace(arguments, method=replace(method, growth="request")))
+    return (f"{method.name}: growth='request' in place of {growth!r}, so that each request keeps its positions.",)
+
+
+class ServedModels(ModelManager):  # type: ignore[misc]
+    """Manager of the one model that is served, which ctxext has loaded."""
+
+    def __init__(self, served: Served, state: GenerationState) -> None:
+        self.served, self.state = served, state
+        super().__init__(force_model=served.name)
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """Return the name as it is: no revision belongs to it."""
+        return model_id
+
+    def _load_processor(self, *_: Any, **__: Any) -> Any:
+        return self.served.checkpoint.tokenizer
+
+    def _load_model(self, *_: Any, **__: Any) -> Any:
+        return self.served.checkpoint.model
+
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        """List the model, with its window as vLLM calls it and all that is known of its extension."""
+        listed: list[dict[str, Any]] = super().list_models(cache_dir)
+        return [model | {"max_model_len": self.served.window, "ctxext": self.served.facts} for model in listed]
+
+    def shutdown(self) -> None:
+        """End the threads that answer requests, and let the model go."""
+        self.state.shutdown()
+        super().shutdown()
+
+
+def fit(inputs: Any, settings: GenerationConfig, window: int | None) -> None:
+    """Refuse a request that does not fit the window, and let an answer of no stated length end with the window.
+
+    Args:
+        inputs: the tokens of the prompt.
+        settings: settings of this request; ``max_new_tokens`` is None if the request names no length.
+        window: most tokens of prompt and answer.
+
+    Raises:
+        HTTPException: 400, with the numbers.
+    """
+    ids = inputs["input_ids"]
+    prompt = len(ids) if isinstance(ids, list) else int(ids.shape[-1])
+    if not prompt:
+        raise refusal("The prompt has no tokens.")
+    asked = settings.max_new_tokens
+    if window is None:
+        settings.max_new_tokens = asked or ANSWER
+        return
+    if prompt + (asked or 1) > window:
+        answer = f", and the answer may take {asked}: {prompt + asked} together" if asked else ""
+        raise refusal(
+            f"The prompt has {prompt} tokens{answer}. The window of this model is {window} tokens. Shorten the prompt "
+            f"or max_tokens."
+        )
+    settings.max_new_tokens = asked or min(ANSWER, window - prompt)
+
+
+class OneByOne(GenerateManager):  # type: ignore[misc]
+    """Manager of requests that are answered in turn; one whose client went away ends at the next token."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
+        fit(inputs, gen_config, self.window)
+        return super().generate_streaming(model, processor, inputs, gen_config, **more)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, Any]:
+        fit(inputs, gen_config, self.window)
+        gone = threading.Event()
+
+        def stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((ids.shape[0],), gone.is_set(), device=ids.device)
+
+        def answered() -> Any:
+            if gone.is_set():
+                return None
+            return model.generate(
+                **inputs, generation_config=gen_config, tokenizer=processor, stopping_criteria=[stopped]
+            )
+
+        try:  # the work is not cancelled from outside: its thread would end with it
+            sequences = await asyncio.shield(asyncio.wrap_future(self.submit(answered)))
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        prompt = inputs["input_ids"].shape[-1]
+        tokens = sequences[0, prompt:]
+        return processor.decode(tokens, skip_special_tokens=True), prompt, tokens
+
+
+class Together(CBGenerateManager):  # type: ignore[misc]
+    """Manager of requests that are answered in continuous batches."""
+
+    def __init__(self, window: int | None, tokens: int | None) -> None:
+        config = ContinuousBatchingConfig()
+        config.num_blocks = None if tokens is None else math.ceil(tokens / config.page_size)
+        super().__init__(config)
+        self.window = window
+        self.sampling: tuple[Any, ...] | None = None
+
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        """Start the batches with the settings of the first request, and refuse another request's if they differ."""
+        sampling = (gen_config.do_sample, gen_config.temperature, gen_config.top_p, gen_config.repetition_penalty)
+        if self.sampling not in (None, sampling):
+            raise refusal(
+                "Continuous batches sample all requests alike: temperature, top_p and frequency_penalty must be "
+                "those of the first request since the server started."
+            )
+        self.sampling = sampling
+        super().init_cb(model, gen_config)
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
+        fit(inputs, gen_config, self.window)
+        return super().generate_streaming(model, processor, inputs, gen_config, **more)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, Any]:
+        fit(inputs, gen_config, self.window)
+        try:
+            answer: tuple[str, int, Any] = await super().generate_non_streaming(
+                model, processor, inputs, gen_config, request_id
+            )
+        except asyncio.CancelledError:
+            self._cb.cancel_request(request_id)
+            raise
+        return answer
+
+
+class CheckedRequests:
+    """First step of the handlers of all endpoints: refuse what cannot be answered as it is asked."""
+
+    asked: type[Sampling]
+    model_manager: ServedModels
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Check a request, and hand it over to transformers' handler."""
+        checkpoint = self.model_manager.served.checkpoint
+        checked(self.asked, body, base_model(checkpoint.model).config.get_text_config().vocab_size)
+        if self.asked is not Completion and checkpoint.tokenizer.chat_template is None:
+            raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
+        body.setdefault("stream", False)  # a field of the Responses API that transformers takes for true
+        try:
+            return await super().handle_request(body, request_id)  # type: ignore[misc]
+        except TemplateError as error:
+            raise refusal(f"The model's chat template refuses the messages: {error}") from error
+
+    def _build_generation_config(self, body: dict[str, Any], of_model: Any, use_cb: bool = False) -> Any:
+        settings = super()._build_generation_config(body, of_model, use_cb=use_cb)  # type: ignore[misc]
+        if all(body.get(name) is None for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")):
+            settings.max_new_tokens = None
+        if body.get("temperature") is not None:
+            settings.do_sample = body["temperature"] >= COLDEST
+        return settings
+
+
+class Completions(CheckedRequests, CompletionHandler):  # type: ignore[misc]
+    """Handler of /v1/completions."""
+
+    asked = Completion
+
+
+class Chats(CheckedRequests, ChatCompletionHandler):  # type: ignore[misc]
+    """Handler of /v1/chat/completions."""
+
+    asked = Conversation
+
+
+class Answers(CheckedRequests, ResponseHandler):  # type: ignore[misc]
+    """Handler of /v1/responses."""
+
+    asked = Answered
+
+
+class Gate:
+    """Entrance to the application: it refuses strangers, and ends the work for clients that went away."""
+
+    def __init__(self, app: App, key: str | None) -> None:
+        self.app = app
+        self.digest = None if key is None else _digest(f"Bearer {key}".encode())
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        if self.digest and scope["path"] != "/health" and not secrets.compare_digest(_digest(shown), self.digest):
+            return await _error(401, "This server needs its API key (Authorization: Bearer KEY).")(scope, receive, send)
+        sent = [await receive()]
+        while sent[-1].get("more_body"):
+            sent.append(await receive())
+        left = asyncio.Event()
+
+        async def replay() -> Message:
+            if sent:
+                return sent.pop(0)
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+            work.cancel()
+
+        work = asyncio.ensure_future(self.app(scope, replay, send))
+        watching = asyncio.ensure_future(watch())
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+        finally:
+            watching.cancel()
+
+
+def _digest(header: bytes) -> bytes:
+    return hashlib.sha256(header).digest()
+
+
+def _error(status: int, sentence: str) -> JSONResponse:
+    """Return an error as OpenAI's API writes it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": sentence, "type": kind, "code": status}}, status_code=status)
+
+
+def application(
+    served: Served, *, key: str | None = None, continuous_batching: bool = False, cached_tokens: int | None = None
+) -> App:
+    """Build the application that answers requests.
+
+    Args:
+        served: from ``load_served``.
+        key: what clients must show; None answers everybody.
+        continuous_batching: answer several requests in each pass of the model.
+        cached_tokens: tokens of all requests whose keys and values such batches hold; default what is free on a GPU,
+            and 8 windows on a CPU, whose memory others need too.
+
+    Raises:
+        IncompatibleError: continuous batches would be wrong for this model.
+    """
+    state = GenerationState(continuous_batching=continuous_batching)
+    models = ServedModels(served, state)
+    if continuous_batching:
+        model: Any = served.checkpoint.model
+        model.init_continuous_batching()  # refuses a model that it would not be right for
+        if cached_tokens is None and model.device.type == "cpu":
+            cached_tokens = 8 * (served.window or ANSWER)
+        state._cb_manager, state._cb_model_id = Together(served.window, cached_tokens), served.name
+    state._generate_managers[served.name] = OneByOne(served.window)
+    handlers = [kind(models, state) for kind in (Chats, Completions, Answers)]
+    # The two that are missing take sound, and decisions of models with another head.
+    app: FastAPI = build_server(models, *handlers, None, None, state)
+    app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") in ENDPOINTS]
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        alive = state.is_cb_alive()
+        facts = {"status": "ok" if alive else "the worker of continuous batching has died", "model": served.name}
+        return JSONResponse(facts | served.facts, status_code=200 if alive else 503)
+
+    @app.exception_handler(RequestValidationError)
+    async def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
+        return _error(400, f"The body is not a JSON object: {error.errors()[0]['msg']}.")
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail))
+
+    @app.exception_handler(CtxextError)
+    async def impossible(_: Request, error: CtxextError) -> JSONResponse:
+        return _error(400, str(error))
+
+    return Gate(app, key)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Take an address before the model is loaded, which may last minutes.
+
+    Args:
+        host: name or address of an interface.
+        port: 0 takes any that is free.
+
+    Raises:
+        InvalidParameterError: no such host, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        raise InvalidParameterError(f"{host}:{port} cannot be listened on: {error.strerror}. Give another.") from error
+    return taken
+
+
+def serve(app: App, listening: socket.socket) -> None:
+    """Answer requests until Ctrl-C or SIGTERM; those that run then are finished first."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="info", lifespan="on"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn passes a signal on, once it has ended everything
+        server.run(sockets=[listening])

@@ -1,0 +1,79 @@
+"""A server of this checkout in a process of its own, on a port that was free, ended as a user ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+
+from tests._programs import ROOT
+
+KEY = "a key"
+
+
+@dataclass
+class Running:
+    """A server that runs: its process, what it wrote, and how to reach it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    port: int
+    name: str
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """A client that holds the key, and does not ask twice."""
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
+
+    @property
+    def said(self) -> str:
+        """All that it wrote."""
+        return self.log.read_text("utf-8")
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its process holds."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text("utf-8")
+        return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
+@contextlib.contextmanager
+def running(checkpoint: Path, *flags: str, words: tuple[str, ...] = ("-m", "ctxext", "serve")) -> Iterator[Running]:
+    """Start a server, wait until it answers, and end it by Ctrl-C at the end.
+
+    Args:
+        checkpoint: what it serves.
+        *flags: its further options.
+        words: how Python starts it.
+    """
+    log = checkpoint.parent / f"{checkpoint.name}-{time.monotonic_ns()}.log"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words, str(checkpoint), *flags], env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "startup complete" not in log.read_text("utf-8"):
+            assert process.poll() is None, log.read_text("utf-8")
+            assert time.monotonic() < deadline, log.read_text("utf-8")
+            time.sleep(0.1)
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text("utf-8"))[1])  # type: ignore[index]
+        yield Running(process, log, port, str(checkpoint))
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text("utf-8")
+        assert "Traceback" not in log.read_text("utf-8"), log.read_text("utf-8")
+    finally:
+        process.kill()
+        process.wait()
