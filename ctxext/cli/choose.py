@@ -11,7 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn
 from rich.text import Text
 
 from ctxext.cli.eval.common import Session, ending_on_interrupt
-from ctxext.cli.options import OutputOptions, Seed, SlidingWindow, SourceOptions, TextOptions, Trained, grouped, option
+from ctxext.cli.options import (
+    OutputOptions,
+    Seed,
+    SlidingWindow,
+    SourceOptions,
+    TextOptions,
+    Trained,
+    grouped,
+    option,
+    token_option,
+)
 from ctxext.errors import CheckpointError
 from ctxext.files import refuse_existing
 from ctxext.progress import DelayedBar
@@ -28,7 +38,7 @@ PLAYS = 8
 class ChoiceOptions:
     """Candidates, length and cost of a choice."""
 
-    target: int = option("Tokens to extend to, above the trained length.", default=...)
+    target: int = token_option("Tokens to extend to, above the trained length.", default=...)
     budget: str | None = option(
         "What it may take: 30min, 2h or 90s of computing, or, the same on every machine, '25 passes' over the target "
         "length.",

@@ -141,6 +141,23 @@ def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(*flags, help=says, **more)})
 
 
+def token_count(text: str) -> int:
+    """Read a number of tokens: ``16384``, ``16,384``, ``16K`` or ``1M``, where K is 1,024 and M its square.
+
+    Raises:
+        BadParameter: for anything else, and for a number below zero.
+    """
+    match = re.fullmatch(r"([0-9][0-9,_]*)\s*([kKmM]?)", str(text).strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no number of tokens. Give one such as 16384, 16K or 1M.")
+    return int(re.sub("[,_]", "", match[1])) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+
+
+def token_option(says: str, *flags: str, **more: Any) -> Any:
+    """Return a field of a group: an option that is a number of tokens."""
+    return option(says, *flags, parser=token_count, metavar="TOKENS", **more)
+
+
 def method_names(incomplete: str) -> list[str]:
     """Return the names of methods that begin so, to complete them in a shell."""
     return sorted([*_names_in("methods", incomplete), *_names_in("laboratory/encodings", incomplete)])
@@ -163,7 +180,12 @@ REQUIRED: Any = ...  # default of an option or argument that has to be given
 Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
 Trained = Annotated[
     int | None,
-    Option(help="Tokens the weights were trained for, where the config does not say so.", show_default="the config's"),
+    Option(
+        help="Tokens the weights were trained for, where the config does not say so.",
+        show_default="the config's",
+        parser=token_count,
+        metavar="TOKENS",
+    ),
 ]
 SlidingWindow = Annotated[
     Literal["keep", "lift"] | None,
@@ -198,7 +220,7 @@ class ExtensionOptions:
     factor: float | None = option(
         "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target-length needs"
     )
-    target_length: int | None = option(
+    target_length: int | None = token_option(
         "Tokens to extend to, instead of a factor.", show_default="factor times the trained length"
     )
     trained_length: Trained = None
@@ -244,7 +266,7 @@ class MethodOptions:
     factor: list[float] | None = option(
         "Target length / trained length. Repeatable.", "--factor", "-f", show_default="what the greatest length needs"
     )
-    length: list[int] | None = option(
+    length: list[int] | None = token_option(
         "Tokens to read. Repeatable.", "--length", "-l", show_default="the reach of each method"
     )
     trained_length: Trained = None
@@ -301,7 +323,7 @@ class TextOptions:
     documents: int | None = option(
         "Read the first N that are long enough; default all, or 1 play.", "--documents", "-n"
     )
-    skip: int | None = option("Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
+    skip: int | None = token_option("Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
     bos: str = option(
         "Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto"
     )
@@ -371,7 +393,7 @@ class DemoOptions:
         "A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."
     )
     factor: float = option("Target length / trained length, above 1.", default=2.0)
-    length: int | None = option(
+    length: int | None = token_option(
         "Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes allow."
     )
     everything: bool = option(

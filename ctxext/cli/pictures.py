@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from ctxext.cli.options import Json, StrictCommand, Trained, Trust, check_output, grouped, method_names, option
+from ctxext.cli.options import (
+    Json,
+    StrictCommand,
+    Trained,
+    Trust,
+    check_output,
+    grouped,
+    method_names,
+    option,
+    token_option,
+)
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
 
@@ -98,7 +108,7 @@ class ShownOptions:
         show_default="none; a sentence where one is needed",
     )
     layer: int = option("Attention layer, from 0 on, of what each layer has its own of.", default=0)
-    length: int | None = option("Tokens of --text to read.", show_default="all, at most 1,024")
+    length: int | None = token_option("Tokens of --text to read.", show_default="all, at most 1,024")
 
 
 @plot_app.callback()
@@ -144,7 +154,7 @@ class PositionsOptions(PictureOptions):
     """The extension of methods that remap positions, and the file that the picture goes to."""
 
     factor: float = option("Target length / trained length.", "--factor", "-f", default=2.0)
-    trained_length: int | None = option(
+    trained_length: int | None = token_option(
         "Tokens that the model was trained for. Up to 18 of them, at twice the length, show their numbers.",
         show_default="the checkpoint's, or 16",
     )

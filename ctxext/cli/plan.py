@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ctxext.cli.options import Checkpoint, Json, Trust, grouped, option
+from ctxext.cli.options import Checkpoint, Json, Trust, grouped, option, token_option
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.progress import terminal
 
@@ -42,11 +42,10 @@ class PlanOptions:
         "Memory of the device, such as 80GiB: plan the longest context that it holds.",
         show_default="none, with --length",
     )
-    length: int | None = option(
+    length: int | None = token_option(
         "Tokens of a sequence: plan the memory that they take.",
         "--length",
         "-l",
-        min=1,
         show_default="what --memory holds",
     )
     dtype: str = option("bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.", default="auto")

@@ -49,6 +49,21 @@ def test_a_parameter_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Pat
         assert "beta_fast is given twice, as 16 and as 8" in refused(cli(*command))
 
 
+@pytest.mark.parametrize("tokens", ["256", "0.25K", "1/4K", "-1", "", "K", "16Q"])
+def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
+    result = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target-length", tokens)
+    if tokens == "256":
+        assert result.exit_code == 0
+    else:
+        assert "number of tokens. Give one such as 16384, 16K or 1M." in refused(result)
+
+
+@pytest.mark.parametrize("tokens", ["16384", "16,384", "16K", "16k"])
+def test_a_number_of_tokens_may_be_written_as_it_is_printed(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
+    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target-length", tokens).exit_code == 0
+    assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
+
+
 def test_options_that_repeat_may_be_repeated(cli: Cli, llama: Path, tmp_path: Path) -> None:
     two = ("-p", "beta_fast=64", "-p", "beta_slow=2")
     assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4, *two).exit_code == 0

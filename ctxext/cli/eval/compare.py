@@ -21,6 +21,7 @@ from ctxext.cli.options import (
     grouped,
     method_names,
     option,
+    token_option,
 )
 from ctxext.progress import DelayedBar
 
@@ -39,7 +40,7 @@ class ComparedOptions(MethodOptions):
         autocompletion=method_names,
     )
     factor: list[float] | None = option("Target length / trained length. Repeatable. Default: 2.", "--factor", "-f")
-    length: list[int] | None = option(
+    length: list[int] | None = token_option(
         "Tokens to read. Repeatable. Default: each factor times the trained length.", "--length", "-l"
     )
     sliding_window: SlidingWindow = None

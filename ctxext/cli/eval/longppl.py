@@ -18,6 +18,7 @@ from ctxext.cli.options import (
     TextOptions,
     grouped,
     option,
+    token_option,
 )
 from ctxext.errors import InvalidParameterError
 from ctxext.files import write_whole
@@ -36,8 +37,8 @@ class KeyOptions:
     evaluator: str | None = option(
         "The checkpoint that finds key tokens; default the one measured, or its --reference."
     )
-    short: int | None = option("Tokens of a short context; default a quarter of the trained window.")
-    stride: int | None = option("Tokens that share a short context; default a quarter of --short.")
+    short: int | None = token_option("Tokens of a short context; default a quarter of the trained window.")
+    stride: int | None = token_option("Tokens that share a short context; default a quarter of --short.")
     alpha: float | None = option("Least that a key token gains by the long context, nats; default the paper's 2.")
     beta: float | None = option(
         "Least log-likelihood of a key token in the long context, nats; default the paper's -2."

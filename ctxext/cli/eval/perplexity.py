@@ -18,6 +18,7 @@ from ctxext.cli.options import (
     grouped,
     method_names,
     option,
+    token_option,
 )
 from ctxext.errors import InvalidParameterError
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class PerplexityOptions:
     """Lengths, and how a text is read."""
 
-    length: list[int] | None = option(
+    length: list[int] | None = token_option(
         "Tokens to read. Repeatable. Default: what the extended model is meant for.", "--length", "-l"
     )
     mode: str = option(
@@ -39,9 +40,9 @@ class PerplexityOptions:
         "full at every token), or the published protocols yarn and longlora.",
         default="position",
     )
-    stride: int | None = option("Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
+    stride: int | None = token_option("Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
     truncate: bool = option("In mode yarn: cut each text to one window.", "--truncate", default=False)
-    tokens: int | None = option("Tokens of each text that windows slide over; default twice the length.")
+    tokens: int | None = token_option("Tokens of each text that windows slide over; default twice the length.")
     unpatched: Unpatched = True
     memory: str | None = option("Budget for weights and passes, such as 2GiB.", show_default="no limit")
 
