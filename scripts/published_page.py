@@ -1,4 +1,4 @@
-"""The table of docs/published-configs.md, from tests/famous.json."""
+"""The table docs/tables/published-configs.csv, from tests/famous.json."""
 
 from __future__ import annotations
 
@@ -27,19 +27,16 @@ METHODS = {
 }
 
 
-def published_markdown() -> str:
-    """A table of every published config: its form, its lengths, how it is scaled, where it was read."""
+def published_rows() -> list[list[str]]:
+    """Return every published config: its form, its lengths, how it is scaled, where it was read."""
     entries = json.loads(ENTRIES.read_text(encoding="utf-8"))
-    lines = [
-        "| model | published form | trained | window | scaling | lengths by | source |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = [["model", "published form", "trained", "window", "scaling", "lengths by", "source"]]
     for name, entry in sorted(entries.items(), key=lambda item: item[0].lower()):
         window = f"{entry['window']:,}" + (" (asked)" if entry["asked"] else "")
         method = METHODS.get(entry["method"], f"`{entry['method']}`")
         cells = [name, _form(entry["config"]), f"{entry['trained']:,}", window, method, entry["documented"]]
-        lines.append(f"| {' | '.join([*cells, _source(entry['source'])])} |")
-    return "\n".join(lines)
+        lines.append([*cells, _source(entry["source"])])
+    return lines
 
 
 def _form(config: dict[str, Any]) -> str:

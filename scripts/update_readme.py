@@ -3,14 +3,17 @@
     python scripts/update_readme.py            # rewrite
     python scripts/update_readme.py --check    # exit 1 if a block is not what the code and the results say
 
-A block stands between ``<!-- name -->`` and ``<!-- /name -->``. An error that a page prints stands in a block of text
-behind the example that ends in it.
+A block stands between ``<!-- name -->`` and ``<!-- /name -->``. Tables of many rows are files of their own, in
+docs/tables/, which pages link to. An error that a page prints stands in a block of text behind the example that ends
+in it.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import inspect
+import io
 import os
 import re
 import typing
@@ -29,13 +32,14 @@ from ctxext.cli.show import method_rows, methods_markdown
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import parameters_of
 from ctxext.training.settings import Settings
-from scripts.published_page import published_markdown
+from scripts.published_page import published_rows
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
 from tests._examples import with_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 ENCODINGS = ROOT / "docs" / "encodings"
+TABLES = ROOT / "docs" / "tables"
 CONFIGS = ROOT / "recipes" / "configs"
 FACTOR = "target_length / trained_length"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
@@ -58,19 +62,41 @@ def blocks() -> dict[str, tuple[str, Path]]:
     made = {
         "abf": f"```python\n{source.rstrip()}\n```",
         "commands": commands_markdown(),
-        "encodings": encodings_markdown(),
-        "lab_methods": methods_markdown(method_rows(to_train=True)),
-        "methods": methods_markdown(method_rows()),
-        "parameters": parameters_markdown(),
-        "published_configs": published_markdown(),
         "recipes": recipes_markdown(),
         "runs_by_formula": by_formula_markdown(),
         "runs_on_llama_cpp": llama_cpp_markdown(),
         "runs_on_mlx_lm": mlx_lm_markdown(),
         "runs_on_vllm": vllm_markdown(),
-        "settings": settings_markdown(),
     }
     return measured | {name: (text, ROOT) for name, text in made.items()}
+
+
+@cache
+def tables() -> dict[str, str]:
+    """Return the text of every CSV file of docs/tables/ by its name; links in its cells start from that folder."""
+    rows = {
+        "commands": command_rows(),
+        "encodings": encoding_rows(),
+        "lab-methods": rows_of(methods_markdown(method_rows(to_train=True))),
+        "methods": rows_of(methods_markdown(method_rows())),
+        "parameters": parameter_rows(),
+        "published-configs": published_rows(),
+        "settings": setting_rows(),
+    }
+    return {name: csv_text(table) for name, table in rows.items()}
+
+
+def csv_text(rows: list[list[str]]) -> str:
+    """Return a table as a CSV file."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
+
+
+def rows_of(markdown: str) -> list[list[str]]:
+    """Return the cells of a Markdown table, without the line below its head."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.splitlines()]
+    return [[cell.strip().replace(r"\|", "|") for cell in line] for line in (lines[0], *lines[2:])]
 
 
 def arguments_of(documented: Any) -> dict[str, str]:
@@ -82,17 +108,17 @@ def arguments_of(documented: Any) -> dict[str, str]:
     }
 
 
-def parameters_markdown() -> str:
-    """A table of what each method can be given beside its factor."""
-    lines = ["| method | parameter | default | what it may be | meaning |", "|---|---|---|---|---|"]
+def parameter_rows() -> list[list[str]]:
+    """Return what each method can be given beside its factor."""
+    lines = [["method", "parameter", "default", "what it may be", "meaning"]]
     for name, kind in known_methods().items():
         meanings, parameters = arguments_of(kind), parameters_of(kind)
         for field in dataclasses.fields(kind):
             if field.name != "factor" or not meanings["factor"].startswith(FACTOR):
                 default = "-" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-                may_be = _cell(str(parameters[field.name]))
-                lines.append(f"| `{name}` | `{field.name}` | {default} | {may_be} | {_cell(meanings[field.name])} |")
-    return "\n".join(lines)
+                may_be = str(parameters[field.name])
+                lines.append([f"`{name}`", f"`{field.name}`", default, may_be, meanings[field.name]])
+    return lines
 
 
 def told_on() -> dict[str, list[Path]]:
@@ -110,22 +136,20 @@ def _file(kind: type[Any]) -> str:
     return path if (ROOT / path).is_file() and path.startswith(folders) else ""
 
 
-def encodings_markdown() -> str:
-    """A table of the pages that tell of each method; one that no page tells of stands with what it says of itself."""
+def encoding_rows() -> list[list[str]]:
+    """Return the pages that tell of each method, beside what it says of itself."""
     told = told_on()
-    lines = ["| method | what it does | told on | file |", "|---|---|---|---|"]
+    lines = [["method", "what it does", "explained on", "file"]]
     for name, kind in known_methods().items():
-        pages = ", ".join(f"[{page.stem}]({page.relative_to(ROOT)})" for page in told.get(name, ())) or "-"
-        file = f"[{Path(_file(kind)).name}]({_file(kind)})" if _file(kind) else "-"
-        lines.append(f"| `{name}` | {_cell(kind.summary)} | {pages} | {file} |")
-    return "\n".join(lines)
+        pages = ", ".join(f"[{page.stem}](../encodings/{page.name})" for page in told.get(name, ())) or "-"
+        file = f"[{Path(_file(kind)).name}](../../{_file(kind)})" if _file(kind) else "-"
+        lines.append([f"`{name}`", kind.summary, pages, file])
+    return lines
 
 
-def settings_markdown() -> str:
-    """A table of every setting of the recipe."""
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{name}` | {default} | {_cell(meaning)} |" for name, default, meaning in _settings(Settings)]
-    return "\n".join(lines)
+def setting_rows() -> list[list[str]]:
+    """Return every setting of the recipe."""
+    return [["setting", "default", "meaning"], *([f"`{name}`", *rest] for name, *rest in _settings(Settings))]
 
 
 def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -149,7 +173,7 @@ def _yaml(value: Any) -> str:
 
 
 def commands_markdown() -> str:
-    """Every command of ``ctxext`` with its options, as ``--help`` says them."""
+    """Every command of ``ctxext``, with what it does and an example; its options are a table."""
     return "\n\n".join(_command_markdown(name, command) for name, command in _commands(get_command(app), "ctxext"))
 
 
@@ -163,19 +187,23 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _command_markdown(name: str, command: Any) -> str:
     paragraphs = [" ".join(part.split()) for part in (command.help or "").split("\n\n")]
-    says = [part for part in paragraphs if not part.startswith("[bold]Example")]
     shown = [part.partition(": ")[2] for part in paragraphs if part.startswith("[bold]Example")]
-    arguments = [one for one in command.params if one.param_type_name == "argument" and not one.hidden]
-    options = [one for one in command.params if one.param_type_name == "option" and one.name != "help"]
-    lines = [f"### `{name}`", "", "\n\n".join(says), ""]
+    lines = [f"### `{name}`", "", paragraphs[0], ""]
     lines += ["```bash", *shown, "```", ""] if shown else []
-    lines += ["| argument or option | default | meaning |", "|---|---|---|"]
-    rows = [(f"`{one.metavar or one.name.upper()}`", one) for one in arguments]
-    rows += [(", ".join(f"`{flag}`" for flag in [*one.opts, *one.secondary_opts]), one) for one in options]
-    lines += [
-        f"| {flags} | {_default(one)} | {_cell(one.help or '')}{_choices(command, one.name)} |" for flags, one in rows
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"[Its options](docs/tables/commands.csv#{name.replace(' ', '-')})"])
+
+
+def command_rows() -> list[list[str]]:
+    """Return every argument and option of every command, as ``--help`` explains them."""
+    lines = [["command", "argument or option", "default", "meaning"]]
+    for name, command in _commands(get_command(app), "ctxext"):
+        shown = [one for one in command.params if not one.hidden and one.name != "help"]
+        for kind in ("argument", "option"):
+            for one in (one for one in shown if one.param_type_name == kind):
+                flags = [one.metavar or one.name.upper()] if kind == "argument" else [*one.opts, *one.secondary_opts]
+                words = ", ".join(f"`{flag}`" for flag in flags)
+                lines.append([name, words, _default(one), f"{one.help or ''}{_choices(command, one.name)}"])
+    return lines
 
 
 def _default(parameter: Any) -> str:
@@ -195,10 +223,6 @@ def _choices(command: Any, name: str) -> str:
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal]
     words = [f"`{word}`" for kind in kinds for word in typing.get_args(kind)]
     return f" One of {', '.join(words)}." if words else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
 
 
 def header_of(config: Path) -> dict[str, str]:
@@ -257,16 +281,21 @@ def _from(folder: Path, home: Path, target: str) -> str:
     return target if "://" in target else os.path.relpath(home / target, folder)
 
 
-def main(check: Annotated[bool, typer.Option(help="only say whether it is current")] = False) -> None:
-    """Fill the blocks of README.md and docs/."""
-    for page in pages():
-        before = page.read_text(encoding="utf-8")
-        after = with_errors(filled(page, before))
-        if check and after != before:
-            typer.echo(f"{page.relative_to(ROOT)} is not current: run python scripts/update_readme.py", err=True)
+def made() -> dict[Path, str]:
+    """Return every file that is made or filled in, with its text of today."""
+    filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+    return filled_in | {TABLES / f"{name}.csv": text for name, text in tables().items()}
+
+
+def main(check: Annotated[bool, typer.Option(help="only say whether they are current")] = False) -> None:
+    """Fill the blocks of README.md and docs/, and write docs/tables/."""
+    for path, text in made().items():
+        current = path.is_file() and path.read_text(encoding="utf-8") == text
+        if check and not current:
+            typer.echo(f"{path.relative_to(ROOT)} is not current: run python scripts/update_readme.py", err=True)
             raise typer.Exit(1)
-        if not check:
-            page.write_text(after, encoding="utf-8")
+        if not current:
+            path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,18 @@ ROOT = Path(__file__).parents[1]
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part of the installed package
 
 from scripts import draw_encodings  # noqa: E402
-from scripts.update_readme import ENCODINGS, blocks, encodings_markdown, filled, pages, told_on  # noqa: E402
+from scripts.update_readme import (  # noqa: E402
+    ENCODINGS,
+    TABLES,
+    blocks,
+    encoding_rows,
+    filled,
+    pages,
+    parameter_rows,
+    rows_of,
+    tables,
+    told_on,
+)
 
 PAGES = [*pages(), *sorted((ROOT / "docs" / "results").rglob("*.md"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -70,8 +81,26 @@ def test_what_is_filled_in_is_current(page: Path) -> None:
 def test_everything_that_can_be_filled_in_stands_somewhere() -> None:
     shown = {name for page in pages() for name in re.findall(r"^<!-- (\w+) -->$", text_of(page), re.MULTILINE)}
     assert shown == set(blocks())
+
+
+@pytest.mark.slow
+def test_the_tables_are_current_and_each_is_linked() -> None:
+    assert {path.stem: text_of(path) for path in TABLES.glob("*.csv")} == tables(), (
+        "run python scripts/update_readme.py"
+    )
+    linked = {link for page in pages() for link in re.findall(r"tables/([\w-]+)\.csv", text_of(page))}
+    assert linked == set(tables())
+
+
+def test_every_method_is_in_the_tables() -> None:
     assert len(known_methods()) >= 12
-    assert [name for name in known_methods() if f"| `{name}` |" not in text_of(ROOT / "docs" / "methods.md")] == []
+    shown = text_of(TABLES / "methods.csv") + text_of(TABLES / "lab-methods.csv")
+    assert [name for name in known_methods() if f"\n`{name}`," not in shown] == []
+    assert ["`yarn`", "`beta_slow`", "`1.0`"] in [row[:3] for row in parameter_rows()]
+
+
+def test_cells_of_a_markdown_table_are_read() -> None:
+    assert rows_of("| a | b |\n|---|---|\n| `x` | 1 \\| 2 |") == [["a", "b"], ["`x`", "1 | 2"]]
 
 
 def test_every_method_has_its_place_in_the_tour() -> None:
@@ -82,7 +111,7 @@ def test_every_method_has_its_place_in_the_tour() -> None:
 
 def test_a_method_from_elsewhere_is_in_the_table_of_the_tour_and_needs_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "mine", type("Mine", (METHODS["yarn"],), {"name": "mine", "summary": "as mine does"}))
-    assert "| `mine` | as mine does | - | - |" in encodings_markdown().splitlines()
+    assert ["`mine`", "as mine does", "-", "-"] in encoding_rows()
     assert "mine" not in told_on()
 
 
@@ -344,7 +373,9 @@ def test_every_section_of_troubleshooting_has_an_error_and_an_example_without_on
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of ``page`` is called on GitHub."""
+    """What a link to a heading of ``page`` is called on GitHub, or to the rows of a table with one first cell."""
+    if page.suffix == ".csv":
+        return {line.partition(",")[0].replace(" ", "-") for line in text_of(page).splitlines()}
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -370,7 +401,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("index", "folder"),
-    [("README.md", "docs"), ("docs/results/README.md", "docs/results"), ("docs/encodings/README.md", "docs/encodings")],
+    [("docs/results/README.md", "docs/results"), ("docs/encodings/README.md", "docs/encodings")],
 )
 def test_every_page_is_linked_from_the_index(index: str, folder: str) -> None:
     start = ROOT / index

@@ -149,18 +149,21 @@ LINES = [
 ]
 
 
-def test_a_page_has_counts_by_kind_and_says_each_reason_once() -> None:
-    text = pages.page(LINES)
+def test_a_page_has_counts_by_kind_and_its_tables_say_each_reason_once() -> None:
+    made = pages.pages(LINES)
+    text, types, reasons = made[".md"], made[".csv"], made["-reasons.csv"]
     assert "| rotary | 3 | 0 | 0 | 0 |" in text
     assert "| learned table | 1 | 0 | 0 | 0 |" in text
     assert "| **all** | 4 | 1 | 1 | 0 |" in text
-    assert text.count("cannot replace the rotation of this model. Take pi.") == 1
-    assert "(axk1, axk2)" in text
-    assert "| mamba | causal | none | refused | [^" in text
-    assert "| It has none. | mamba |" in text
-    used = set(re.findall(r"\[\^(\d+)\](?!:)", text))
-    assert used == set(re.findall(r"^\[\^(\d+)\]:", text, re.M)), "every footnote is used, and is there"
-    assert max(len(row) for row in text.splitlines() if row.startswith("| axk")) < 120
+    links = re.findall(r"\(architectures([\w-]*\.csv)\)", text)
+    assert {".md", *links} == set(made), "every table is linked"
+    assert reasons.count("cannot replace the rotation of this model. Take pi.") == 1
+    assert '"axk1, axk2"' in reasons
+    assert "\nmamba,causal,none,refused,(" in types
+    assert "\nrefused,It has none.,mamba\n" in made["-refused.csv"]
+    used = {number for group in re.findall(r"\(([\d, ]+)\)", types) for number in group.split(", ")}
+    assert used == set(re.findall(r"^(\d+),", reasons, re.M)), "every number is used, and is there"
+    assert max(len(row) for row in types.splitlines() if row.startswith("axk")) < 120
 
 
 def test_the_short_form_counts_alike() -> None:

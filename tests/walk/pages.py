@@ -1,8 +1,10 @@
-"""The pages that are made of a walk: counts by kind of positions, every type in a line, every reason once."""
+"""The pages that are made of a walk: counts by kind of positions; tables of every type and of every reason."""
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 import os
 import platform
 import re
@@ -53,6 +55,16 @@ states. Not checked: images, audio, generation (contract tests do that on some t
 an extension is any good.
 
 Groups of methods: {groups}.
+
+## Refused or not checked, and why
+
+[Every reason in a sentence, and its model types](architectures-refused.csv)
+
+## Every type
+
+{summary}. Numbers in brackets are [reasons](architectures-reasons.csv) why others of a group are not right.
+
+[Every type](architectures.csv)
 """
 
 MEANING = {
@@ -185,12 +197,12 @@ def cells_of(line: Line, groups: list[str], reasons: Reasons) -> tuple[str, ...]
             continue
         right = [one for one in some if one["outcome"] == "right"]
         notes = [reasons.number(one["detail"], line["model_type"]) for one in some if one["outcome"] != "right"]
-        marks = "".join(f"[^{number}]" for number in dict.fromkeys(notes))
+        marks = f" ({', '.join(map(str, dict.fromkeys(notes)))})" if notes else ""
         said.append(f"{group} {len(right)}/{len(some)}{marks}")
     if not said and line["outcome"] in ("refused", "unchecked"):
         details = [one["detail"] for one in natural(line, groups)] or [line["reason"]]
         numbers = dict.fromkeys(reasons.number(detail, line["model_type"]) for detail in details)
-        said = ["".join(f"[^{number}]" for number in numbers)]
+        said = [f"({', '.join(map(str, numbers))})"]
     if line["outcome"] == "wrong":
         said.append(line["reason"])
     shown = SHOWN.get(line["outcome"], line["outcome"])
@@ -204,45 +216,44 @@ def natural(line: Line, groups: list[str]) -> list[dict[str, Any]]:
     return own or refused
 
 
-def page(lines: list[Line]) -> str:
-    """docs/results/architectures.md."""
+def pages(lines: list[Line]) -> dict[str, str]:
+    """The files docs/results/architectures*, by what follows that word in their names."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     date, own = datetime.date.today().isoformat(), natives(lines)
     named = {group: sorted(_names(lines, group)) for group in GROUPS}
     groups = "; ".join(MEANING[group].format(", ".join(names)) for group, names in named.items() if names)
-    head = HEADER.format(date=date, machine=machine, kinds=kinds_table(lines), groups=groups, **counts(lines))
+    text = HEADER.format(
+        date=date, machine=machine, kinds=kinds_table(lines), groups=groups, summary=summarise(lines), **counts(lines)
+    )
     reasons = Reasons()
     rows = [cells_of(line, own[line["positions"]], reasons) for line in lines]
-    notes = [f"[^{number}]: {said} ({_shown(reasons.types[said])})" for said, number in reasons.numbers.items()]
-    return "\n".join(
-        [
-            head,
-            *_refused(lines, own),
-            "## Every type",
-            "",
-            f"{summarise(lines)}.",
-            "",
-            markdown(COLUMNS, rows),
-            "",
-            *notes,
-            "",
-        ]
-    )
+    notes = [(str(number), said, _shown(reasons.types[said])) for said, number in reasons.numbers.items()]
+    return {
+        ".md": text,
+        ".csv": csv_text((COLUMNS, *rows)),
+        "-reasons.csv": csv_text((("number", "reason", "model types"), *notes)),
+        "-refused.csv": csv_text((("outcome", "reason", "model types"), *_refused(lines, own))),
+    }
 
 
-def _refused(lines: list[Line], own: dict[str, list[str]]) -> list[str]:
+def csv_text(rows: Iterable[Iterable[str]]) -> str:
+    """A table as a CSV file."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
+
+
+def _refused(lines: list[Line], own: dict[str, list[str]]) -> list[tuple[str, str, str]]:
     """The types that are refused or not checked, by reason in one sentence."""
-    found: list[str] = []
-    for outcome, title in (("refused", "Refused, and why"), ("unchecked", "Not checked, and why")):
+    rows: list[tuple[str, str, str]] = []
+    for outcome in ("refused", "unchecked"):
         types: dict[str, list[str]] = {}
         for line in (line for line in lines if line["outcome"] == outcome):
             details = [one["detail"] for one in natural(line, own[line["positions"]])] or [line["reason"]]
             types.setdefault(first_sentence(general(details[0], line["model_type"])), []).append(line["model_type"])
-        if types:
-            ordered = sorted(types.items(), key=lambda pair: (-len(pair[1]), pair[0]))
-            rows = [(said, ", ".join(names)) for said, names in ordered]
-            found += [f"## {title}", "", markdown(("reason", "model types"), rows), ""]
-    return found
+        ordered = sorted(types.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+        rows += [(SHOWN.get(outcome, outcome), said, ", ".join(names)) for said, names in ordered]
+    return rows
 
 
 def _names(lines: list[Line], group: str) -> set[str]:
@@ -267,7 +278,7 @@ def table(lines: list[Line]) -> Table:
     colours = {"right": "green", "refused": "yellow", "wrong": "red", "not checked": "magenta"}
     for line in lines:
         name, kind, positions, outcome, said, layers = cells_of(line, own[line["positions"]], Reasons())
-        said = re.sub(r"\[\^\d+\]", "", said)
+        said = re.sub(r" ?\([\d, ]+\)", "", said)
         reason = first_sentence(line["reason"]) if line["outcome"] != "right" else ""
         shown.add_row(
             name, kind, positions, f"[{colours[outcome]}]{outcome}[/]", said, layers, reason.replace("[", r"\[")

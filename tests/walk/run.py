@@ -48,7 +48,7 @@ from ctxext.surgery.subject import Subject
 from tests.walk.check import Finding, Stock, check_model, walked_methods
 from tests.walk.kinds import OTHER, positions_of
 from tests.walk.pages import coverage as coverage_of
-from tests.walk.pages import page, summarise, table
+from tests.walk.pages import pages, summarise, table
 from tests.walk.special import NOT_ALONE
 from tests.walk.tiny import KINDS, model_types, tiny_config, tiny_model
 
@@ -195,7 +195,7 @@ def main(
     methods: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; each brings one of stock transformers with it.")] = 2,
     results: Annotated[Path, typer.Option(help="Where finished types are kept.")] = Path("runs/walk.jsonl"),
-    markdown: Annotated[Path | None, typer.Option(help="Write the table here too.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the page here, and its tables beside it.")] = None,
     coverage: Annotated[Path | None, typer.Option(help="Write the block of docs/models.md here.")] = None,
 ) -> None:
     """Walk the model types, print the table, exit with 1 if anything is wrong."""
@@ -216,7 +216,8 @@ def main(
     summary = summarise(lines)
     console.print(summary)
     if markdown:
-        markdown.write_text(page(lines))
+        for ending, text in pages(lines).items():
+            markdown.with_name(f"{markdown.stem}{ending}").write_text(text)
     if coverage:
         coverage.write_text(coverage_of(lines))
     raise typer.Exit(1 if any(line["outcome"] == "wrong" for line in lines) else 0)

@@ -1,0 +1,90 @@
+"""The documentation site: its pages and tables here; built strictly and looked at in a browser where there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path[:] = [str(ROOT), *sys.path]
+
+from scripts import site_pages  # noqa: E402
+
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+DOCS_PYTHON = Path(os.environ.get("CTXEXT_DOCS", ROOT / ".venv" / "docs" / "bin" / "python"))
+# Pieces that other pages show whole.
+SHOWN_ELSEWHERE = {"results/coverage.md", "results/bloom.md"}
+
+
+def pages_in(nav: list[object] | dict[str, object] | str) -> list[str]:
+    """The pages of the navigation, from top to bottom."""
+    if isinstance(nav, str):
+        return [nav]
+    inner = list(nav.values()) if isinstance(nav, dict) else nav
+    return [page for part in inner for page in pages_in(part)]  # type: ignore[arg-type]
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    named = pages_in(yaml.safe_load(CONFIG[CONFIG.index("\nnav:") :])["nav"])
+    existing = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    existing |= set(site_pages.PAGES.values())
+    reports = {page for page in existing if page.endswith("/report.md")}  # linked from the page beside them
+    assert sorted(named) == sorted(existing - reports - SHOWN_ELSEWHERE), "mkdocs.yml: nav"
+
+
+def test_a_link_to_a_table_is_shown_as_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
+    folder = tmp_path / "docs" / "tables"
+    folder.mkdir(parents=True)
+    (folder / "a.csv").write_text('name,"what | it is"\n`b c`,[page](../x.md#y)\nd,"1, 2"\n')
+    shown = site_pages._with_tables("Before\n\n[All](tables/a.csv)\n\nAfter", "docs/methods.md")
+    assert shown == (
+        "Before\n\n\n| name | what \\| it is |\n| --- | --- |\n| `b c` | [page](x.md#y) |\n| d | 1, 2 |\n\n\nAfter"
+    )
+    assert "| [page](../x.md#y) |" in site_pages._with_tables("[One](../tables/a.csv#b-c)", "docs/encodings/README.md")
+    assert site_pages._with_tables("see [All](tables/a.csv)", "docs/methods.md") == "see [All](tables/a.csv)"
+
+
+@pytest.mark.parametrize(
+    ("origin", "uri", "link", "leads_to"),
+    [
+        ("README.md", "index.md", "docs/models.md#encoders", "models.md#encoders"),
+        ("docs/training.md", "training.md", "../recipes/finetune.py", "source/recipes/finetune.py.md"),
+        ("docs/results/training.md", "results/training.md", "../training.md#x", "../training.md#x"),
+        ("docs/extending.md", "extending.md", "../CONTRIBUTING.md", "contributing.md"),
+        ("docs/training.md", "training.md", "../recipes/configs", "source/recipes/configs/index.md"),
+        ("docs/log.md", "log.md", "https://example.org/a#b", "https://example.org/a#b"),
+    ],
+)
+def test_a_link_leads_to_the_page_of_the_site(origin: str, uri: str, link: str, leads_to: str) -> None:
+    assert site_pages._with_site_links(f"[x]({link})", origin, uri) == f"[x]({leads_to})"
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    assert re.search(r"^  font: false$", CONFIG, re.MULTILINE)
+    assert "unpkg" not in CONFIG
+    assert not re.search(r"^extra_(css|javascript): .*//", CONFIG, re.MULTILINE)
+
+
+@pytest.mark.nightly
+def test_the_site_is_right_in_a_browser(tmp_path: Path) -> None:
+    if not DOCS_PYTHON.is_file():
+        pytest.skip(f"There is no {DOCS_PYTHON}: make docs installs what builds the site.")
+    site = tmp_path / "site"
+    build = [DOCS_PYTHON, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
+    built = subprocess.run(build, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    if not any(map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))):
+        pytest.skip("There is no browser: install Chromium, and what it shows of the site is looked at too.")
+    looked = subprocess.run(
+        [DOCS_PYTHON, "scripts/site_check.py", site], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert looked.returncode == 0, looked.stdout + looked.stderr
+    assert looked.stdout.endswith("pages, nothing wrong\n")
