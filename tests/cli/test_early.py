@@ -36,6 +36,12 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["choose", "org/model", "--target", "4096", "-t", "./nowhere.txt"], "Cannot read the text './nowhere.txt'"),
         (["eval", "perplexity", "org/model", "-o", "loss.svg"], "give a file that ends in .json, .md or .png"),
         (["eval", "passkey", "org/model", "-o", "nowhere/keys.json"], "there is no directory nowhere"),
+        (
+            ["eval", "retrieval", "org/model", "--task", "round"],
+            "Unknown retrieval task 'round'. Did you mean 'rounds'?",
+        ),
+        (["eval", "retrieval", "org/model", "-l", "2048", "--base", "1024"], "Give --length 1024 too"),
+        (["eval", "retrieval", "org/model", "--export-lm-eval", "tasks"], "Give a --length"),
         (["eval", "masked", "org/model", "-t", "no/such/text.txt"], "Cannot read the text 'no/such/text.txt'"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",

@@ -96,6 +96,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (place / "model.gguf").write_bytes(b"GGUF")
     text = ["--text", str(place / "text.txt")]
     once = ["--method", "yarn", "--factor", "2", "--dtype", "fp32"]
+    few = ["--samples", "2", "--choices", "2"]
     commands = {
         "inspect": ["inspect", tiny],
         "inspect adapter": ["inspect", lora],
@@ -116,6 +117,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "eval perplexity play": ["eval", "perplexity", tiny],
         "eval longppl": ["eval", "longppl", tiny, *text, *once, "--alpha=1e-9", "--beta=-99"],
         "eval passkey": ["eval", "passkey", tiny, *once, "--length", "400", "--depth", "0.5"],
+        "eval retrieval": ["eval", "retrieval", tiny, *once, *few, "--task", "rounds", "--length", "512"],
         "eval ruler": ["eval", "ruler", tiny, *once, "--samples", "1", "--task", "cwe", "--length", "512"],
         "eval compare": ["eval", "compare", tiny, *text, "-o", str(place / "report")],
         "eval compare default": ["eval", "compare"],
@@ -149,6 +151,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "eval perplexity",
         "eval longppl",
         "eval passkey",
+        "eval retrieval",
     ],
 )
 def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:

@@ -1,4 +1,4 @@
-"""The reports on passkeys and on RULER."""
+"""The reports on passkeys, on RULER and on questions with a choice of answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult
-from ctxext.evaluation.report.figures import Panel, heat_panel, paneled
-from ctxext.evaluation.report.page import Page, TextTable, provenance_table
+from ctxext.evaluation.report.figures import Line, Panel, heat_panel, lines_panel, paneled
+from ctxext.evaluation.report.page import NONE, Page, TextTable, provenance_table
+from ctxext.evaluation.retrieval.choices import RetrievalReport, RetrievalResult
 from ctxext.evaluation.ruler import RulerReport, RulerResult
-from ctxext.evaluation.truncation import TRUNCATED
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
 AVERAGE = "average"
 DASHED_LINE = "A dashed line marks where the trained window ends."
@@ -129,6 +130,106 @@ def ruler_sentences(report: RulerReport) -> list[str]:
     return sentences
 
 
+def retrieval_page(report: RetrievalReport) -> Page:
+    """Return right choices and margins by task, effective lengths, the sentences and a figure with a panel per task."""
+    lengths, tasks = _lengths(report), report.readings[0].tasks
+    styles = {reading.label: "reference" for reading in report.readings if reading.reading == TRUNCATED}
+    tables = [
+        TextTable(
+            header=["", *map(tokens_label, lengths)],
+            rows=[
+                [reading.label, *(_choices(reading.only(task=task, length=length)) for length in lengths)]
+                for reading in report.readings
+            ],
+            title=f"{task}: right choices, percent, and the mean margin in nats",
+            styles=styles,
+        )
+        for task in tasks
+    ]
+    kept = [
+        [
+            reading.label,
+            *(
+                _kept(part.effective_length(report.base))
+                for part in (*(reading.only(task=task) for task in tasks), reading)
+            ),
+        ]
+        for reading in report.readings
+    ]
+    effective = TextTable(
+        header=["", *tasks, "all"],
+        rows=kept,
+        title="Effective length, tokens",
+        caption=f"The longest length that keeps 85 percent of the accuracy above chance at {tokens_label(report.base)} "
+        f"tokens. {NONE}: no more than chance there.",
+        styles=styles,
+    )
+    title = f"Questions answered by choice: {report.provenance.checkpoint}"
+    figure = paneled("retrieval", title, [_choice_panel(report, task) for task in tasks], across=2)
+    details = [provenance_table(report.to_dict()["provenance"])]
+    return Page(title, [*tables, effective, *retrieval_sentences(report), figure], details)
+
+
+def retrieval_sentences(report: RetrievalReport) -> list[str]:
+    """Return what each extension chooses at its greatest length beside the truncation, and how to read the tables."""
+    truncated = next((reading for reading in report.readings if reading.reading == TRUNCATED), None)
+    sentences = []
+    for reading in report.readings:
+        if truncated is None or reading.reading in (TRUNCATED, UNPATCHED):
+            continue
+        last = reading.only(length=reading.lengths[-1])
+        other = truncated.only(length=reading.lengths[-1])
+        points, margin = last.beyond(other), last.beyond(other, margin=True)
+        if points is None or margin is None:
+            continue
+        sentences.append(
+            f"{reading.label} at {tokens_label(reading.lengths[-1])} tokens: {last.score:.0f}% right, "
+            f"{truncated.label} {other.score:.0f}%; difference {points.mean:+.0f} ± {points.standard_error:.0f} "
+            f"points, and {margin} nats of margin, over the same texts."
+        )
+    whole = report.readings[0]
+    texts, choices = len(whole.only(task=whole.tasks[0], length=whole.lengths[0]).trials), len(whole.trials[0].answers)
+    written = "; ".join(
+        f"{reading.label} {reading.writes} of {choices * len(reading.trials)}" for reading in report.readings
+    )
+    sentences.append(f"Greedy decoding would write the right answer: {written}.")
+    sentences.append(
+        f"{texts} texts per task and length, things hidden in {report.haystack}, {choices} questions about each: "
+        f"guessing is right in {whole.chance:.0%}. The margin is what the right answer's loss lies below the wrong "
+        f"ones', each held against its mean over the questions: 0 where nothing is known. ± is one standard error over "
+        f"texts."
+    )
+    return sentences
+
+
+def _choices(cell: RetrievalResult) -> str:
+    return f"{cell.score:.0f}%\n{cell.margin}" if cell.trials else NONE
+
+
+def _kept(length: int | None) -> str:
+    return NONE if length is None else tokens_label(length)
+
+
+def _choice_panel(report: RetrievalReport, task: str) -> Panel:
+    """Return the share of right choices by length, one line per reading."""
+    lines = []
+    for reading in report.readings:
+        cells = [reading.only(task=task, length=length) for length in reading.lengths]
+        points = [(cell.trials[0].length, cell.score) for cell in cells]
+        lines.append(Line(reading.reading.split()[0], reading.label, points))
+    chance, lengths = 100 * report.readings[0].chance, _lengths(report)
+    return lines_panel(
+        lines,
+        title=f"{task} (guessing: {chance:.0f}%)",
+        x_label="tokens of prompt and answer",
+        y_label="right choices, percent",
+        ticks=lengths,
+        doubling=lengths[-1] >= 2 * lengths[0],
+        log=False,
+        trained_length=report.trained_length if lengths[-1] > report.trained_length else None,
+    )
+
+
 def _effective(reading: RulerResult) -> str:
     averages = reading.averages
     effective = reading.relative_effective_length
@@ -150,7 +251,7 @@ def _found_of_hidden(reading: PasskeyResult) -> str:
     return f"{reading.correct}/{len(reading.trials)} ({reading.loss:.2f})"
 
 
-def _lengths(report: PasskeyReport | RulerReport) -> list[int]:
+def _lengths(report: PasskeyReport | RulerReport | RetrievalReport) -> list[int]:
     return sorted({length for reading in report.readings for length in reading.lengths})
 
 

@@ -11,7 +11,7 @@ Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
 
 from __future__ import annotations
 
-from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial, relative_effective_length
+from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.run import (
     SAMPLES,
     SEED,
@@ -23,6 +23,7 @@ from ctxext.evaluation.ruler.run import (
 )
 from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task
+from ctxext.evaluation.task_result import relative_effective_length
 
 __all__ = [
     "SAMPLES",

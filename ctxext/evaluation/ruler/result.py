@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.provenance import Provenance, Report
-from ctxext.evaluation.statistics import wilson_interval
-from ctxext.evaluation.truncation import UNPATCHED
-
-KEPT = 0.85
+from ctxext.evaluation.task_result import TaskResult, relative_effective_length
 
 
 @dataclass(frozen=True)
@@ -37,59 +33,15 @@ class RulerTrial:
 
 
 @dataclass(frozen=True)
-class RulerResult:
-    """All replies of one way to read.
-
-    Args:
-        trials: in the order they were made.
-        reading: ``unpatched``, ``truncated``, ``as saved``, or how the model was extended.
-        label: the same, as a reader wants it.
-    """
+class RulerResult(TaskResult):
+    """All replies of one way to read."""
 
     trials: tuple[RulerTrial, ...]
-    reading: str = UNPATCHED
-    label: str = UNPATCHED
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names, in the order they were measured."""
-        return tuple(dict.fromkeys(trial.task for trial in self.trials))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of prompt and reply, increasing."""
-        return tuple(sorted({trial.length for trial in self.trials}))
-
-    @property
-    def score(self) -> float:
-        """Mean score of the replies, 0 to 100."""
-        return sum(trial.score for trial in self.trials) / len(self.trials)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 percent confidence interval of the score that more prompts would give."""
-        low, high = wilson_interval(self.score / 100, len(self.trials))
-        return 100 * low, 100 * high
 
     @property
     def empty(self) -> int:
         """Replies without any text."""
         return sum(not trial.reply.strip() for trial in self.trials)
-
-    @property
-    def cells(self) -> dict[tuple[str, int], RulerResult]:
-        """The replies of each task at each length that was measured."""
-        trials_of: dict[tuple[str, int], list[RulerTrial]] = {}
-        for trial in self.trials:
-            trials_of.setdefault((trial.task, trial.length), []).append(trial)
-        return {cell: replace(self, trials=tuple(trials)) for cell, trials in trials_of.items()}
-
-    @property
-    def averages(self) -> dict[int, float]:
-        """Mean score over all tasks, each weighing the same, at every length at which all of them were measured."""
-        cells, tasks = self.cells, len(self.tasks)
-        scores = {length: [cell.score for (_, at), cell in cells.items() if at == length] for length in self.lengths}
-        return {length: sum(of_tasks) / tasks for length, of_tasks in scores.items() if len(of_tasks) == tasks}
 
     @property
     def relative_effective_length(self) -> int | None:
@@ -118,29 +70,3 @@ class RulerReport(Report):
     trained_length: int
     left_out: Mapping[str, str]
     provenance: Provenance
-
-
-def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:
-    """Return the largest length at which the score keeps 85 percent of the shortest length's score.
-
-    This is *not* RULER's effective length, which is the largest length with an average above 85.6, the score of
-    Llama-2-7B at 4K: a bar that a small model misses at every length. This one asks what is left of the model's own
-    score. It says nothing of how good that score is.
-
-    Args:
-        scores: by length in tokens, none negative.
-        keep: share of the score at the shortest length, above 0 and at most 1.
-
-    Returns:
-        Tokens; None where the score at the shortest length is 0, of which nothing can be kept.
-
-    Raises:
-        InvalidParameterError: no score, or ``keep`` out of range.
-    """
-    if not scores or not 0 < keep <= 1:
-        raise InvalidParameterError(
-            f"A relative effective length needs scores and a share above 0 and at most 1, found {len(scores)} scores "
-            f"and {keep}."
-        )
-    bar = keep * scores[min(scores)]
-    return max(length for length, score in scores.items() if score >= bar) if bar > 0 else None

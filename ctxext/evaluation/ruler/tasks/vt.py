@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
+from collections.abc import Sequence
 
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, distinct, largest_fit
 from ctxext.evaluation.ruler.tasks.needles import NOISE, inserted
@@ -52,8 +54,13 @@ def _assignments(size: int, letters: int, generator: random.Random) -> tuple[str
     """Write the task without its example, the start of the answer, and the chain's variables in order."""
     chain = distinct(HOPS + 1, lambda: "".join(generator.choices(string.ascii_uppercase, k=letters)))
     value = generator.randrange(10_000, 99_999)
-    # The space at the end of a hop is the benchmark's.
-    hops = [f"VAR {chain[hop + 1]} = VAR {chain[hop]} " for hop in range(HOPS)]
-    lines = inserted([NOISE] * size, [*reversed(hops), f"VAR {chain[0]} = {value}"], generator)
+    lines = inserted([NOISE] * size, [*reversed(chained(chain, value))], generator)
     prefix = PREFIX.format(num_v=HOPS + 1, query=value)
     return TEMPLATE.format(context="\n".join(lines), query=value), prefix, chain
+
+
+def chained(names: Sequence[str], value: int | str) -> list[str]:
+    """Write the assignments that give a value to the first variable, and each variable to the next."""
+    # The space at the end of a hop is the benchmark's.
+    hops = [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(names)]
+    return [f"VAR {names[0]} = {value}", *hops]

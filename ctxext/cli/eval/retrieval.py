@@ -1,0 +1,105 @@
+"""``ctxext eval retrieval``; with several processes: ``accelerate launch -m ctxext eval retrieval``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctxext.cli.eval.common import Session, lengths_of
+from ctxext.cli.options import (
+    HaystackOptions,
+    OutputOptions,
+    ReaderOptions,
+    Seed,
+    SourceOptions,
+    grouped,
+    option,
+)
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.retrieval import TASK_NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalOptions:
+    """Questions to ask."""
+
+    task: list[str] | None = option(f"A kind of question: {', '.join(TASK_NAMES)}. Repeatable.", show_default="all")
+    samples: int = option("Texts per task and length.", default=10, min=2)
+    choices: int = option("Questions about each text, and so answers to choose from.", default=4, min=2, max=8)
+    base: int | None = option(
+        "The length, in tokens, whose score the effective length keeps 85 percent of.", show_default="the shortest"
+    )
+    seed: Seed = 0
+    export_lm_eval: Path | None = option(
+        "Ask nothing, and write the questions into this folder as tasks of lm-evaluation-harness.",
+        metavar="DIR",
+        show_default="none",
+    )
+
+    def check(self, lengths: list[int]) -> None:
+        """Refuse what cannot be asked.
+
+        Raises:
+            UnknownNameError: an unknown task.
+            InvalidParameterError: a base length that is not measured, or an export without a length.
+        """
+        for name in set(self.task or ()) - set(TASK_NAMES):
+            raise UnknownNameError.of("retrieval task", name, TASK_NAMES)
+        if self.base is not None and lengths and self.base not in lengths:
+            raise InvalidParameterError(
+                f"--base {self.base} is none of the lengths that are measured. Give --length {self.base} too."
+            )
+        if self.export_lm_eval is not None and not lengths:
+            raise InvalidParameterError("--export-lm-eval writes questions of given lengths. Give a --length.")
+
+
+@grouped
+def retrieval(
+    *,
+    asked: ReaderOptions,
+    questions: RetrievalOptions,
+    haystack: HaystackOptions,
+    source: SourceOptions,
+    results: OutputOptions,
+) -> None:
+    """Let the model choose answers that no search finds, at every length: unpatched, truncated, and extended.
+
+    With --output, every finished job is kept: run the same command again after an interruption, and it goes on.
+
+    [bold]Example[/]: ctxext eval retrieval Llama-3-8B -m yarn -f 4 -l 1024 -l 32768 -o choices.json -o choices.png
+    """
+    questions.check(asked.length or [])
+    from ctxext.evaluation.forward import turning_point
+    from ctxext.evaluation.report.retrieval import retrieval_page
+    from ctxext.evaluation.retrieval.choices import make_prompts, retrieval_report
+    from ctxext.evaluation.retrieval.harness import write_tasks
+    from ctxext.texts.haystack import noise, of_text
+
+    document = haystack.document()
+    session = Session(source, results, reference=asked.reference)
+    tokenizer = session.checkpoint.tokenizer
+    text = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
+    readers = () if questions.export_lm_eval else session.readers(asked)
+    lengths = lengths_of(readers) or asked.length or []
+    questions.check(lengths)
+    with session.console.status("Drawing questions ..."):
+        prompts = make_prompts(
+            tokenizer,
+            lengths,
+            tasks=questions.task,
+            samples=questions.samples,
+            choices=questions.choices,
+            seed=questions.seed,
+            haystack=text,
+            turning_point=turning_point(session.checkpoint.model),
+        )
+    if questions.export_lm_eval:
+        tasks = write_tasks(questions.export_lm_eval, prompts, tokenizer, seed=questions.seed)
+        session.console.print(f"Wrote {len(tasks)} tasks to {questions.export_lm_eval}. Run them with:")
+        session.console.print(f"lm_eval --include_path {questions.export_lm_eval} --tasks {','.join(tasks)}")
+        return
+    survey = session.ask("ctxext eval retrieval", readers, prompts, f"things hidden in {text.name}")
+    report = retrieval_report(
+        survey, text, session.provenance(document, questions.seed), base=questions.base or lengths[0]
+    )
+    session.finish(report, retrieval_page)

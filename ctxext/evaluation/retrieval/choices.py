@@ -1,0 +1,349 @@
+"""Retrieval by choice: is the right answer likelier than wrong ones of the same form, behind the same long text?
+
+A small model that writes no right answer may still know which one is right. Several questions are asked about a text,
+which is read once, and all answers are scored behind each of them: the right answer to one question is a wrong one to
+the others. An answer's loss is held against its own mean over the questions, so that it counts for nothing how likely a
+word is by itself. Whether greedy decoding would write the right answer follows from the same logits, since with the
+right answer fed in, the likeliest token is right at every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.forward import SMALL_MODEL, Progress, logits_of_answers, pass_cost, ticking
+from ctxext.evaluation.provenance import Provenance, Report, from_json
+from ctxext.evaluation.retrieval import TASK_NAMES
+from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
+from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference
+from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
+from ctxext.evaluation.task_result import TaskResult, relative_effective_length
+from ctxext.files import digest
+from ctxext.texts.corpus import special_prefix, tokens_behind
+from ctxext.texts.haystack import Haystack, hide, noise
+
+SAMPLES, CHOICES = 10, 4
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChoicePrompt(Prompt):
+    """One text and the questions about it; with the longest request and an answer it has exactly ``length`` tokens.
+
+    Args:
+        task: its name.
+        index: which of the task's texts, from 0.
+        questions: in words.
+        text: token ids of the text; nothing is to be added in front.
+        requests: token ids of each question.
+        answers: token ids of the right answer to each question, all equally long.
+        prefix: special tokens in front of the text, which every window keeps there.
+        turning_point: of the model's cost, see ``pass_cost``.
+    """
+
+    task: str
+    index: int
+    questions: QuestionSet
+    text: Int[Tensor, " text"]
+    requests: tuple[Int[Tensor, " request"], ...]
+    answers: tuple[Int[Tensor, " answer"], ...]
+    prefix: int
+    turning_point: int
+
+    def cost(self, tokens: int) -> float:
+        """Estimate the cost of reading the text; requests and answers are short."""
+        return pass_cost(tokens, self.turning_point)
+
+    def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
+        """Return a ``ChoiceTrial`` as JSON values.
+
+        Raises:
+            IncompatibleError: the model gives no finite loss, or takes no cache.
+        """
+        text, device = self.text, next(model.parameters()).device
+        if window is not None and window < self.length:
+            dropped = self.length - window
+            text = torch.cat([text[: self.prefix], text[self.prefix + dropped :]])
+        requests, answers = ([part.to(device) for part in parts] for parts in (self.requests, self.answers))
+        with ticking(model, name, self.cost(window or self.length), progress, passes=1):
+            logits = logits_of_answers(model, text.to(device), requests, answers)
+        losses = torch.tensor([list(map(_loss, rows, answers)) for rows in logits])
+        check_finite(losses, name)
+        right = [bool((rows[place].argmax(dim=-1) == answers[place]).all()) for place, rows in enumerate(logits)]
+        matrix = tuple(map(tuple, losses.tolist()))
+        return asdict(ChoiceTrial(self.task, self.length, self.index, self.questions.answers, matrix, sum(right)))
+
+
+def _loss(logits: Tensor, answer: Tensor) -> float:
+    return functional.cross_entropy(logits, answer, reduction="sum").item()
+
+
+def make_prompts(
+    tokenizer: Any,
+    lengths: Iterable[int],
+    *,
+    tasks: Sequence[str] | None = None,
+    samples: int = SAMPLES,
+    choices: int = CHOICES,
+    seed: int = 0,
+    haystack: Haystack | None = None,
+    turning_point: int = SMALL_MODEL,
+) -> list[ChoicePrompt]:
+    """Make prompts with the same questions at every length.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        lengths: tokens of text, request and answer together.
+        tasks: names; None for all.
+        samples: texts of each task and length, at least 2, so that there is an error.
+        choices: questions about each text, and so answers to choose from, 2 to 8.
+        seed: of everything that is drawn; the same seed and tokenizer give the same prompts.
+        haystack: that needles are hidden in where a task brings no text of its own; None for noise.
+        turning_point: of the model's cost, see ``pass_cost``.
+
+    Raises:
+        InvalidParameterError: a number out of range, a length that is too small, or too large for the text.
+        UnknownNameError: an unknown task.
+    """
+    lengths, tasks = sorted(set(lengths)), TASK_NAMES if tasks is None else tuple(dict.fromkeys(tasks))
+    for name in tasks:
+        if name not in TASKS:
+            raise UnknownNameError.of("retrieval task", name, TASKS)
+    if not lengths or not tasks or samples < 2 or not LEAST_CHOICES <= choices <= MOST_CHOICES:
+        raise InvalidParameterError(
+            f"Retrieval needs a length, a task, 2 samples and {LEAST_CHOICES} to {MOST_CHOICES} choices; found "
+            f"{len(lengths)} lengths, {len(tasks)} tasks, {samples} samples and {choices} choices."
+        )
+    haystack, alike = haystack or noise(tokenizer), alike_for(tokenizer)
+    prompts = []
+    for task, index in itertools.product(tasks, range(samples)):
+        drawn = f"retrieval {task} {choices} {seed} {index}"
+        questions = TASKS[task](alike, choices, index, random.Random(drawn))
+        prompts += [
+            _prompt(tokenizer, task, index, length, questions, haystack, drawn, turning_point) for length in lengths
+        ]
+    return sorted(prompts, key=lambda prompt: prompt.length)
+
+
+def _prompt(
+    tokenizer: Any,
+    task: str,
+    index: int,
+    length: int,
+    questions: QuestionSet,
+    haystack: Haystack,
+    drawn: str,
+    turning_point: int,
+) -> ChoicePrompt:
+    """Write questions at a length; the depths of needles are the same at every length."""
+    places = random.Random(f"{drawn} depths")
+    depths = sorted(places.random() for _ in questions.needles)
+    front = special_prefix(tokenizer)
+    opening = [*front, *tokenizer(questions.opening, add_special_tokens=False).input_ids]
+    requests = [tokens_behind(tokenizer, request) for request in questions.requests]
+    answers = [tokens_behind(tokenizer, f" {answer}") for answer in questions.answers]
+    hidden, _ = hide(
+        _others(tokenizer, questions, length) if questions.others else haystack,
+        [tokens_behind(tokenizer, needle) for needle in questions.needles],
+        depths,
+        length=length,
+        around=len(opening) + max(map(len, requests)) + len(answers[0]),
+        generator=random.Random(f"{drawn} {length}"),
+        kind=task,
+    )
+    text = [*opening, *hidden]
+    return ChoicePrompt(
+        name=f"{task} {index + 1}, {length:,} tokens",
+        length=length,
+        identity=[task, digest(json.dumps([text, requests, answers])), len(front)],
+        task=task,
+        index=index,
+        questions=questions,
+        text=torch.tensor(text),
+        requests=tuple(map(torch.tensor, requests)),
+        answers=tuple(map(torch.tensor, answers)),
+        prefix=len(front),
+        turning_point=turning_point,
+    )
+
+
+def _others(tokenizer: Any, questions: QuestionSet, length: int) -> Haystack:
+    """Return a haystack of the questions' own texts, as many as a length may need; the first follows the last."""
+    sentences: list[tuple[int, ...]] = []
+    read = 0
+    for text in itertools.cycle(questions.others):
+        sentences.append(tuple(tokens_behind(tokenizer, text)))
+        read += len(sentences[-1])
+        if read > length:
+            break
+    return Haystack("others", tuple(sentences), repeated=False)
+
+
+@dataclass(frozen=True)
+class ChoiceTrial:
+    """The outcome of all questions about one text.
+
+    Args:
+        task: its name.
+        length: tokens of text, request and answer together.
+        index: which of the task's texts, from 0.
+        answers: the right one to each question.
+        losses: by question and by answer, nats over all tokens of the answer.
+        writes: questions whose right answer greedy decoding would write.
+    """
+
+    task: str
+    length: int
+    index: int
+    answers: tuple[str, ...]
+    losses: tuple[tuple[float, ...], ...]
+    writes: int
+
+    @property
+    def gains(self) -> list[list[float]]:
+        """Each loss below the answer's mean over all questions, by question and by answer, nats."""
+        means = [sum(column) / len(column) for column in zip(*self.losses, strict=True)]
+        return [[mean - loss for mean, loss in zip(means, row, strict=True)] for row in self.losses]
+
+    @property
+    def score(self) -> float:
+        """The percentage of questions whose right answer gains most; a tie counts as lost."""
+        right = [
+            all(row[place] > gain for other, gain in enumerate(row) if other != place)
+            for place, row in enumerate(self.gains)
+        ]
+        return 100 * sum(right) / len(right)
+
+    @property
+    def margin(self) -> float:
+        """The mean gain of right answers less that of wrong ones, nats; 0 on average where nothing is known."""
+        gains, choices = self.gains, len(self.answers)
+        right = sum(row[place] for place, row in enumerate(gains))
+        return right / choices - (sum(map(sum, gains)) - right) / (choices * (choices - 1))
+
+
+@dataclass(frozen=True)
+class RetrievalResult(TaskResult):
+    """All choices of one way to read; ``score`` is the percentage of right ones."""
+
+    trials: tuple[ChoiceTrial, ...]
+
+    @property
+    def chance(self) -> float:
+        """The share that guessing chooses right."""
+        return 1 / len(self.trials[0].answers)
+
+    @property
+    def above_chance(self) -> PairedDifference:
+        """The score less that of guessing, points, with its error over texts."""
+        return _difference([trial.score - 100 * self.chance for trial in self.trials])
+
+    @property
+    def margin(self) -> PairedDifference:
+        """The mean margin in nats, above 0 where the right answer is likelier, with its error over texts."""
+        return _difference([trial.margin for trial in self.trials])
+
+    @property
+    def writes(self) -> int:
+        """Questions whose right answer greedy decoding would write."""
+        return sum(trial.writes for trial in self.trials)
+
+    def only(self, *, task: str | None = None, length: int | None = None) -> RetrievalResult:
+        """Return the trials of one task, of one length, or of both."""
+        kept = [trial for trial in self.trials if task in (None, trial.task) and length in (None, trial.length)]
+        return replace(self, trials=tuple(kept))
+
+    def beyond(self, other: RetrievalResult, *, margin: bool = False) -> PairedDifference | None:
+        """Compare with another reading over the same texts; above 0 where this one is the better one.
+
+        Args:
+            other: another reading.
+            margin: compare margins, nats, and not scores, points.
+
+        Returns:
+            The difference; None where the other one did not read the same texts.
+        """
+        asked = [[(trial.task, trial.length, trial.index) for trial in result.trials] for result in (self, other)]
+        if asked[0] != asked[1] or not asked[0]:
+            return None
+        pairs = zip(self.trials, other.trials, strict=True)
+        if margin:
+            return _difference([mine.margin - theirs.margin for mine, theirs in pairs])
+        return _difference([mine.score - theirs.score for mine, theirs in pairs])
+
+    def effective_length(self, base: int) -> int | None:
+        """Return the longest length that keeps 85 percent of the accuracy above chance at the base length.
+
+        Accuracy above chance is 0 for guessing and 1 for no mistake. All tasks count together.
+
+        Args:
+            base: tokens, one of the lengths.
+
+        Returns:
+            Tokens; None where the accuracy at the base length is not above chance by the 95 percent interval over
+            texts, so that there is nothing to keep.
+
+        Source: Modarressi et al., arXiv:2502.05167, section 4, whose base is the best score of 250, 500 and 1K tokens
+            and whose scores have no chance level.
+        """
+        if base not in self.lengths:
+            return None
+        above = {length: self.only(length=length).above_chance for length in self.lengths if length >= base}
+        if above[base].mean <= above[base].margin:
+            return None
+        return relative_effective_length({length: max(0.0, share.mean) for length, share in above.items()})
+
+
+def _difference(values: Sequence[float]) -> PairedDifference:
+    """Average differences over texts, with a standard error."""
+    return grouped_difference([torch.tensor([value]) for value in values], [torch.zeros(1)] * len(values), over="texts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalReport(Report):
+    """A whole measurement: the same questions, read in several ways.
+
+    Args:
+        readings: the unextended model first, where it was asked too.
+        base: tokens, the length at which a reading's own score is the measure of its effective length.
+        haystack: what things were hidden in.
+        trained_length: tokens that the checkpoint was trained for.
+        provenance: what was measured, on what, with what.
+    """
+
+    TITLE, KIND, FORMAT = "a retrieval report", "retrieval", 1
+
+    readings: tuple[RetrievalResult, ...]
+    base: int
+    haystack: str
+    trained_length: int
+    provenance: Provenance
+
+
+def retrieval_report(
+    survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance, *, base: int
+) -> RetrievalReport:
+    """Summarise a finished survey of choices."""
+    readings = [
+        RetrievalResult(
+            tuple(from_json(ChoiceTrial, trial) for trial in trials), reader.reading.name, reader.reading.label
+        )
+        for reader, trials in survey.trials()
+    ]
+    return RetrievalReport(
+        readings=tuple(readings),
+        base=base,
+        haystack=haystack.name,
+        trained_length=survey.readers[0].readings.trained_length,
+        provenance=survey.with_extensions(provenance),
+    )
