@@ -343,6 +343,7 @@ def checkpoint(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::UserWarning:ctxext")
 def test_an_interrupted_command_goes_on_and_writes_the_same(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,8 @@ def retrieval(
     if questions.export_lm_eval:
         tasks = write_tasks(questions.export_lm_eval, prompts, tokenizer, seed=questions.seed)
         session.console.print(f"Wrote {len(tasks)} tasks to {questions.export_lm_eval}. Run them with:")
-        session.console.print(f"lm_eval --include_path {questions.export_lm_eval} --tasks {','.join(tasks)}")
+        run = f"lm_eval --model hf --model_args pretrained=CHECKPOINT --include_path {questions.export_lm_eval}"
+        session.console.print(f"{run} --tasks {','.join(tasks)}", soft_wrap=True)
         return
     survey = session.ask("ctxext eval retrieval", readers, prompts, f"things hidden in {text.name}")
     report = retrieval_report(

@@ -226,7 +226,7 @@ def _choice_panel(report: RetrievalReport, task: str) -> Panel:
         ticks=lengths,
         doubling=lengths[-1] >= 2 * lengths[0],
         log=False,
-        trained_length=report.trained_length if lengths[-1] > report.trained_length else None,
+        trained_length=report.trained_length if lengths[0] < report.trained_length < lengths[-1] else None,
     )
 
 

@@ -130,19 +130,30 @@ def make_prompts(
         drawn = f"retrieval {task} {choices} {seed} {index}"
         questions = TASKS[task](alike, choices, index, random.Random(drawn))
         prompts += [
-            _prompt(tokenizer, task, index, length, questions, haystack, drawn, turning_point) for length in lengths
+            _prompt(
+                tokenizer,
+                questions,
+                haystack,
+                drawn=drawn,
+                length=length,
+                task=task,
+                index=index,
+                turning_point=turning_point,
+            )
+            for length in lengths
         ]
     return sorted(prompts, key=lambda prompt: prompt.length)
 
 
 def _prompt(
     tokenizer: Any,
-    task: str,
-    index: int,
-    length: int,
     questions: QuestionSet,
     haystack: Haystack,
+    *,
     drawn: str,
+    length: int,
+    task: str,
+    index: int,
     turning_point: int,
 ) -> ChoicePrompt:
     """Write questions at a length; the depths of needles are the same at every length."""
