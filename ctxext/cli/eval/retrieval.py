@@ -14,6 +14,7 @@ from ctxext.cli.options import (
     SourceOptions,
     grouped,
     option,
+    token_option,
 )
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.retrieval import TASK_NAMES
@@ -26,8 +27,8 @@ class RetrievalOptions:
     task: list[str] | None = option(f"A kind of question: {', '.join(TASK_NAMES)}. Repeatable.", show_default="all")
     samples: int = option("Texts per task and length.", default=10, min=2)
     choices: int = option("Questions about each text, and so answers to choose from.", default=4, min=2, max=8)
-    base: int | None = option(
-        "The length, in tokens, whose score the effective length keeps 85 percent of.", show_default="the shortest"
+    base: int | None = token_option(
+        "The length whose score the effective length keeps 85 percent of.", show_default="the shortest"
     )
     seed: Seed = 0
     export_lm_eval: Path | None = option(
@@ -66,7 +67,7 @@ def retrieval(
 
     With --output, every finished job is kept: run the same command again after an interruption, and it goes on.
 
-    [bold]Example[/]: ctxext eval retrieval Llama-3-8B -m yarn -f 4 -l 1024 -l 32768 -o choices.json -o choices.png
+    [bold]Example[/]: ctxext eval retrieval Llama-3-8B -m yarn -f 4 -l 1K -l 32K -o choices.json -o choices.png
     """
     questions.check(asked.length or [])
     from ctxext.evaluation.forward import turning_point
