@@ -125,7 +125,7 @@ def by_formula_markdown() -> str:
         told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm", "exllamav3")]
         read = [rule(dict(config.rope_parameters)) for rule in READERS.values()]
         lines.append(f"| {_code(name)} | {' | '.join([*told, *read])} |")
-    rest = "On a rotary model all others are saved under a rope type that each of these refuses: "
+    rest = "On a rotary model all others are saved under a rope type that each of these refuses by itself: "
     more = "Longer tables of positions are in the weights, which any of these reads that knows the model: "
     return "\n".join([*lines, "", f"{rest}{_list(others)}. {more}{_list(tables)}."])
 

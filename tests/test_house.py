@@ -48,7 +48,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 50_650,
+    "lines of ctxext/": 51_000,
     "classes of evaluation/": 90,
     "files that one patch enters": 20,
     "functions that one patch enters": 134,
@@ -56,7 +56,7 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 287,
-    "lines of scripts/": 4_200,
+    "lines of scripts/": 4_500,
     "parameters of the widest command": 6,
 }
 

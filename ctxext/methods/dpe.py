@@ -30,7 +30,8 @@ class DPE(RemapMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
             no bound on relative positions follows from searched sizes, some of which are 1.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all).
         groups: tokens that share a position, at least 1 each, fastest frequency first: one size for each pair of
             rotated dimensions, or fewer sizes for equal parts of the pairs; or the name of published sizes:
             "llama-3-8b", "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".

@@ -21,8 +21,8 @@ class DualChunk(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
-            Qwen2.5-1M is run with "yarn".
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all). Qwen2.5-1M was served with "growing", by the length of the whole request.
         chunk: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or
             below 1 a share of the trained length. The authors take 3/4 of the trained length.
         local: distances below it are kept across the border of a chunk, less than ``chunk`` / 2. Tokens, or below 1 a

