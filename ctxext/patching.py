@@ -47,8 +47,9 @@ from ctxext.surgery.config import (
     stated_length,
     write_old_form,
 )
+from ctxext.surgery.continuous import batch_continuously
 from ctxext.surgery.edits import Edits, follow_replicas
-from ctxext.surgery.generation import LengthRule, guard_continuous_batching, recompute_in_generate
+from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.heads import with_heads
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
@@ -231,7 +232,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             extended = _extended_sides(subject, arguments, edits)
             first = next(iter(extended.values()))
             state = Patched(first.method, first.extension, edits, extended)
-        guard_continuous_batching(base, state.method, edits)
+        batch_continuously(base, state.method, edits)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", state.saved_form())
         if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended

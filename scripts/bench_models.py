@@ -3,9 +3,11 @@
     python scripts/bench_models.py                                     # BLOOM-560m and Llama-1B shapes, prefill
     python scripts/bench_models.py --what decode --lengths 2048,8192,32768
     python scripts/bench_models.py --model bloom --lengths 32768 --only alibi --memory
+    python scripts/bench_models.py --model smollm2 --what batch --lengths 1024 --dtypes fp32
 
 One model is patched and unpatched in place, and its variants take turns. Peak memory is what a fresh process adds for
-one call, weights not counted.
+one call, weights not counted. ``batch`` reads 8 prompts of half the length and generates the other half: in one
+continuous batch (seconds), and one after the other (the ratio is their seconds over those of the batch).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Annotated, Any
 import bench
 import torch
 import typer
-from transformers import DynamicCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import ctxext
 from ctxext.evaluation.checkpoint import DTYPES
@@ -32,8 +34,10 @@ TRAINED_LENGTH = 2048
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom-560m", {"vocab_size": 4096}),
     "llama": ("llama-1b", {"vocab_size": 4096, "max_position_embeddings": TRAINED_LENGTH}),
+    "smollm2": ("smollm2", {"max_position_embeddings": TRAINED_LENGTH}),
 }
-KINDS = ("prefill", "decode", "train")
+KINDS = ("prefill", "decode", "train", "batch")
+REQUESTS, PAGE = 8, 64
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bloom": {STOCK: {}, "alibi": {"method": "alibi"}, "pi": {"method": "pi"}},
     "llama": {
@@ -41,6 +45,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "yarn": {"method": "yarn"},
         "dynamic_yarn doubling": {"method": "dynamic_yarn", "growth": "doubling"},
         "alibi": {"method": "alibi"},
+    },
+    "smollm2": {
+        STOCK: {},
+        "self_extend": {"method": "self_extend"},
+        "dual_chunk": {"method": "dual_chunk"},
+        "dynamic_yarn request": {"method": "dynamic_yarn", "growth": "request"},
     },
 }
 COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds", "ratio", "adds MiB")
@@ -66,9 +76,10 @@ def build(setting: Setting) -> Any:
 
 
 def extend(model: Any, variant: str, setting: Setting) -> None:
-    """Patch the model for a variant; stock stays as it is."""
+    """Patch the model for a variant; stock stays as it is. A batch has texts four times as long as its window."""
     if variant != STOCK:
-        ctxext.patch(model, factor=16, trained_length=TRAINED_LENGTH, **VARIANTS[setting.model][variant])
+        reach = (16, TRAINED_LENGTH) if setting.what != "batch" else (4, setting.length // 4)
+        ctxext.patch(model, factor=reach[0], trained_length=reach[1], **VARIANTS[setting.model][variant])
 
 
 @torch.no_grad()
@@ -95,6 +106,37 @@ def run(model: Any, setting: Setting, cache: DynamicCache | None) -> None:
     else:
         with torch.inference_mode():
             model.base_model(ids, past_key_values=cache, use_cache=cache is not None)
+
+
+def serve(model: Any, setting: Setting, together: bool) -> None:
+    """Generate the second half of 8 texts, in a continuous batch or one after the other."""
+    new = setting.length // 2
+    prompts = torch.randint(4096, (REQUESTS, setting.length - new), generator=torch.Generator().manual_seed(0))
+    settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if not together:
+        for prompt in prompts[:, None].to(model.device):
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+        return
+    blocks = REQUESTS * (setting.length // PAGE + 2)
+    size = ContinuousBatchingConfig(num_blocks=blocks, page_size=PAGE, max_batch_tokens=setting.length)
+    results = model.generate_batch(
+        prompts.tolist(), generation_config=settings, continuous_batching_config=size, warmup=False
+    )
+    if any(result.error for result in results.values()):
+        raise RuntimeError(next(iter(results.values())).error)
+
+
+def batches(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.Row]:
+    """Yield a row for every variant: the seconds of a batch, and those of its requests in turn over them."""
+    model = build(setting)
+    for name in names:
+        extend(model, name, setting)
+        turns = [partial(serve, model, setting, together) for together in (True, False)]
+        batch, alone = bench.in_turns(turns, rounds, setting.device)
+        if name != STOCK:
+            ctxext.unpatch(model)
+        head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
+        yield [*head, f"{batch:.1f}", f"{alone / batch:.2f}", ""]
 
 
 def timed(model: Any, setting: Setting, variant: str, failed: dict[str, str]) -> float:
@@ -170,7 +212,10 @@ def main(
             setting = Setting(*parts, device, layers)
             say(f"{setting}")
             names = [name for name in VARIANTS[setting.model] if not chosen or name in chosen]
-            yield from measure(setting, names, rounds, memory)
+            if setting.what == "batch":
+                yield from batches(setting, names, rounds)
+            else:
+                yield from measure(setting, names, rounds, memory)
 
     title = f"Whole models, random weights{f', {layers} layers' if layers else ''}; {bench.machine(device)}"
     bench.report(title, COLUMNS, rows, markdown)

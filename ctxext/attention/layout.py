@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -129,11 +130,20 @@ class Layout:
         return cls.of(positions[:, -query:], positions, documents[:, -query:], documents, analyse=analyse)
 
     @classmethod
-    def packed(cls, lengths: Sequence[int], *, device: torch.device | str | None = None) -> Layout:
+    def packed(
+        cls,
+        lengths: Sequence[int],
+        *,
+        queries: Sequence[int] | None = None,
+        keys: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Layout:
         """Return a layout of one row with several documents, one after the other, each starting at position 0.
 
         Args:
             lengths: tokens per document, each at least 1 (the differences of ``cu_seqlens``).
+            queries: queries per document, its newest tokens; None for all.
+            keys: keys per document, its newest tokens, at least as many as its queries; None for all.
             device: where the positions live.
 
         Raises:
@@ -141,12 +151,19 @@ class Layout:
         """
         if not lengths or min(lengths) < 1:
             raise InvalidParameterError(f"lengths must be at least one positive integer each, found {list(lengths)}.")
-        positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(device)
-        counts = torch.tensor(lengths, device="cpu")
-        documents = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)[None].to(device)
-        ends = counts.cumsum(0).tolist()
-        spans = tuple(Span((0, 1), (e - n, e), (e - n, e)) for n, e in zip(lengths, ends, strict=True))
-        return cls(positions, positions, documents, documents, spans=spans, consecutive=True, from_zero=True)
+        counts = [list(lengths if side is None else side) for side in (queries, keys)]
+
+        def tokens(counts: list[int]) -> tuple[Tensor, Tensor]:
+            """Return positions and documents of the newest tokens of each document."""
+            newest = [torch.arange(n - count, n, device="cpu") for n, count in zip(lengths, counts, strict=True)]
+            documents = torch.arange(len(lengths), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
+            return torch.cat(newest)[None].to(device), documents[None].to(device)
+
+        qp, qd = tokens(counts[0])
+        kp, kd = (qp, qd) if counts[0] == counts[1] else tokens(counts[1])
+        places = (pairwise(accumulate(side, initial=0)) for side in counts)
+        spans = tuple(Span((0, 1), query, key) for query, key in zip(*places, strict=True))
+        return cls(qp, kp, qd, kd, spans=spans, consecutive=True, from_zero=counts[1] == list(lengths))
 
     @classmethod
     def cached(

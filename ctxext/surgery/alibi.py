@@ -37,6 +37,11 @@ class AlibiAttend:
     backends: Backends
     _slopes: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
+    @property
+    def reads_pages(self) -> bool:
+        """True if it computes continuous batches: the slopes are the same for each request."""
+        return not self.method.dynamic
+
     def __call__(
         self,
         q: Tensor,

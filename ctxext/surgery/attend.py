@@ -258,6 +258,7 @@ class LeaveAttend:
 
     implementation: str
     checks_window: ClassVar[bool] = False
+    reads_pages: ClassVar[bool] = True
 
     @outside_graphs("ctxext: a layer that keeps its own attention reads its mask outside of the graph.")
     def __call__(

@@ -17,7 +17,7 @@ from ctxext.methods import RopeMethod
 from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
-from ctxext.surgery.positions import PositionedForward, declared_length
+from ctxext.surgery.positions import PositionedForward, declared_length, paged_batch
 from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rotary import RotarySite
 from ctxext.surgery.stored_form import ROPE_TYPE, StoredForm
@@ -163,6 +163,9 @@ class DynamicForward:
 
         Refuse documents whose cached part has other positions.
         """
+        if (paged := paged_batch()) is not None:
+            fitted_lengths = [site.rule.fitted(reach) for reach in paged.reaches]
+            return [list(zip(paged.spans, fitted_lengths, strict=True))]
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
         declared = declared_length()

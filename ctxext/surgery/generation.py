@@ -15,7 +15,6 @@ lengths on the cache: see ``caches.py``.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 from ctxext.surgery.caches import Filled, cache_in, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.positions import ATTENTION, PositionedForward
+from ctxext.surgery.positions import PositionedForward
 
 
 @dataclass(frozen=True)
@@ -338,33 +337,6 @@ def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
     """
     if hasattr(model, "_valid_auto_compile_criteria"):
         edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
-
-
-def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
-    """Refuse, in place of ``model.init_continuous_batching``, through which every way to continuous batching leads.
-
-    Continuous batching puts requests of several lengths end to end into one row, and attends to them by transformers'
-    own paged functions. Positions that follow the length would be those of one long document, and attention of
-    ctxext's own would not be called.
-    """
-    raise IncompatibleError(
-        f"Method {method!r} does not work with continuous batching (generate_batch), which puts several texts into one "
-        f"row. Call generate() with a padded batch, or use a method that is one rotary table, like yarn."
-    )
-
-
-def guard_continuous_batching(model: PreTrainedModel, method: Method, edits: Edits) -> None:
-    """Refuse continuous batching where it would be wrong, and hide a manager that was kept from before the extension.
-
-    Such a manager would share the blocks of equal prompts, whose keys have other positions.
-    """
-    if not hasattr(model, "init_continuous_batching"):
-        return
-    edits.set(model, "_cached_continuous_batching_manager", None)
-    decoders = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if method.dynamic or any(decoder.config._attn_implementation == ATTENTION for decoder in decoders):
-        refuse = functools.partial(_refuse_continuous_batching, method.name)
-        edits.set(model, "init_continuous_batching", refuse)
 
 
 def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:

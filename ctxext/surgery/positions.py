@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import causal_mask_function
 
 from ctxext.attention import Layout
@@ -28,6 +29,7 @@ from ctxext.surgery.caches import cache_in
 from ctxext.surgery.code import shows_all
 from ctxext.surgery.layout_mask import UNPATCH, LayoutMask, layout_of
 from ctxext.surgery.override import ForwardOverride
+from ctxext.surgery.paged_batch import PagedBatch
 
 PLAIN_LAYERS = (
     DynamicLayer,
@@ -49,6 +51,7 @@ class _DecoderCall:
     shard: LayoutMask | None = None
     cache: Any = None
     has_encoder: bool = False
+    batch: PagedBatch | None = None
 
 
 class _CurrentCall(threading.local):
@@ -98,6 +101,8 @@ class PositionedForward(ForwardOverride):
         call = _DecoderCall(None, None) if outer is None else outer
         if cache_in(given) is not None:
             call = replace(call, cache=cache_in(given))
+        if isinstance(call.cache, PagedAttentionCache) and call.batch is None:
+            call = replace(call, batch=PagedBatch.of(call.cache, given))
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
         if given.get("encoder_hidden_states") is not None:
@@ -192,6 +197,11 @@ def replace_cache_layer(old: Any, new: Any) -> None:
     cache: Any = None if _current.call is None else _current.call.cache
     layers = getattr(cache, "self_attention_cache", cache).layers
     layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
+
+
+def paged_batch() -> PagedBatch | None:
+    """Return the requests of the running pass under continuous batching; None outside of it."""
+    return None if _current.call is None else _current.call.batch
 
 
 def declared_length() -> int | Sequence[int] | None:
@@ -511,6 +521,8 @@ def _attention(
             f"ctxext.patch or ctxext.load."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if (batch := paged_batch()) is not None:
+        ctxext_layout = batch.mask(module, query)
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
     if ctxext_layout is None and mask.window != sliding_window and getattr(attend, "checks_window", True):
         raise IncompatibleError(

@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,8 @@ class HeadPieces:
 
     def notes(self, whose: str = "", *, drops: bool = True) -> tuple[str, ...]:
         """Return the notes for a user: the positions of each piece, and the bound of a cache that drops keys."""
-        bound = () if self.reach is None or not drops else (f"The cache{whose} holds {self.reach}.",)
+        held = f"The cache{whose} holds {self.reach}; the paged cache of generate_batch() holds all tokens."
+        bound = () if self.reach is None or not drops else (held,)
         ahead = ("Tokens see both ways: keys ahead of a query lie as far from it as they would behind.",)
         return (*(f"Piece{whose}: {in_words(piece)}." for piece in self.pieces), *bound, *(ahead if self.ahead else ()))
 
@@ -168,6 +169,7 @@ class RemapAttend:
     backends: Backends
     implementation: str
     drops: bool = True
+    reads_pages: ClassVar[bool] = True
 
     @functools.cached_property
     def exact_length(self) -> int:

@@ -30,9 +30,19 @@ def test_spans_say_the_same_as_the_rule(name: str) -> None:
 
 
 def test_constructors_agree_with_of() -> None:
-    for built in (Layout.causal(2, 3, 5), Layout.packed([2, 3]), Layout.cached(2, 2, 6, filled=4)):
+    batch = Layout.packed([5, 3, 4], queries=[1, 3, 2])
+    for built in (Layout.causal(2, 3, 5), Layout.packed([2, 3]), batch, Layout.cached(2, 2, 6, filled=4)):
         again = Layout.of(built.query_positions, built.key_positions, built.query_documents, built.key_documents)
         assert (again.spans, again.consecutive) == (built.spans, built.consecutive)
+
+
+def test_a_continuous_batch_may_hold_the_newest_keys_of_each_document() -> None:
+    layout = Layout.packed([5, 3], queries=[1, 2], keys=[2, 3])
+    assert layout.query_positions.tolist() == [[4, 1, 2]]
+    assert layout.key_positions.tolist() == [[3, 4, 0, 1, 2]]
+    assert layout.spans == (Span((0, 1), (0, 1), (0, 2)), Span((0, 1), (1, 3), (2, 5)))
+    assert layout.from_zero is False
+    assert Layout.packed([5, 3], queries=[1, 2]).from_zero is True
 
 
 def test_padding_starts_at_position_zero() -> None:

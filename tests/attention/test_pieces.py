@@ -54,6 +54,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "chunk of a prefill": lambda: Layout.causal(2, 53, LENGTH),
     "decoding": lambda: Layout.causal(2, 1, LENGTH),
     "packed": lambda: Layout.packed([50, 103, 50]),
+    "continuous batch": lambda: Layout.packed([50, 103, 50], queries=[1, 53, 50]),
     "padded": lambda: Layout.padded(KEEP),
     "padded, decoding": lambda: Layout.padded(KEEP, query=1),
     "static cache": lambda: Layout.cached(2, 7, LENGTH, filled=150),
