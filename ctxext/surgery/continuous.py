@@ -48,7 +48,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
         """Keep ctxext's attention; a model without it goes on transformers' paged one."""
-        if not self._batching.attends:
+        if not self._batching.by_layout:
             super().switch_to_cb_friendly_attn(*args, **kwargs)
 
     def add_request(self, input_ids: list[int], *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
@@ -102,10 +102,12 @@ class ContinuousBatching:
     Args:
         model: the patched model.
         method: its method.
+        by_layout: whether ctxext computes its attention.
     """
 
     model: PreTrainedModel
     method: Method
+    by_layout: bool
 
     @property
     def attends(self) -> list[Any]:
@@ -130,6 +132,7 @@ class ContinuousBatching:
         if workload_hints is not None:
             self.require_limit(workload_hints.max_generated_length or None)
         if (kept := getattr(self.model, "_cached_continuous_batching_manager", None)) is not None:
+            kept.switch_to_cb_friendly_attn(self.model, kept.continuous_batching_config.auto_switch_to_flash)
             return kept
         settings = copy.copy(self.model.generation_config if generation_config is None else generation_config)
         if settings.eos_token_id is None:
@@ -163,7 +166,7 @@ class ContinuousBatching:
         if self.method.dynamic and getattr(self.method, "growth", None) != "request":
             return "positions would change while a text grows; with growth='request' they do not"
         reads_pages = [getattr(attend, "reads_pages", False) for attend in self.attends]
-        if _attends_by_layout(self.model) and not (reads_pages and all(reads_pages)):
+        if self.by_layout and not (reads_pages and all(reads_pages)):
             return "its attention reads no paged cache"
         if not PAGED_IN_LAYERS:
             return f"it needs transformers 5.24 or newer, and {transformers.__version__} is installed"
@@ -203,11 +206,7 @@ def batch_continuously(model: PreTrainedModel, method: Method, edits: Edits) -> 
     if not hasattr(model, "init_continuous_batching"):
         return
     edits.set(model, "_cached_continuous_batching_manager", None)
-    if method.dynamic or _attends_by_layout(model):
-        edits.set(model, "init_continuous_batching", ContinuousBatching(model, method))
-
-
-def _attends_by_layout(model: PreTrainedModel) -> bool:
-    """Return whether ctxext computes attention of the model."""
     decoders = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return any(decoder.config._attn_implementation == ATTENTION for decoder in decoders)
+    by_layout = any(decoder.config._attn_implementation == ATTENTION for decoder in decoders)
+    if method.dynamic or by_layout:
+        edits.set(model, "init_continuous_batching", ContinuousBatching(model, method, by_layout))

@@ -156,6 +156,22 @@ def test_a_shared_prefix_is_read_once_where_its_keys_are_the_same(method: Method
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "method"), [("olmo3", SELF_EXTEND), ("llama", BY_REQUEST[0])])
+@paged_in_layers
+def test_eager_attention_and_a_manager_that_is_kept(model_type: str, method: Method) -> None:
+    model = tiny(model_type, **WINDOWS if model_type == "olmo3" else {})
+    model.set_attn_implementation("eager")
+    ctxext.patch(model, method, trained_length=TRAINED_LENGTH)
+    expected, implementation = alone(model), model.config._attn_implementation
+    for _ in range(2):
+        assert_same(batched(model, persistent_manager=True), expected)
+        assert model.config._attn_implementation == implementation
+    model.destroy_cached_continuous_batching_manager()
+    ctxext.unpatch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.slow
 @paged_in_layers
 def test_several_texts_of_one_prompt() -> None:
     """They copy the blocks that are not full."""
