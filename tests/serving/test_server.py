@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
 
 import ctxext
+from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.serving.server import Gate, fit
 from tests._models import byte_model
 from tests._programs import command
@@ -355,8 +356,13 @@ def test_memory_stays_flat_over_200_requests(server: Running) -> None:
 
 
 @pytest.mark.slow
-def test_continuous_batches_serve_a_method_of_one_table_and_refuse_others(tmp_path: Path) -> None:
-    place = saved(tmp_path / "yarn", "yarn")
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("yarn", {}), ("self_extend", {}), ("dynamic_yarn", {"growth": "request"})]
+)
+def test_continuous_batches_give_each_request_its_own_tokens(
+    tmp_path: Path, method: str, parameters: dict[str, Any]
+) -> None:
+    place = saved(tmp_path / method, method, **parameters)
     model = ctxext.load(place).eval()
     with running(place, *FLAGS, "--continuous-batching", "--cached-tokens", "4096") as server:
         prompts = [PROMPT[start : start + 700] for start in range(0, 80, 20)]
@@ -369,10 +375,11 @@ def test_continuous_batches_serve_a_method_of_one_table_and_refuse_others(tmp_pa
 
 @pytest.mark.slow
 def test_what_cannot_be_served_is_a_sentence_at_start(tmp_path: Path) -> None:
-    place = saved(tmp_path / "self_extend", "self_extend")
+    encoding = next(iter(ENCODINGS))
+    place = saved(tmp_path / encoding, encoding)
     refused = command("serve", place, "--port", 0, "--continuous-batching")
     assert refused.exit_code == 1
-    assert "'self_extend' does not work with continuous batching" in refused.stderr
+    assert f"'{encoding}' does not work with continuous batching" in refused.stderr
     refused = command("serve", place, "--port", 0, "-f", 2)
     assert "factor: only with a method" in refused.stderr
     refused = command("serve", place, "--host", "no.such.host.invalid")
