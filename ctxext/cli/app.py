@@ -14,6 +14,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
 from typer import Argument, Option
 
+from ctxext.cli.check import check
 from ctxext.cli.choose import choose
 from ctxext.cli.eval import eval_app
 from ctxext.cli.heads import heads
@@ -214,6 +215,7 @@ app.command(cls=StrictCommand)(choose)
 app.command(cls=StrictCommand)(heads)
 app.command(cls=StrictCommand)(show)
 app.command(cls=StrictCommand)(serve)
+app.command(cls=StrictCommand)(check)
 
 
 @app.command(cls=StrictCommand)

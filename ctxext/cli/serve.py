@@ -59,7 +59,8 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "openai"):
         require_package(package, "serve", "ctxext serve needs")
-    from ctxext.serving.server import application, bound, load_served
+    from ctxext.serving.load import load_served
+    from ctxext.serving.server import application, bound
     from ctxext.serving.server import serve as answer
 
     listening = bound(server.host, server.port)

@@ -16,7 +16,6 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +34,8 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager, GenerationState
 
 from ctxext.errors import CtxextError, InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.methods import Method
-from ctxext.patching import describe, extend, patch, patched_state, unpatch
-from ctxext.saved import arguments_of
+from ctxext.serving.load import Served
 from ctxext.serving.requests import Answered, Completion, Conversation, Sampling, checked, refusal
-from ctxext.spec import ExtensionArguments
 from ctxext.surgery.subject import base_model
 
 # Tokens of an answer whose request does not say how many; as many as transformers' own server gives.
@@ -52,91 +47,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-
-
-@dataclass(frozen=True, eq=False)
-class Served:
-    """A checkpoint that is served, and what its clients are told about it.
-
-    Args:
-        name: the name that requests ask for.
-        checkpoint: the model, extended, and its tokenizer.
-        window: most tokens of a prompt and its answer together; None if the model's config does not say.
-        facts: method, parameters, factor, trained length and window, for programs.
-        notes: what was changed for the sake of serving.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    window: int | None
-    facts: dict[str, Any]
-    notes: tuple[str, ...] = ()
-
-
-def load_served(
-    source: str | None,
-    method: str | Method | None = None,
-    *,
-    name: str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    **extension: Any,
-) -> Served:
-    """Load a checkpoint to serve: extended by ``method``, or as it was saved; a plain one is served plain.
-
-    A dynamic method keeps the positions of a request from its first token to its last (``growth="request"``), so that
-    no cache is computed again while it decodes.
-
-    Args:
-        source: as for ``load_checkpoint``.
-        method: as for ``ctxext.patch``; it takes the place of an extension that was saved.
-        name: the name that requests ask for; default that of the checkpoint, as given.
-        dtype: as for ``load_checkpoint``.
-        device: as for ``load_checkpoint``.
-        trust_remote_code: as for ``load_checkpoint``.
-        **extension: further arguments of ``ctxext.patch``.
-
-    Raises:
-        CtxextError: as ``load_checkpoint`` and ``ctxext.patch``.
-    """
-    given = [key for key, value in extension.items() if value is not None]
-    if method is None and given:
-        raise InvalidParameterError(f"{', '.join(given)}: only with a method, which says how to extend.")
-    checkpoint = load_checkpoint(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    model: Any = checkpoint.model
-    if method is not None:
-        if patched_state(base_model(model)) is not None:
-            unpatch(model)
-        patch(model, method, **extension)
-    notes = _kept_for_a_request(model)
-    description = describe(model)
-    factor = None
-    if description.trained_length and description.target_length:
-        factor = description.target_length / description.trained_length
-    parameters = dict(description.method or {})
-    facts = {
-        "method": parameters.pop("method", None),
-        "parameters": parameters,
-        "factor": factor,
-        "trained_length": description.trained_length,
-        "window": description.target_length,
-    }
-    return Served(name or source or checkpoint.name, checkpoint, description.target_length, facts, notes)
-
-
-def _kept_for_a_request(model: Any) -> tuple[str, ...]:
-    """Let a dynamic method fit positions to a whole request, and say so."""
-    state = patched_state(base_model(model))
-    growth = getattr(None if state is None else state.method, "growth", "request")
-    if state is None or growth == "request":
-        return ()
-    arguments = arguments_of(base_model(model).config.ctxext)
-    assert isinstance(arguments, ExtensionArguments)  # two sides have encoder-decoders, which are not served
-    method: Any = state.method
-    unpatch(model)
-    extend(model, replace(arguments, method=replace(method, growth="request")))
-    return (f"{method.name}: growth='request' in place of {growth!r}, so that each request keeps its positions.",)
 
 
 class ServedModels(ModelManager):  # type: ignore[misc]

@@ -48,13 +48,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(checkpoint: Path, *flags: str, words: tuple[str, ...] = ("-m", "ctxext", "serve")) -> Iterator[Running]:
+def running(
+    checkpoint: Path, *flags: str, words: tuple[str, ...] = ("-m", "ctxext", "serve"), ends: int = 0
+) -> Iterator[Running]:
     """Start a server, wait until it answers, and end it by Ctrl-C at the end.
 
     Args:
         checkpoint: what it serves.
         *flags: its further options.
         words: how Python starts it.
+        ends: exit status after Ctrl-C.
     """
     log = checkpoint.parent / f"{checkpoint.name}-{time.monotonic_ns()}.log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -68,11 +71,11 @@ def running(checkpoint: Path, *flags: str, words: tuple[str, ...] = ("-m", "ctxe
             assert process.poll() is None, log.read_text("utf-8")
             assert time.monotonic() < deadline, log.read_text("utf-8")
             time.sleep(0.1)
-        port = int(re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text("utf-8"))[1])  # type: ignore[index]
+        port = int(re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)", log.read_text("utf-8"))[1])  # type: ignore[index]
         yield Running(process, log, port, str(checkpoint))
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, log.read_text("utf-8")
+        assert process.wait(60) == ends, log.read_text("utf-8")
         assert "Traceback" not in log.read_text("utf-8"), log.read_text("utf-8")
     finally:
         process.kill()

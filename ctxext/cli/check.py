@@ -1,0 +1,117 @@
+"""``ctxext check``: whether a running server computes an extension, and which window it accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from ctxext.cli.options import (
+    REQUIRED,
+    ExtensionOptions,
+    Json,
+    SourceOptions,
+    TextOptions,
+    grouped,
+    method_names,
+    option,
+)
+from ctxext.progress import terminal
+
+if TYPE_CHECKING:
+    from ctxext.serving.check import ServerCheck
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedOptions:
+    """Server to ask, and how far."""
+
+    url: str = option("Address of the server, such as http://127.0.0.1:8000.", default=REQUIRED)
+    name: str = option("Name of the model there.", default="", show_default="the first that it lists")
+    api_key: str | None = option("Key of the server.", envvar="CTXEXT_API_KEY", show_default="none")
+    length: int = option(
+        "Tokens of the longest prompt, if the window is longer.", "--length", "-l", default=16384, min=32
+    )
+
+
+@grouped
+def check(
+    *,
+    source: SourceOptions,
+    asked: AskedOptions,
+    method: Annotated[
+        str | None,
+        Option(
+            "--method",
+            "-m",
+            help="The method, or the choice.json, that the server was told by flags.",
+            show_default="the extension that the files carry",
+            autocompletion=method_names,
+        ),
+    ] = None,
+    extension: ExtensionOptions,
+    text: TextOptions,
+    as_json: Json = False,
+) -> None:
+    """Ask a running server whether its model is extended as the files say, and which window it accepts.
+
+    Works with vLLM, SGLang, llama.cpp's server, transformers' and ctxext's. Its answers to long prompts are compared
+    with the extended model, the plain one, and the usual mistakes, which all run here. It exits with status 1 if the
+    server is not right.
+
+    [bold]Example[/]: ctxext check Llama-3-8B-32k --url http://127.0.0.1:8000
+    """
+    from ctxext.patching import describe
+    from ctxext.serving.check import Client, check_server
+    from ctxext.serving.load import load_served
+
+    client = Client(asked.url, asked.api_key, asked.name)
+    served = load_served(
+        source.checkpoint,
+        method,
+        dtype=source.dtype,
+        device=source.device,
+        trust_remote_code=source.trust,
+        **extension.arguments(),
+    )
+    window = describe(served.checkpoint.model).target_length or asked.length
+    tokens = min(window, asked.length)
+    ids = text.read(served.checkpoint, tokens=tokens).documents[0].input_ids
+    found = check_server(client, served.checkpoint.model, served.checkpoint.tokenizer, ids)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2, default=str))
+    else:
+        show_check(found, terminal())
+    if not found.right:
+        raise typer.Exit(1)
+
+
+def show_check(found: ServerCheck, console: Console) -> None:
+    """Print what a server computes, how far its answers are from each reading, and its window."""
+    verdict = found.computes or "none of the readings below, or it cannot be told which"
+    console.print(f"{found.url} computes {found.model}: {verdict}", style="green" if found.right else "red")
+    table = Table("reading", "beyond the trained window", "inside it", box=box.SIMPLE)
+    for label, distance in sorted(found.beyond.items(), key=lambda item: item[1]):
+        table.add_row(label, *(_nats(value) for value in (distance, found.inside[label])))
+    console.print(table)
+    console.print(f"  distance in nats, compared by {found.compared}", soft_wrap=True)
+    stated = "" if found.stated is None else f", states {found.stated:,}"
+    refused = "" if found.refused is None else f" and not {found.refused:,}"
+    console.print(
+        f"  window: answers {found.accepted:,} tokens{refused}{stated}; extended {found.target_length:,}, trained "
+        f"{found.trained_length:,}",
+        soft_wrap=True,
+    )
+    for note in found.notes:
+        console.print(f"  - {note}", soft_wrap=True)
+
+
+def _nats(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"

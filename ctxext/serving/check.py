@@ -1,0 +1,389 @@
+"""Find out by its answers whether a running server computes an extension, and which window it accepts.
+
+A server may take the flags or the config of an extension, and compute something else without a word. Its answers tell:
+after a long prompt, the probabilities of the next token are those of the extended model, of the plain one, or of a
+model extended by one of the usual mistakes. Each of these is run here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.evaluation.forward import follows_length, logits_in_chunks
+from ctxext.methods import Method, RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.longrope import LongRoPE
+from ctxext.methods.remap import RemapMethod
+from ctxext.patching import describe, patched, patched_state, unpatch
+from ctxext.spec import Frequencies, RopeSpec
+from ctxext.surgery.config import scaling_of
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.subject import Subject, base_model
+
+TOP = 5  # log-probabilities of the next token that every server gives
+ANSWER = 12  # tokens of an answer, where a server gives text alone
+INSIDE, BEYOND = 2, 4  # prompts within the trained window, and longer ones
+STEPS = 6  # halvings of the interval in which the window lies
+USUAL_BASE = 10_000.0
+# A server is taken to compute a reading that is this close to its answers, in nats, if every other is twice as far.
+NEAR, FLOOR = 0.3, 0.02
+AS_SAID, PLAIN = "as extended", "not extended"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server says after the first ``length`` tokens: log-probabilities of the next one, or text."""
+
+    length: int
+    top: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServerCheck:
+    """What a running server computes.
+
+    Args:
+        url: of the server.
+        model: name of the model there.
+        compared: "log-probabilities" of the next token, or "text" where the server gives no others.
+        computes: the reading of the model that its answers fit; None if they fit none, or several.
+        right: whether that is the model as it was extended.
+        beyond: distance of the answers to each reading, in nats, for prompts beyond the trained window.
+        inside: the same within the trained window.
+        accepted: tokens of the longest prompt that was answered whole.
+        refused: tokens of the shortest one that was refused or cut; None if there was none.
+        stated: the window that the server states; None if it states none.
+        trained_length: of the weights, in tokens.
+        target_length: the window as extended, in tokens.
+        notes: sentences about what was found beside that.
+    """
+
+    url: str
+    model: str
+    compared: str
+    computes: str | None
+    right: bool
+    beyond: dict[str, float]
+    inside: dict[str, float]
+    accepted: int
+    refused: int | None
+    stated: int | None
+    trained_length: int
+    target_length: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Client:
+    """A server of OpenAI's API, asked to continue texts.
+
+    Args:
+        url: with or without ``/v1``.
+        key: its key, if it wants one.
+        name: the model there; empty for the first that the server lists.
+    """
+
+    url: str
+    key: str | None = None
+    name: str = ""
+    stated: int | None = field(default=None, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
+    form: type | None = field(default=None, init=False)  # of a prompt, once the server has taken one
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/").removesuffix("/v1")
+        status, listed = self._call("/v1/models")
+        models = listed.get("data") or []
+        if status != 200 or not models:
+            raise VerificationError(f"{self.url}/v1/models gives no model: status {status}, {_sentence(listed)}")
+        chosen = [model for model in models if not self.name or model.get("id") == self.name]
+        if not chosen:
+            raise InvalidParameterError(f"{self.url} has no model {self.name!r}: it lists {models[0].get('id')!r}.")
+        self.name = chosen[0]["id"]
+        self.stated = chosen[0].get("max_model_len") or (chosen[0].get("meta") or {}).get("n_ctx")
+
+    def continued(self, ids: Sequence[int], text: str, **more: Any) -> tuple[str, Any]:
+        """Return the text and the log-probabilities by which a server continues a prompt; a reason if it refuses.
+
+        Raises:
+            VerificationError: the server fails.
+        """
+        sentence = ""
+        for prompt in (list(ids), text):  # tokens leave nothing to the server's tokenizer, but not all take them
+            if self.form not in (None, type(prompt)):
+                continue
+            request = {"model": self.name, "prompt": prompt, "temperature": 0, "max_tokens": 1} | more
+            status, said = self._call("/v1/completions", request)
+            if status == 200 and said.get("choices"):
+                self.form = type(prompt)
+                choice, read = said["choices"][0], (said.get("usage") or {}).get("prompt_tokens")
+                if read is not None and read < len(ids) - 1:  # less one: a token that begins every text
+                    return f"it reads {read} of {len(ids)} tokens", None
+                return "", choice
+            sentence = _sentence(said)
+            if status >= 500:
+                break
+        return sentence or "no answer", None
+
+    def _call(self, path: str, body: Any = None) -> tuple[int, Any]:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=1800) as answer:
+                return answer.status, json.loads(answer.read())
+        except HTTPError as error:
+            text = error.read().decode(errors="replace")
+            try:
+                return error.code, json.loads(text)
+            except json.JSONDecodeError:
+                return error.code, {"error": text}
+        except (URLError, json.JSONDecodeError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise VerificationError(f"{self.url} does not answer as a server of OpenAI's API: {reason}.") from error
+
+
+def _sentence(said: Any) -> str:
+    """Return the message of an error, in whichever form a server writes it."""
+    error = said.get("error", said.get("detail", said)) if isinstance(said, dict) else said
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]
+
+
+def _top(logprobs: Any) -> tuple[float, ...]:
+    """Return the largest log-probabilities of the first token of an answer, in whichever form a server writes them."""
+    if not isinstance(logprobs, dict):
+        return ()
+    if content := logprobs.get("content"):
+        values = [entry["logprob"] for entry in content[0].get("top_logprobs") or ()]
+    else:
+        first = (logprobs.get("top_logprobs") or [None])[0]
+        values = list(first.values()) if isinstance(first, dict) else []
+    return tuple(sorted(values, reverse=True)[:TOP])
+
+
+@torch.no_grad()
+def check_server(
+    client: Client, model: nn.Module, tokenizer: Any, ids: Tensor, *, base: float = USUAL_BASE
+) -> ServerCheck:
+    """Compare a server's answers with those of a model as it was extended, and as servers get it wrong.
+
+    Args:
+        client: the server.
+        model: the model that it ought to compute. Its extension is taken off.
+        tokenizer: its tokenizer.
+        ids: tokens of a text, [1, tokens], longer than the trained window; the prompts are its beginnings.
+        base: the base that a server falls back on.
+
+    Raises:
+        IncompatibleError: a config that does not say the trained length.
+        InvalidParameterError: a text that is not longer than the trained window.
+        VerificationError: the server does not answer, or refuses every prompt.
+    """
+    trained, target = _lengths(model)
+    longest = min(target, ids.shape[1]) - ANSWER
+    if longest <= trained < target:
+        raise InvalidParameterError(
+            f"The text has {ids.shape[1]} tokens, and the trained window {trained}: give a longer one, or a larger "
+            f"--length."
+        )
+    lengths = [trained * part // (INSIDE + 1) for part in range(1, INSIDE + 1)]
+    first = min(trained * 6 // 5, longest)
+    lengths += [first + (longest - first) * part // (BEYOND - 1) for part in range(BEYOND)]
+    answers, accepted, refused = _answers(client, tokenizer, ids, lengths)
+    inside, beyond = {}, {}
+    for label, logs in _readings(model, ids, answers, base):
+        distances = {answer.length: _distance(answer, logs[answer.length]) for answer in answers}
+        inside[label] = _mean([value for length, value in distances.items() if length <= trained])
+        beyond[label] = _mean([value for length, value in distances.items() if length > trained])
+    computes = _nearest(inside if math.isnan(beyond[AS_SAID]) else beyond)
+    return ServerCheck(
+        url=client.url,
+        model=client.name,
+        compared="text" if answers[0].tokens else "log-probabilities",
+        computes=computes,
+        right=computes == AS_SAID and refused is None,
+        beyond=beyond,
+        inside=inside,
+        accepted=accepted,
+        refused=refused,
+        stated=client.stated,
+        trained_length=trained,
+        target_length=target,
+        notes=tuple(client.notes),
+    )
+
+
+def _lengths(model: nn.Module) -> tuple[int, int]:
+    """Return the trained length of a model and the length that it was extended to, by its config at least."""
+    description, scaling = describe(model), scaling_of(base_model(model).config)
+    trained, target = description.trained_length, description.target_length
+    if description.method is None and scaling is not None and scaling.original:
+        trained = scaling.original
+    if trained is None or target is None:
+        raise IncompatibleError(
+            f"The config of this {base_model(model).config.model_type} does not say what length its weights were "
+            f"trained for. Give the method and the trained length that the server was told."
+        )
+    return trained, target
+
+
+def _answers(
+    client: Client, tokenizer: Any, ids: Tensor, lengths: Sequence[int]
+) -> tuple[list[Answer], int, int | None]:
+    """Ask for continuations of longer and longer prompts, and find where the server stops to give any.
+
+    Returns:
+        The answers; the tokens of the longest prompt that was answered, with its answer; those of the shortest that was
+        not, None if there is none.
+    """
+    answers: list[Answer] = []
+    waiting, refused, reason = sorted(set(lengths)), None, ""
+    for _ in range(len(waiting) + STEPS):
+        least = answers[-1].length if answers else 0
+        length, text = _stable(tokenizer, ids[0], waiting.pop(0) if waiting else (least + (refused or least)) // 2)
+        if not least < length < (refused or length + 1):
+            break
+        why, answer = _asked(client, tokenizer, ids[0, :length].tolist(), text)
+        if answer is not None:
+            answers.append(answer)
+        else:
+            waiting, refused, reason = [], length, why
+            if not answers:
+                raise VerificationError(f"{client.url} refuses a prompt of {length} tokens: {why}")
+    if refused is not None:
+        client.notes.append(f"To a prompt of {refused} tokens it says: {reason}")
+    last = answers[-1]
+    if last.tokens:  # compared is what all of them have
+        answers = [answer for answer in answers if answer.tokens]
+    new = ANSWER if last.tokens else 1
+    return answers, last.length + new, None if refused is None else refused + new
+
+
+def _stable(tokenizer: Any, ids: Tensor, length: int) -> tuple[int, str]:
+    """Return the length at or below ``length`` at which a text is cut between two tokens, and the text up to there."""
+    for shorter in range(length, max(length - 32, 1), -1):
+        text: str = tokenizer.decode(ids[:shorter], skip_special_tokens=True)
+        if tokenizer(text)["input_ids"] == ids[:shorter].tolist():
+            return shorter, text
+    return length, tokenizer.decode(ids[:length], skip_special_tokens=True)
+
+
+def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[str, Answer | None]:
+    """Ask for log-probabilities, or for text from a server that has none."""
+    reason, choice = client.continued(ids, text, logprobs=TOP)
+    if choice is not None and (top := _top(choice.get("logprobs"))):
+        return "", Answer(len(ids), top=top)
+    reason, choice = client.continued(ids, text, max_tokens=ANSWER)
+    if choice is None:
+        return reason, None
+    tokens = tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+    return ("", Answer(len(ids), tokens=tuple(tokens))) if tokens else ("it answers nothing", None)
+
+
+def _readings(
+    model: nn.Module, ids: Tensor, answers: Sequence[Answer], base: float
+) -> Iterator[tuple[str, dict[int, Tensor]]]:
+    """Yield each reading of the model with its log-probabilities at the end of each prompt, and after its answer."""
+    trained, target = _lengths(model)
+    yield AS_SAID, _log_probabilities(model, ids, answers)
+    state = patched_state(base_model(model))
+    if state is not None:
+        unpatch(model)
+        yield PLAIN, _log_probabilities(model, ids, answers)
+    method = None if state is None else state.method
+    subject = Subject.of(model)
+    if not subject.rotaries or (method is not None and not _is_table(method)):
+        return
+    in_files = scaling_of(base_model(model).config) is not None
+    scaling = ("replace" if in_files else None) if state is None else state.extension.scaling
+    sites = find_sites(subject, trained, scaled=scaling == "extend")
+    if len(sites) != 1:  # of several, each would need factors of its own
+        return
+    for label, wrong in _mistakes(method, sites[0].spec, base).items():
+        divisors = tuple((plain_inv_freq(sites[0].spec) / wrong.inv_freq).tolist())
+        is_plain = wrong.attention_scale == 1 and set(divisors) == {1.0}
+        if (is_plain and not (state is None and in_files)) or not all(0 < part < math.inf for part in divisors):
+            continue
+        as_wrong = LongRoPE(
+            factor=target / trained,
+            short_factor=divisors,
+            long_factor=divisors,
+            attention_factor=wrong.attention_scale,
+        )
+        with patched(model, as_wrong, trained_length=trained, scaling=scaling):
+            yield label, _log_probabilities(model, ids, answers)
+
+
+def _mistakes(method: Method | None, rope: RopeSpec, base: float) -> dict[str, Frequencies]:
+    """Return what servers compute in place of an extension, or of the scaling in the files if ``method`` is None."""
+    plain, usual = plain_inv_freq(rope), replace(rope, base=base, inv_freq=None)
+    mistakes = {f"base {base:g} in place of {rope.base:g}": Frequencies(plain_inv_freq(usual))}
+    if not isinstance(method, RopeMethod):
+        mistakes["scaling of the config ignored"] = Frequencies(plain)
+    else:
+        length = method.target_length(rope.trained_length)
+        right = method.frequencies(rope, length)
+        mistakes["temperature ignored"] = Frequencies(right.inv_freq)
+        mistakes["temperature alone"] = Frequencies(plain, right.attention_scale)
+        mistakes["every frequency divided by the factor"] = Frequencies(plain / method.factor)
+        mistakes[f"base {base:g} in place of {rope.base:g}"] = method.frequencies(usual, length)
+        mistakes = {
+            label: wrong
+            for label, wrong in mistakes.items()
+            if not (wrong.attention_scale == right.attention_scale and wrong.inv_freq.equal(right.inv_freq))
+        }
+    return mistakes
+
+
+def _is_table(method: Method) -> bool:
+    """Return whether a method is one set of frequencies for every text."""
+    return isinstance(method, RopeMethod) and not isinstance(method, RemapMethod) and not method.dynamic
+
+
+def _log_probabilities(model: nn.Module, ids: Tensor, answers: Sequence[Answer]) -> dict[int, Tensor]:
+    """Return log-probabilities behind each prompt, [tokens of its answer + 1, vocabulary]; in float32, on the CPU."""
+    device, rows = base_model(model).device, {}
+    if any(answer.tokens for answer in answers) or follows_length(base_model(model)):
+        for answer in answers:
+            read = torch.cat((ids[:, : answer.length], torch.tensor([answer.tokens], dtype=ids.dtype)), dim=1)
+            parts = [part for _, part in logits_in_chunks(model, read.to(device), start=answer.length - 1)]
+            rows[answer.length] = torch.cat(parts, dim=1)[0]
+    else:
+        longest = max(answer.length for answer in answers)
+        lengths = sorted(answer.length for answer in answers)
+        for first, part in logits_in_chunks(model, ids[:, :longest].to(device), start=lengths[0] - 1, chunk=256):
+            for length in lengths:
+                if first <= length - 1 < first + part.shape[1]:
+                    rows[length] = part[0, length - 1 - first][None].clone()
+    return {length: logits.float().log_softmax(-1).cpu() for length, logits in rows.items()}
+
+
+def _distance(answer: Answer, logs: Tensor) -> float:
+    """Return how far a reading is from an answer, in nats: in its largest probabilities, or in what it would choose."""
+    if answer.top:
+        own = logs[0].topk(len(answer.top)).values
+        return float((own - torch.tensor(answer.top)).abs().mean())
+    chosen = logs[:-1].gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    return float((logs[:-1].amax(-1) - chosen).mean())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _nearest(distances: dict[str, float]) -> str | None:
+    """Return the reading that is near, if all others are far."""
+    ordered = sorted(distances, key=distances.__getitem__)
+    nearest = distances[ordered[0]]
+    others = [distances[label] for label in ordered[1:]]
+    return ordered[0] if nearest <= NEAR and all(other > 2 * nearest + FLOOR for other in others) else None
