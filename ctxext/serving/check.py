@@ -41,8 +41,8 @@ AS_SAID, PLAIN = "as extended", "not extended"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a server says after the first ``length`` tokens: log-probabilities of the next one, or text."""
+class Continuation:
+    """Continuation of the first ``length`` tokens by a server: log-probabilities of the next one, or text."""
 
     length: int
     top: tuple[float, ...] = ()
@@ -51,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerCheck:
-    """What a running server computes.
+    """Result of asking a running server: the reading that it computes, and the window that it accepts.
 
     Args:
         url: of the server.
@@ -239,14 +239,14 @@ def _lengths(model: nn.Module) -> tuple[int, int]:
 
 def _answers(
     client: Client, tokenizer: Any, ids: Tensor, lengths: Sequence[int]
-) -> tuple[list[Answer], int, int | None]:
+) -> tuple[list[Continuation], int, int | None]:
     """Ask for continuations of longer and longer prompts, and find where the server stops to give any.
 
     Returns:
         The answers; the tokens of the longest prompt that was answered, with its answer; those of the shortest that was
         not, None if there is none.
     """
-    answers: list[Answer] = []
+    answers: list[Continuation] = []
     waiting, refused, reason = sorted(set(lengths)), None, ""
     for _ in range(len(waiting) + STEPS):
         least = answers[-1].length if answers else 0
@@ -278,20 +278,20 @@ def _stable(tokenizer: Any, ids: Tensor, length: int) -> tuple[int, str]:
     return length, tokenizer.decode(ids[:length], skip_special_tokens=True)
 
 
-def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[str, Answer | None]:
+def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[str, Continuation | None]:
     """Ask for log-probabilities, or for text from a server that has none."""
     reason, choice = client.continued(ids, text, logprobs=TOP)
     if choice is not None and (top := _top(choice.get("logprobs"))):
-        return "", Answer(len(ids), top=top)
+        return "", Continuation(len(ids), top=top)
     reason, choice = client.continued(ids, text, max_tokens=ANSWER)
     if choice is None:
         return reason, None
     tokens = tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-    return ("", Answer(len(ids), tokens=tuple(tokens))) if tokens else ("it answers nothing", None)
+    return ("", Continuation(len(ids), tokens=tuple(tokens))) if tokens else ("it answers nothing", None)
 
 
 def _readings(
-    model: nn.Module, ids: Tensor, answers: Sequence[Answer], base: float
+    model: nn.Module, ids: Tensor, answers: Sequence[Continuation], base: float
 ) -> Iterator[tuple[str, dict[int, Tensor]]]:
     """Yield each reading of the model with its log-probabilities at the end of each prompt, and after its answer."""
     trained, target = _lengths(model)
@@ -350,7 +350,7 @@ def _is_table(method: Method) -> bool:
     return isinstance(method, RopeMethod) and not isinstance(method, RemapMethod) and not method.dynamic
 
 
-def _log_probabilities(model: nn.Module, ids: Tensor, answers: Sequence[Answer]) -> dict[int, Tensor]:
+def _log_probabilities(model: nn.Module, ids: Tensor, answers: Sequence[Continuation]) -> dict[int, Tensor]:
     """Return log-probabilities behind each prompt, [tokens of its answer + 1, vocabulary]; in float32, on the CPU."""
     device, rows = base_model(model).device, {}
     if any(answer.tokens for answer in answers) or follows_length(base_model(model)):
@@ -368,7 +368,7 @@ def _log_probabilities(model: nn.Module, ids: Tensor, answers: Sequence[Answer])
     return {length: logits.float().log_softmax(-1).cpu() for length, logits in rows.items()}
 
 
-def _distance(answer: Answer, logs: Tensor) -> float:
+def _distance(answer: Continuation, logs: Tensor) -> float:
     """Return how far a reading is from an answer, in nats: in its largest probabilities, or in what it would choose."""
     if answer.top:
         own = logs[0].topk(len(answer.top)).values
