@@ -38,6 +38,8 @@ def on_files(files: Files, config: Any) -> Files:
 
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     texts |= {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+    for table in (file for file in files if file.src_uri.endswith(".csv")):
+        texts[f"docs/{table.src_uri}"] = (ROOT / "docs" / table.src_uri).read_text(encoding="utf-8")
     shown: set[str] = set()
     for origin, text in texts.items():
         for part in FENCED.split(text)[::2]:

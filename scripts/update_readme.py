@@ -41,6 +41,9 @@ RESULTS = ROOT / "docs" / "results"
 ENCODINGS = ROOT / "docs" / "encodings"
 TABLES = ROOT / "docs" / "tables"
 CONFIGS = ROOT / "recipes" / "configs"
+COLUMNS = {"runs_by_formula": "programs"} | dict.fromkeys(
+    ("runs_on_llama_cpp", "runs_on_mlx_lm", "runs_on_vllm"), "model types"
+)
 FACTOR = "target_length / trained_length"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
@@ -50,6 +53,7 @@ def pages() -> list[Path]:
     return [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md")),
         *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs" / "howto").glob("*.md")),
         *sorted(ENCODINGS.glob("*.md")),
     ]
 
@@ -57,18 +61,28 @@ def pages() -> list[Path]:
 @cache
 def blocks() -> dict[str, tuple[str, Path]]:
     """Return the text of every block by its name, with the folder that links in it start from."""
-    measured = {name: ((RESULTS / f"{name}.md").read_text(), RESULTS) for name in ("demo", "coverage", "bloom")}
-    source = (ROOT / "ctxext" / "methods" / "abf.py").read_text()
-    made = {
-        "abf": f"```python\n{source.rstrip()}\n```",
-        "commands": commands_markdown(),
-        "recipes": recipes_markdown(),
+    measured = {name: ((RESULTS / f"{name}.md").read_text(), RESULTS) for name in ("demo", "coverage")}
+    made = {"commands": commands_markdown()}
+    for name, markdown in runtimes().items():
+        table, _, sentences = markdown.partition("\n\n")
+        label = f"[Each method on {len(rows_of(table)[0]) - 1} {COLUMNS[name]}]"
+        made[name] = f"{label}(docs/tables/{_file_name(name)}.csv)\n\n{sentences}"
+    return measured | {name: (text, ROOT) for name, text in made.items()}
+
+
+@cache
+def runtimes() -> dict[str, str]:
+    """Return what each runtime makes of each method, by the name of its block: a table, and sentences behind it."""
+    return {
         "runs_by_formula": by_formula_markdown(),
         "runs_on_llama_cpp": llama_cpp_markdown(),
         "runs_on_mlx_lm": mlx_lm_markdown(),
         "runs_on_vllm": vllm_markdown(),
     }
-    return measured | {name: (text, ROOT) for name, text in made.items()}
+
+
+def _file_name(block: str) -> str:
+    return block.replace("_", "-")
 
 
 @cache
@@ -81,8 +95,10 @@ def tables() -> dict[str, str]:
         "methods": rows_of(methods_markdown(method_rows())),
         "parameters": parameter_rows(),
         "published-configs": published_rows(),
+        "recipes": recipe_rows(),
         "settings": setting_rows(),
     }
+    rows |= {_file_name(name): rows_of(markdown.partition("\n\n")[0]) for name, markdown in runtimes().items()}
     return {name: csv_text(table) for name, table in rows.items()}
 
 
@@ -239,18 +255,17 @@ def header_of(config: Path) -> dict[str, str]:
     return found
 
 
-def recipes_markdown() -> str:
-    """A table of all configs, from the comments in front of them; those that differ in the method alone share a row."""
+def recipe_rows() -> list[list[str]]:
+    """Return all configs, from the comments in front of them; those that differ in the method alone share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(CONFIGS.rglob("*.yaml")):
         header = header_of(path)
         method = yaml.safe_load(path.read_text(encoding="utf-8"))["extension"]["method"]
         family = path.stem.replace(f"-{method}", "-*")
         key = (family, header["Hardware"], _short(header["Memory"]), _short(header["Time"]))
-        rows.setdefault(key, []).append(f"[{method}]({path.relative_to(ROOT)})")
-    lines = ["| `recipes/configs/` | `*` | hardware | memory | time |", "|---|---|---|---|---|"]
-    lines += [f"| `{family}` | {', '.join(links)} | {' | '.join(rest)} |" for (family, *rest), links in rows.items()]
-    return "\n".join(lines)
+        rows.setdefault(key, []).append(f"[{method}](../../{path.relative_to(ROOT)})")
+    lines = [["config", "method (`*`)", "hardware", "memory", "time"]]
+    return lines + [[f"`{family}`", ", ".join(links), *rest] for (family, *rest), links in rows.items()]
 
 
 def _short(text: str) -> str:

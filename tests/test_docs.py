@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import dataclasses
 import importlib
 import inspect
@@ -34,7 +35,7 @@ from tests._models import tiny
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part of the installed package
 
-from scripts import draw_encodings  # noqa: E402
+from scripts import draw_encodings, site_pages  # noqa: E402
 from scripts.update_readme import (  # noqa: E402
     ENCODINGS,
     TABLES,
@@ -84,12 +85,15 @@ def test_everything_that_can_be_filled_in_stands_somewhere() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_are_current_and_each_is_linked() -> None:
-    assert {path.stem: text_of(path) for path in TABLES.glob("*.csv")} == tables(), (
-        "run python scripts/update_readme.py"
-    )
-    linked = {link for page in pages() for link in re.findall(r"tables/([\w-]+)\.csv", text_of(page))}
-    assert linked == set(tables())
+def test_the_tables_are_current() -> None:
+    current = {name: text_of(TABLES / f"{name}.csv") for name in tables()}
+    assert current == tables(), "run python scripts/update_readme.py"
+
+
+def test_every_table_is_linked() -> None:
+    links = ((page, link) for page in PAGES for link in re.findall(r"\(([\w/.-]+\.csv)", text_of(page)))
+    linked = {(page.parent / link).resolve() for page, link in links}
+    assert {path for path in (ROOT / "docs").rglob("*.csv") if path not in linked} == set()
 
 
 def test_every_method_is_in_the_tables() -> None:
@@ -377,7 +381,7 @@ def test_every_section_of_troubleshooting_has_an_error_and_an_example_without_on
 def anchors(page: Path) -> set[str]:
     """What a link to a heading of ``page`` is called on GitHub, or to the rows of a table with one first cell."""
     if page.suffix == ".csv":
-        return {line.partition(",")[0].replace(" ", "-") for line in text_of(page).splitlines()}
+        return {site_pages._slug(line.partition(",")[0]) for line in text_of(page).splitlines()}
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -411,6 +415,22 @@ def test_every_page_is_linked_from_the_index(index: str, folder: str) -> None:
     assert [path.name for path in (ROOT / folder).glob("*.md") if path != start and path.resolve() not in linked] == []
 
 
+def pages_in(nav: list[object] | dict[str, object] | str) -> list[str]:
+    """The pages of the navigation, from top to bottom."""
+    if isinstance(nav, str):
+        return [nav]
+    inner = list(nav.values()) if isinstance(nav, dict) else nav
+    return [page for part in inner for page in pages_in(part)]  # type: ignore[arg-type]
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    config = text_of(ROOT / "mkdocs.yml")
+    named = pages_in(yaml.safe_load(config[config.index("\nnav:") :])["nav"])
+    existing = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    existing |= set(site_pages.PAGES.values())
+    assert sorted(named) == sorted(existing - {"results/coverage.md"}), "mkdocs.yml: nav"
+
+
 # Words
 
 
@@ -423,8 +443,8 @@ def test_the_layout_names_every_room() -> None:
 
 @pytest.mark.slow
 def test_the_glossary_is_of_the_code() -> None:
-    glossary = text_of(ROOT / "docs" / "extending.md").partition("## Glossary")[2]
-    words = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)))
+    with (TABLES / "glossary.csv").open(encoding="utf-8", newline="") as file:
+        words = re.findall(r"`(\w+)`", "\n".join(row[0] for row in csv.reader(file)))
     sources = "\n".join(text_of(path) for path in sorted((ROOT / "ctxext").rglob("*.py")))
     assert len(words) >= 25
     assert [word for word in words if word[0].isupper() and not re.search(rf"^class {word}\b", sources, re.M)] == []

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [str(ROOT), *sys.path]
@@ -19,24 +18,6 @@ from scripts import site_pages  # noqa: E402
 
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 DOCS_PYTHON = Path(os.environ.get("CTXEXT_DOCS", ROOT / ".venv" / "docs" / "bin" / "python"))
-# Pieces that other pages show whole.
-SHOWN_ELSEWHERE = {"results/coverage.md", "results/bloom.md"}
-
-
-def pages_in(nav: list[object] | dict[str, object] | str) -> list[str]:
-    """The pages of the navigation, from top to bottom."""
-    if isinstance(nav, str):
-        return [nav]
-    inner = list(nav.values()) if isinstance(nav, dict) else nav
-    return [page for part in inner for page in pages_in(part)]  # type: ignore[arg-type]
-
-
-def test_the_navigation_names_every_page_once() -> None:
-    named = pages_in(yaml.safe_load(CONFIG[CONFIG.index("\nnav:") :])["nav"])
-    existing = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    existing |= set(site_pages.PAGES.values())
-    reports = {page for page in existing if page.endswith("/report.md")}  # linked from the page beside them
-    assert sorted(named) == sorted(existing - reports - SHOWN_ELSEWHERE), "mkdocs.yml: nav"
 
 
 def test_a_link_to_a_table_is_shown_as_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
