@@ -56,7 +56,7 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 287,
-    "lines of scripts/": 4_500,
+    "lines of scripts/": 4_550,
     "parameters of the widest command": 6,
 }
 
