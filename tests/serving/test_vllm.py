@@ -91,7 +91,7 @@ def test_the_largest_position_of_qwens_chunks_may_be_the_trained_length() -> Non
     method, spec = stored_method(getattr(served_config(config, "here"), REMAP))
     older = method.pieces(spec, 256)[2]
     assert float(older.query(torch.tensor([255]))) == 64
-    assert method.target_length(spec.trained_length) >= 256 - 4, "rounded down"
+    assert method.target_length(spec.trained_length) == 256
 
 
 @pytest.mark.parametrize(
