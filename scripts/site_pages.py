@@ -69,7 +69,9 @@ def on_page_content(content: str, **_: Any) -> str:
     from latex2mathml.converter import convert
 
     def drawn(formula: re.Match[str]) -> str:
-        return convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "div" else "inline")
+        alone = formula[1] == "div"
+        math = convert(html.unescape(formula[2]).strip(), display="block" if alone else "inline")
+        return f'<div class="formula">{math}</div>' if alone else math
 
     return FORMULA.sub(drawn, content)
 
