@@ -61,8 +61,7 @@ def pages() -> list[Path]:
 @cache
 def blocks() -> dict[str, tuple[str, Path]]:
     """Return the text of every block by its name, with the folder that links in it start from."""
-    counted = (RESULTS / "coverage.md").read_text().partition("\n\n")[0]
-    measured = {"demo": ((RESULTS / "demo.md").read_text(), RESULTS), "coverage": (counted, RESULTS)}
+    measured = {"coverage": ((RESULTS / "coverage.md").read_text(), RESULTS)}
     made = {"commands": commands_markdown()}
     for name, markdown in runtimes().items():
         table, _, sentences = markdown.partition("\n\n")

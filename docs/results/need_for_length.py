@@ -12,6 +12,7 @@ window before, and nowhere nearer. The second one needs no model.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import sys
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.cli.options import run_script
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, draw_grid, saved_figure
-from ctxext.evaluation.statistics import students_quantile
+from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, students_quantile
 from scripts.bench import markdown_table
 
 STRING = 6
@@ -100,9 +101,9 @@ def texts_of(study: Path, file: Path, kind: str | None, skip: int, tokenizer: An
 
 
 def mean_and_margin(values: list[float]) -> tuple[float, float]:
-    """Return a mean and half of its 95 percent interval, by Student's quantile; zero for a single value."""
+    """Return a mean and half of its 95 percent interval, by Student's quantile; zero for values too few for one."""
     mean = sum(values) / len(values)
-    if len(values) == 1:
+    if len(values) < ENOUGH_DOCUMENTS:
         return mean, 0.0
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
     return mean, students_quantile(0.05, len(values) - 1) * error
@@ -117,38 +118,34 @@ def fitted(x: list[float], y: list[float]) -> tuple[float, float, float]:
     return sxy / sxx, my - sxy / sxx * mx, sxy / math.sqrt(sxx * syy)
 
 
-def tables(texts: list[Text]) -> str:
-    """Return a row a kind, and one a text."""
-    kinds = list(dict.fromkeys(text.kind for text in texts))
-    by_kind, by_text = [], []
-    for kind in kinds:
+def kinds_table(texts: list[Text]) -> str:
+    """Return a row a kind, as Markdown."""
+    rows = []
+    for kind in dict.fromkeys(text.kind for text in texts):
         of = [text for text in texts if text.kind == kind]
         cells = []
         for method in METHODS:
             gains = [text.gains[method] for text in of if method in text.gains]
-            cells.append(
-                ""
-                if not gains
-                else "{:+.3f} ± {:.3f}".format(*mean_and_margin(gains))
-                if len(gains) > 1
-                else f"{gains[0]:+.3f}"
-            )
+            mean, margin = mean_and_margin(gains) if gains else (0.0, 0.0)
+            each = f" ({', '.join(f'{gain:+.3f}' for gain in gains)})" if len(gains) > 1 else ""
+            cells.append("" if not gains else f"{mean:+.3f}" + (f" ± {margin:.3f}" if margin else each))
         need, repeats = sum(text.need for text in of) / len(of), sum(text.repeats for text in of) / len(of)
-        by_kind.append([kind, str(len(of)), f"{need:.3f}", f"{repeats:.1%}", *cells])
-    for text in sorted(texts, key=lambda text: -text.repeats):
-        gains = [f"{text.gains[method]:+.3f}" if method in text.gains else "" for method in METHODS]
-        by_text.append([text.name, text.kind, f"{text.need:+.3f}", f"{text.repeats:.1%}", *gains])
-    columns = ["2K to 8K", "repeats from afar", *METHODS.values()]
-    return (
-        markdown_table(
-            "Gain over the best truncation, nats per token, with 95 % intervals", ["kind", "texts", *columns], by_kind
-        )
-        + "\n"
-        + markdown_table("By text", ["text", "kind", *columns], by_text)
-    )
+        rows.append([kind, str(len(of)), f"{need:.3f}", f"{repeats:.1%}", *cells])
+    columns = ["kind", "texts", "2K to 8K", "repeats from afar", *METHODS.values()]
+    return markdown_table("Gain over the best truncation, nats per token, with 95 % intervals", columns, rows)
 
 
-PALETTE = ("#A3195B", "#0072B2", "#00855F", "#B87700", "#6F5BC8", "#7A5C45", "#16838E", "#6E6E6E")
+def write_texts(path: Path, texts: list[Text]) -> None:
+    """Write a row a text to a CSV file, those that repeat most first."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["text", "kind", "2K to 8K", "repeats from afar", *METHODS.values()])
+        for text in sorted(texts, key=lambda text: -text.repeats):
+            gains = [f"{text.gains[method]:+.3f}" if method in text.gains else "" for method in METHODS]
+            writer.writerow([text.name, text.kind, f"{text.need:+.3f}", f"{text.repeats:.1%}", *gains])
+
+
+PALETTE = ("#A3195B", "#0072B2", "#00855F", "#B87700", "#6F5BC8", "#7A5C45", "#16838E", "#C45500", "#6E6E6E")
 
 
 def draw(path: Path, texts: list[Text], window: int) -> None:
@@ -156,8 +153,8 @@ def draw(path: Path, texts: list[Text], window: int) -> None:
     kinds = sorted(dict.fromkeys(text.kind for text in texts), key=lambda kind: -kind_mean(texts, kind, SHOWN)[0])
     colours = dict(zip(kinds, PALETTE, strict=False))
     title = "Where a longer window pays: SmolLM2-135M, 8K to 16K tokens, without training"
-    with saved_figure(path, (10.4, 4.6), title) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    with saved_figure(path, (10.8, 4.8), title) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
         for kind in kinds:
             of = [text for text in texts if text.kind == kind]
             x, y = [100 * text.repeats for text in of], [text.gains[SHOWN] for text in of]
@@ -171,7 +168,14 @@ def draw(path: Path, texts: list[Text], window: int) -> None:
         draw_grid(left, "A point is a text, read by Self-Extend")
         for place, kind in enumerate(kinds):
             for method, shift, marker in ((SHOWN, -0.14, "o"), ("yarn x2", 0.14, "D")):
+                if not any(text.kind == kind and method in text.gains for text in texts):
+                    continue
                 mean, margin = kind_mean(texts, kind, method)
+                if not margin:
+                    few = [text.gains[method] for text in texts if text.kind == kind and method in text.gains]
+                    right.scatter(
+                        few, [place + shift] * len(few), s=20, facecolor="none", edgecolor=colours[kind], lw=0.9
+                    )
                 colour = colours[kind] if method == SHOWN else "white"
                 right.errorbar(
                     mean,
@@ -188,8 +192,8 @@ def draw(path: Path, texts: list[Text], window: int) -> None:
         right.set_yticks(range(len(kinds)), [f"{kind} ({counts[kind]})" for kind in kinds])
         right.set_ylim(len(kinds) - 0.4, -0.6)
         right.tick_params(axis="y", length=0)
-        right.set_xlabel("gain over the best truncation, nats per token; 95 % intervals")
-        draw_grid(right, "By kind; filled: Self-Extend, open: YaRN", axis="x")
+        right.set_xlabel("gain, nats per token; 95 % interval, or each text")
+        draw_grid(right, "By kind; filled: Self-Extend, diamond: YaRN", axis="x")
         for label, kind in zip(right.get_yticklabels(), kinds, strict=True):
             label.set_color(colours[kind])
 
@@ -201,10 +205,12 @@ def kind_mean(texts: list[Text], kind: str, method: str) -> tuple[float, float]:
 
 def main(
     studies: Annotated[list[str], Argument(help="FOLDER=FILE, FOLDER=FILE:KIND or FOLDER=FILE:KIND:SKIPPED")],
-    output: Annotated[Path, Option("--output", "-o", help="the picture")],
+    output: Annotated[
+        Path, Option("--output", "-o", help="the picture; a .csv file of all texts is written beside it")
+    ],
     checkpoint: Annotated[str | None, Option(help="whose tokenizer and window; by default the installed one")] = None,
 ) -> None:
-    """Print the tables and the lines, and draw the picture."""
+    """Print the table of kinds and the lines, write all texts, and draw the picture."""
     loaded = load_checkpoint(checkpoint)
     window = loaded.model.config.max_position_embeddings
     texts: list[Text] = []
@@ -212,7 +218,8 @@ def main(
         folder, _, rest = study.partition("=")
         file, kind, skip = (*rest.split(":"), "", "")[:3]
         texts += texts_of(Path(folder), Path(file), kind or None, int(skip or 0), loaded.tokenizer, window)
-    print(tables(texts))
+    print(kinds_table(texts))
+    write_texts(output.with_suffix(".csv"), texts)
     gains = [text.gains[SHOWN] for text in texts]
     for name, values in (("need", [text.need for text in texts]), ("repeats", [text.repeats for text in texts])):
         slope, start, correlation = fitted(values, gains)

@@ -89,7 +89,7 @@ def far_lines(text: str, offsets: list[tuple[int, int]], window: int, most: int)
                 rf"(?m)^\s*(?:(?:async )?def|class)\s+{name}\b|^\s*{name}\s*(?::[^=\n]+)?=(?!=)", text[: match.start()]
             )
         ]
-        if names and starts[start] == match.start():
+        if names and starts[start] <= match.start() + len(match.group()) - len(match.group().lstrip()):
             lines.append(Line(start, stop, match.group(), names, introduced))
     every = max(1, math.ceil(len(lines) / most))
     return lines[::every]

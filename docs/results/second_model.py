@@ -153,6 +153,8 @@ def main(
     ids = torch.cat([key.prompt, key.answer])
     print(f"\npasskey of {len(ids):,} tokens, {len(ids) - key.key_position:,} back: loss of a token of the answer")
     for name, how in methods.items():
+        if not how:
+            continue  # beyond its window the unextended model does not even predict
         loss = kept(f"passkey-{name}", partial(read, model, how, partial(losses, model, ids, len(key.prompt))))
         print(f"{name}: {loss.mean():.3f}, at most {loss.max():.3f}")
 
