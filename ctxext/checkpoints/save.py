@@ -16,7 +16,9 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
-from ctxext.errors import CheckpointError, PatchStateError
+from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
+from ctxext.checkpoints.source import REMOTE_MODULE
+from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import whole_files
 from ctxext.methods import RopeMethod, saved_class
 from ctxext.saved import put_old_form, saved_sides
@@ -29,7 +31,14 @@ MODEL_CARD = "README.md"
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 
 
-def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None, **saving: Any) -> None:
+def save(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    remote_code: bool = False,
+    **saving: Any,
+) -> None:
     """Save a model so that its extension cannot be lost.
 
     A whole model is what ``save_pretrained`` writes, whose config carries the extension; beside it stand, wherever they
@@ -44,6 +53,9 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         tokenizer: saved beside the model, and allowed as many tokens as the model now is: a tokenizer cuts texts at
             its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is. Limits in
             files of a tokenizer, or of sentence-transformers, that already lie in ``directory`` are raised too.
+        remote_code: write a module of four lines beside a whole model, by which programs that take a path load it as
+            ``ctxext.load`` does: those that pass ``trust_remote_code=True`` to transformers, and have ctxext installed.
+            Without that argument they refuse the checkpoint as they did.
         **saving: arguments of ``save_pretrained``, such as ``max_shard_size`` or ``push_to_hub``.
 
     The files take their places when all of them are written: a full disk, or a kill, leaves no half of a checkpoint.
@@ -51,7 +63,9 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     Raises:
         PatchStateError: if the model is not extended, or its config or its rotary modules were changed since.
         CheckpointError: if ``directory`` is a file, or cannot be written; what lay there before is as it was.
-        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out.
+        IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
+        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
+            for ``remote_code`` beside an adapter.
     """
     inner = base_model(model)
     if not getattr(inner.config, "ctxext", None):
@@ -65,11 +79,14 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         saving = {"repo_id": place.name} | saving
     extension = inner.config.ctxext
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
+    if remote_code and adapted is not None:
+        raise InvalidParameterError("remote_code=True is for whole models: merge the adapter into its base first.")
+    module = {"auto_map": auto_map(inner)} if remote_code else {}
     try:
         _require_unchanged(inner)  # which builds rotary modules from a config in a temporary file
         with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
             if adapted is None:
-                _save_whole(inner, half, saving)
+                _save_whole(inner, half, module, saving)
             else:
                 if (place / MODEL_CARD).is_file():  # PEFT adds to it
                     shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
@@ -99,10 +116,13 @@ def _require_unchanged(model: PreTrainedModel) -> None:
             require_as_patched(part, side["trained_length"])
 
 
-def _save_whole(model: PreTrainedModel, directory: Path, saving: dict[str, Any]) -> None:
+def _save_whole(model: PreTrainedModel, directory: Path, module: dict[str, Any], saving: dict[str, Any]) -> None:
     edits = Edits()
     try:
         put_old_form(model.config, edits)
+        for name, value in module.items():
+            edits.set(model.config, name, value)
+            (directory / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")
         model.save_pretrained(directory, **saving)
     finally:
         edits.undo()

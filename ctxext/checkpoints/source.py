@@ -33,6 +33,9 @@ MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.ind
 # What save_pretrained calls one file of several; those of a variant (model.fp16-...) have an index of another name.
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
+# Module beside a checkpoint by which programs that take a path load it: see ``remote.py``.
+REMOTE_MODULE = "ctxext_remote"
+
 
 @dataclass
 class Contents:
@@ -90,6 +93,8 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         raise
     except (OSError, *UNFIT) as error:
         raise CheckpointError(_misplaced(place, raw, error) or _unreadable(place, error)) from error
+    if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # what is loaded here needs no such code
+        del config.auto_map
     check_config(config, os.fspath(place))
     if "ctxext" in raw:
         _refuse_two_stories(config, raw, place)

@@ -1,0 +1,69 @@
+"""Load a saved checkpoint in programs that only take its path, where they trust the code beside it.
+
+``ctxext.save(..., remote_code=True)`` writes ``REMOTE_CODE`` into the directory and names its classes in the config.
+With ``trust_remote_code=True``, transformers calls their ``from_pretrained`` in place of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ctxext.checkpoints.load import LOCATION, load
+from ctxext.checkpoints.source import REMOTE_MODULE, read_any_config
+from ctxext.errors import IncompatibleError
+
+REMOTE_CODE = '''"""Loads this checkpoint with its extension where it is trusted. It needs: pip install ctxext."""
+
+from ctxext.checkpoints.remote import RemoteConfig, RemoteModel
+
+__all__ = ["RemoteConfig", "RemoteModel"]
+'''
+# What the classes of transformers take for themselves.
+OF_AUTO_CLASSES = ("trust_remote_code", "code_revision", "adapter_kwargs", "name_or_path", "_from_auto", "_commit_hash")
+
+
+class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Config that reads what plain transformers refuses; what it returns is of the model's own class."""
+
+    @classmethod
+    def from_pretrained(cls, place: Any, **arguments: Any) -> Any:
+        """Read the config of a checkpoint as ``ctxext.load`` does."""
+        unused = arguments.pop("return_unused_kwargs", False)
+        config = read_any_config(place, **{name: arguments.pop(name) for name in LOCATION if name in arguments})
+        names = PreTrainedConfig.get_config_dict(place)[0]["auto_map"]
+        config.auto_map = names
+        rest = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES}
+        return (config, rest) if unused else config
+
+
+class RemoteModel(PreTrainedModel):  # type: ignore[misc]
+    """Model that is loaded by ctxext; what it returns is of the class that was saved."""
+
+    @classmethod
+    def from_pretrained(cls, place: Any, *_: Any, config: Any = None, **arguments: Any) -> Any:
+        """Load a checkpoint as ``ctxext.load`` does."""
+        given = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES and value is not None}
+        return load(place, **given)
+
+
+def auto_map(model: PreTrainedModel) -> dict[str, str]:
+    """Return the classes of transformers that load a model, each with the one beside the checkpoint.
+
+    Raises:
+        IncompatibleError: no ``AutoModel`` of transformers loads it.
+    """
+    names = []
+    for name in dir(transformers):
+        mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
+        if mapping is not None and type(model.config) in mapping:
+            kinds = mapping[type(model.config)]
+            names += [name] if type(model) in (kinds if isinstance(kinds, tuple | list) else (kinds,)) else []
+    if not names:
+        raise IncompatibleError(
+            f"remote_code=True: no AutoModel of transformers loads a {type(model).__name__}. Save it without, and load "
+            f"it by ctxext.load."
+        )
+    return {"AutoConfig": f"{REMOTE_MODULE}.RemoteConfig"} | dict.fromkeys(names, f"{REMOTE_MODULE}.RemoteModel")

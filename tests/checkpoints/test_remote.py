@@ -1,0 +1,75 @@
+"""Checkpoints saved with ``remote_code=True`` load by their path where the code beside them is trusted, only there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from tests._models import logits, tiny, tokens
+from tests._programs import ran
+from tests._tokenizer import make_letters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["self_extend", "alibi", "yarn", "dynamic_yarn"])
+def test_it_loads_by_its_path_where_its_code_is_trusted(method: str, tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), method, factor=4)
+    ctxext.save(model, tmp_path / "there", tokenizer=make_letters(), remote_code=True)
+    assert not hasattr(model.config, "auto_map")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "there", trust_remote_code=True, dtype=torch.float32)
+    assert type(found) is type(model)
+    assert torch.equal(logits(found.eval(), tokens()), logits(model, tokens()))
+    assert ctxext.describe(found).target_length == 256
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "there", trust_remote_code=True)) == 257
+    config = AutoConfig.from_pretrained(tmp_path / "there", trust_remote_code=True)
+    assert config.max_position_embeddings == 256
+
+
+@pytest.mark.slow
+def test_plain_transformers_refuses_it_where_its_code_is_not_trusted(tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(), "self_extend", factor=4), tmp_path / "there", remote_code=True)
+    program = """
+from transformers import AutoModelForCausalLM
+for given in ({}, {"trust_remote_code": False}):
+    try:
+        AutoModelForCausalLM.from_pretrained("there", **given)
+    except KeyError as error:
+        print("ctxext.load" in str(error))
+"""
+    assert ran(["-c", program], tmp_path).stdout.split() == ["True", "True"]
+
+
+@pytest.mark.slow
+def test_what_is_loaded_names_no_code_any_more(tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(), "self_extend", factor=4), tmp_path / "there", remote_code=True)
+    assert (tmp_path / "there" / "ctxext_remote.py").is_file()
+    for found in (
+        ctxext.load(tmp_path / "there"),
+        ctxext.load(tmp_path / "there", trust_remote_code=True),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "there", trust_remote_code=True),
+    ):
+        found.save_pretrained(tmp_path / "again")
+        assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
+        ctxext.save(found, tmp_path / "saved")
+        assert not (tmp_path / "saved" / "ctxext_remote.py").exists()
+
+
+def test_adapters_and_models_of_no_auto_class_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="is for whole models"):
+        ctxext.save(
+            get_peft_model(ctxext.patch(tiny(), "yarn", factor=4), LoraConfig(target_modules=["q_proj"])),
+            tmp_path,
+            remote_code=True,
+        )
+    model = ctxext.patch(tiny(), "yarn", factor=4)
+    model.__class__ = type("Own", (type(model),), {})
+    with pytest.raises(IncompatibleError, match="no AutoModel of transformers loads a Own"):
+        ctxext.save(model, tmp_path, remote_code=True)
+    assert list(tmp_path.iterdir()) == []
