@@ -61,7 +61,8 @@ def pages() -> list[Path]:
 @cache
 def blocks() -> dict[str, tuple[str, Path]]:
     """Return the text of every block by its name, with the folder that links in it start from."""
-    measured = {"coverage": ((RESULTS / "coverage.md").read_text(), RESULTS)}
+    counted = (RESULTS / "coverage.md").read_text().partition("\n\n")[0]
+    measured = {"coverage": (counted, RESULTS)}
     made = {"commands": commands_markdown()}
     for name, markdown in runtimes().items():
         table, _, sentences = markdown.partition("\n\n")
