@@ -443,7 +443,11 @@ class _Recorder:
         """
         self.text, self.layers = text, {}
         model = self.subject.model
-        device = model.get_input_embeddings().weight.device
+        try:
+            reads: nn.Module = model.get_input_embeddings()
+        except NotImplementedError:  # it reads sound, or has several tables
+            reads = model
+        device = next(reads.parameters()).device
         try:
             ids = text.tokens[None].to("cpu" if device.type == "meta" else device)
             model.base_model(input_ids=ids, use_cache=False)

@@ -307,6 +307,22 @@ def test_attention_outside_the_interface_is_refused_by_name(model_type: str, nam
         heads(tiny(model_type))
 
 
+def no_table(_: Any) -> Any:
+    raise NotImplementedError("not auto-handled")
+
+
+def several_tables(model: Any) -> Any:
+    return torch.nn.ModuleList([model.model.embed_tokens])  # without a weight of its own, as Kyutai's
+
+
+@pytest.mark.parametrize("table", [no_table, several_tables])
+def test_a_model_need_not_have_one_table_of_inputs(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    expected = induction_scores(Subject.of(model), seeds=[0])
+    monkeypatch.setattr(type(model), "get_input_embeddings", table)
+    assert induction_scores(Subject.of(model), seeds=[0]).scores == expected.scores
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="is an encoder-decoder"):
         heads(tiny("t5"))
