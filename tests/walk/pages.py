@@ -73,6 +73,7 @@ MEANING = {
     "slopes": "**slopes** (of ALiBi, or ALiBi in the place of rotation: {})",
     "rows": "**rows** (of a learned table: {})",
     "buckets": "**buckets** (of T5: {})",
+    "encodings": "**encodings** (of the laboratory, in the place of rotation: {})",
 }
 
 COVERAGE = """\
