@@ -55,7 +55,7 @@ class ChoicePrompt(Prompt):
     index: int
     questions: QuestionSet
     text: Int[Tensor, " text"]
-    requests: tuple[Int[Tensor, " request"], ...]
+    requests: tuple[Int[Tensor, " _request"], ...]
     answers: tuple[Int[Tensor, " answer"], ...]
     prefix: int
     turning_point: int
