@@ -109,5 +109,5 @@ def test_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
     ):
         result = cli("plan", tmp_path, *arguments)
         assert (result.exit_code, said in result.stderr) == (1, True), result.stderr
-    assert cli("plan", tmp_path, "--length", 0).exit_code == 2
+    assert "length must be a positive whole number of tokens, found 0" in cli("plan", tmp_path, "--length", 0).stderr
     assert "There is no checkpoint at" in cli("plan", tmp_path / "none", "--length", 64).stderr

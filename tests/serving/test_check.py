@@ -172,7 +172,7 @@ def test_a_server_of_another_method_is_found_out(files: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", pytest.param("yarn", marks=pytest.mark.nightly)])
 def test_the_server_of_transformers_is_asked(files: Path, name: str) -> None:
-    with running(files / name, words=(*STOCK, str(port := free_port())), ends=1) as server:
+    with running(files / name, words=(*STOCK, str(port := free_port())), ends=None) as server:
         assert server.port == port
         result = asked(files, port)
     assert f"{name}: {'as extended' if name == 'yarn' else 'not extended'}" in result.stdout, result.output
