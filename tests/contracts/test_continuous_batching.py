@@ -208,7 +208,7 @@ def test_every_entry_is_refused_in_the_thread_of_its_caller(
             IncompatibleError, match=rf"^Method '{name}' .*generate_batch.*{reason}.* with a padded batch"
         ):
             enter(model)
-    assert working() == threads
+    assert [thread for thread in working() if thread not in threads] == []  # those of earlier tests may end
     assert model.config._attn_implementation == implementation
     ctxext.unpatch(model)
     assert "init_continuous_batching" not in vars(model)
