@@ -239,7 +239,7 @@ def refusal(what: str) -> str:
         try:
             with engine(Path(folder), **given):
                 return "started"
-        except Exception as error:  # whatever vLLM makes of it
+        except (RuntimeError, ValueError) as error:  # an engine's, and that of a config
             said = [line for line in str(error).splitlines() if "ctxext" in line] or [repr(error)]
             return said[0].partition(" [type=")[0].replace(folder, "CHECKPOINT").strip()
 

@@ -106,16 +106,23 @@ def fit(inputs: Any, settings: GenerationConfig, window: int | None) -> None:
     settings.max_new_tokens = asked or min(ANSWER, window - prompt)
 
 
-class OneByOne(GenerateManager):  # type: ignore[misc]
+class Fitted:
+    """Part of both managers: a streamed answer begins with a look at whether the request fits the window."""
+
+    window: int | None
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
+        """Answer a request piece by piece, or refuse it."""
+        fit(inputs, gen_config, self.window)
+        return super().generate_streaming(model, processor, inputs, gen_config, **more)  # type: ignore[misc]
+
+
+class OneByOne(Fitted, GenerateManager):  # type: ignore[misc]
     """Manager of requests that are answered in turn; one whose client went away ends at the next token."""
 
     def __init__(self, window: int | None) -> None:
         super().__init__()
         self.window = window
-
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
-        fit(inputs, gen_config, self.window)
-        return super().generate_streaming(model, processor, inputs, gen_config, **more)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -143,7 +150,7 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         return processor.decode(tokens, skip_special_tokens=True), prompt, tokens
 
 
-class Together(CBGenerateManager):  # type: ignore[misc]
+class Together(Fitted, CBGenerateManager):  # type: ignore[misc]
     """Manager of requests that are answered in continuous batches."""
 
     def __init__(self, window: int | None, tokens: int | None) -> None:
@@ -163,10 +170,6 @@ class Together(CBGenerateManager):  # type: ignore[misc]
             )
         self.sampling = sampling
         super().init_cb(model, gen_config)
-
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
-        fit(inputs, gen_config, self.window)
-        return super().generate_streaming(model, processor, inputs, gen_config, **more)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
-import math
+import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.cli.options import run_script
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, draw_grid, saved_figure
-from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, students_quantile
+from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, grouped_difference
 from scripts.bench import markdown_table
 
 STRING = 6
@@ -101,21 +101,12 @@ def texts_of(study: Path, file: Path, kind: str | None, skip: int, tokenizer: An
 
 
 def mean_and_margin(values: list[float]) -> tuple[float, float]:
-    """Return a mean and half of its 95 percent interval, by Student's quantile; zero for values too few for one."""
-    mean = sum(values) / len(values)
+    """Return a mean and half of its 95 percent interval; zero for values too few for one."""
     if len(values) < ENOUGH_DOCUMENTS:
-        return mean, 0.0
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
-    return mean, students_quantile(0.05, len(values) - 1) * error
-
-
-def fitted(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """Return slope, intercept and correlation of a line through points."""
-    n, mx, my = len(x), sum(x) / len(x), sum(y) / len(y)
-    sxx, syy = sum((a - mx) ** 2 for a in x), sum((b - my) ** 2 for b in y)
-    sxy = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
-    assert n > 2
-    return sxy / sxx, my - sxy / sxx * mx, sxy / math.sqrt(sxx * syy)
+        return statistics.fmean(values), 0.0
+    groups = [torch.tensor([value], dtype=torch.float64) for value in values]
+    gain = grouped_difference(groups, [torch.zeros(1)] * len(values), over="texts")
+    return gain.mean, gain.margin
 
 
 def kinds_table(texts: list[Text]) -> str:
@@ -159,7 +150,9 @@ def draw(path: Path, texts: list[Text], window: int) -> None:
             of = [text for text in texts if text.kind == kind]
             x, y = [100 * text.repeats for text in of], [text.gains[SHOWN] for text in of]
             left.scatter(x, y, s=34, color=colours[kind], edgecolor="white", lw=0.6, zorder=3)
-        slope, start, _ = fitted([text.repeats for text in texts], [text.gains[SHOWN] for text in texts])
+        slope, start = statistics.linear_regression(
+            [text.repeats for text in texts], [text.gains[SHOWN] for text in texts]
+        )
         edge = max(text.repeats for text in texts)
         left.plot([0, 100 * edge], [start, start + slope * edge], color=NOTE, lw=1.2, zorder=1)
         left.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
@@ -222,7 +215,8 @@ def main(
     write_texts(output.with_suffix(".csv"), texts)
     gains = [text.gains[SHOWN] for text in texts]
     for name, values in (("need", [text.need for text in texts]), ("repeats", [text.repeats for text in texts])):
-        slope, start, correlation = fitted(values, gains)
+        slope, start = statistics.linear_regression(values, gains)
+        correlation = statistics.correlation(values, gains)
         print(
             f"gain of {METHODS[SHOWN]} = {start:+.3f} {slope:+.3f} * {name}; "
             f"correlation {correlation:.2f}, {len(texts)} texts"

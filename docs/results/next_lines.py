@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ctxext
 from ctxext.cli.eval.common import Session
 from ctxext.cli.options import SourceOptions, grouped, run_script
+from ctxext.evaluation.statistics import grouped_difference
 from ctxext.files import write_whole
 from ctxext.texts.documents import read_documents
 from scripts.bench import machine, markdown_table
@@ -101,20 +102,13 @@ def write_lines(model: Any, tokenizer: Any, ids: Tensor, lines: list[Line], firs
     cache, rows = DynamicCache(config=model.config), []
     model(ids[None, first : lines[-1].start], past_key_values=cache, use_cache=True, logits_to_keep=1)
     for line in reversed(lines):
-
-        def cut(line: Line = line) -> None:
-            cache.crop(
-                line.start - 1 - first - cache.get_seq_length()
-            )  # the token before the line is read again, for its logits
-
-        cut()
+        before = line.start - 1  # this token is read again, for its logits
+        cache.crop(before - first - cache.get_seq_length())
         truth = ids[line.start : line.stop]
-        logits = (
-            model(ids[None, line.start - 1 : line.stop - 1], past_key_values=cache, use_cache=True).logits[0].float()
-        )
+        logits = model(ids[None, before : line.stop - 1], past_key_values=cache, use_cache=True).logits[0].float()
         losses = functional.cross_entropy(logits, truth, reduction="none")
-        cut()
-        token, written = ids[None, line.start - 1 : line.start], []
+        cache.crop(before - first - cache.get_seq_length())
+        token, written = ids[None, before : line.start], []
         for _ in range(len(truth) + SPARE):
             token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
             written.append(token.item())
@@ -138,16 +132,16 @@ def write_lines(model: Any, tokenizer: Any, ids: Tensor, lines: list[Line], firs
     return rows[::-1]
 
 
-def mean_and_error(values: list[float], texts: list[int]) -> tuple[float, float]:
-    """Return the mean of values and its standard error; those of one text count as one observation."""
-    mean, sums = statistics.fmean(values), defaultdict(float)
-    for value, text in zip(values, texts, strict=True):
-        sums[text] += value - mean
-    return mean, math.sqrt(len(sums) / (len(sums) - 1) * sum(part**2 for part in sums.values())) / len(values)
+def by_text(lines: list[dict[str, Any]], key: str) -> list[Tensor]:
+    """Return the values of lines, those of one text together, since they are alike."""
+    groups = defaultdict(list)
+    for line in lines:
+        groups[line["text"]].append(float(line[key]))
+    return [torch.tensor(group) for group in groups.values()]
 
 
 def tables(found: dict[str, list[dict[str, Any]]], title: str) -> str:
-    """Return the table: a row a way of reading, and its difference to the first one, paired by line."""
+    """Return the table: a row a way of reading, and the mean over texts of its difference to the first one."""
     base, *_ = found.values()
     rows = []
     for name, lines in found.items():
@@ -155,10 +149,11 @@ def tables(found: dict[str, list[dict[str, Any]]], title: str) -> str:
         for key, form in (("exact", "{:.1%}"), ("similarity", "{:.3f}"), ("names", "{:.1%}"), ("loss", "{:.3f}")):
             cells.append(form.format(statistics.fmean(float(line[key]) for line in lines)))
             if lines is not base:
-                differences = [float(one[key]) - float(other[key]) for one, other in zip(lines, base, strict=True)]
-                mean, error = mean_and_error(differences, [line["text"] for line in lines])
+                difference = grouped_difference(by_text(lines, key), by_text(base, key), over="texts")
                 scale, digits = (100, 1) if "%" in form else (1, 3)
-                cells[-1] += f" ({scale * mean:+.{digits}f} ± {scale * error:.{digits}f})"
+                cells[-1] += (
+                    f" ({scale * difference.mean:+.{digits}f} ± {scale * difference.standard_error:.{digits}f})"
+                )
         rows.append(cells)
     return markdown_table(title, ["read by", "exact", "similarity", "far names written", "loss, nats per token"], rows)
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ctxext
 from ctxext.cli.options import run_script
 from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import make_prompts
 from scripts.bench import machine, markdown_table
 
@@ -72,16 +73,9 @@ def windowed(
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-@torch.no_grad()
 def losses(model: Any, ids: Tensor, first: int) -> Tensor:
-    """Return the losses of the tokens from position ``first`` on; logits are made for 512 of them at a time."""
-    states = model.model(ids[None], use_cache=False).last_hidden_state[0]
-    parts = [
-        functional.cross_entropy(model.lm_head(states[start - 1 : stop - 1]).float(), ids[start:stop], reduction="none")
-        for start in range(first, len(ids), 512)
-        for stop in [min(start + 512, len(ids))]
-    ]
-    return torch.cat(parts)
+    """Return the losses of the tokens from position ``first`` on."""
+    return loss_by_position(model, ids[None], start=first - 1)[0]
 
 
 def read(model: Any, how: dict[str, Any], compute: Callable[[], Tensor]) -> Tensor:
