@@ -39,14 +39,15 @@ docs-test: $(INSTALLED) $(DOCS)/installed ## the site in a headless Chromium: er
 	$(BIN)/python -m pytest -m nightly tests/test_site.py
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
-	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/checkpoints/test_into_gguf.py
+	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/serving/test_real_servers.py \
+		tests/checkpoints/test_into_gguf.py
 
 mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 2 minutes; downloads 50 MB)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
-	$(BIN)/python -m pytest -m nightly tests/runtimes/test_mlx_lm.py
+	$(BIN)/python -m pytest -m nightly tests/runtimes/test_mlx_lm.py tests/serving/test_real_servers.py
 
 vllm: $(VLLM)/installed ## a real vLLM on the CPU against the patched model, for every method (about 15 minutes; downloads 1.5 GB)
-	CTXEXT_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m nightly tests/runtimes/test_vllm.py
+	CTXEXT_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m nightly tests/runtimes/test_vllm.py tests/serving/test_real_servers.py
 
 gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; fails if none ran
 	scripts/gpu_test.sh

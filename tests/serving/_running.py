@@ -48,22 +48,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(
-    checkpoint: Path, *flags: str, words: tuple[str, ...] = ("-m", "ctxext", "serve"), ends: int | None = 0
-) -> Iterator[Running]:
-    """Start a server, wait until it answers, and end it by Ctrl-C at the end.
-
-    Args:
-        checkpoint: what it serves.
-        *flags: its further options.
-        words: how Python starts it.
-        ends: exit status after Ctrl-C; None for a server that is not ours, whose status depends on the moment.
-    """
+def running(checkpoint: Path, *flags: str) -> Iterator[Running]:
+    """Start a server with these flags, wait until it answers, and end it by Ctrl-C at the end."""
     log = checkpoint.parent / f"{checkpoint.name}-{time.monotonic_ns()}.log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, *words, str(checkpoint), *flags], env=environment, stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "ctxext", "serve", str(checkpoint), *flags],
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
     try:
         deadline = time.monotonic() + 120
@@ -75,8 +69,8 @@ def running(
         yield Running(process, log, port, str(checkpoint))
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        assert process.wait(60) == ends or ends is None, log.read_text("utf-8")
-        assert ends is None or "Traceback" not in log.read_text("utf-8"), log.read_text("utf-8")
+        assert process.wait(60) == 0, log.read_text("utf-8")
+        assert "Traceback" not in log.read_text("utf-8"), log.read_text("utf-8")
     finally:
         process.kill()
         process.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import ctxext
 from ctxext.errors import InvalidParameterError, VerificationError
 from ctxext.serving.check import AS_SAID, PLAIN, TOP, Client, _top, check_server
 from tests._models import byte_model, trained_for
-from tests._programs import command
 from tests._tokenizer import make_letters
-from tests.serving._running import running
 
 TRAINED, FACTOR = 64, 4
 LETTERS = make_letters()
@@ -144,49 +141,3 @@ def test_log_probabilities_are_read_in_the_forms_of_vllm_and_llama_cpp() -> None
     content = [{"token": "a", "top_logprobs": [{"logprob": -2.0}, {"logprob": -1.0}]}]
     assert _top({"content": content}) == (-1.0, -2.0)
     assert _top(None) == _top({"content": []}) == _top({"top_logprobs": None}) == ()
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain checkpoint, the same saved with YaRN, and a text."""
-    place = tmp_path_factory.mktemp("files")
-    plain().save_pretrained(place / "plain")
-    LETTERS.save_pretrained(place / "plain")
-    ctxext.save(ctxext.patch(plain(), "yarn", factor=FACTOR), place / "yarn", tokenizer=LETTERS)
-    (place / "text.txt").write_text(LETTERS.decode(IDS[0]), "utf-8")
-    return place
-
-
-STOCK = ("-m", "transformers.cli.transformers", "serve", "--device", "cpu", "--port")
-
-
-@pytest.mark.slow
-def test_a_server_of_another_method_is_found_out(files: Path) -> None:
-    with running(files / "plain", "--port", "0", "--dtype", "fp32", "-m", "pi", "-f", str(FACTOR)) as server:
-        result = asked(files, server.port)
-    assert "every frequency divided by the factor" in result.stdout.splitlines()[0], result.output
-    assert result.exit_code == 1
-    assert "answers 256 tokens, states 256; extended 256, trained 64" in result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", pytest.param("yarn", marks=pytest.mark.nightly)])
-def test_the_server_of_transformers_is_asked(files: Path, name: str) -> None:
-    with running(files / name, words=(*STOCK, str(port := free_port())), ends=None) as server:
-        assert server.port == port
-        result = asked(files, port)
-    assert f"{name}: {'as extended' if name == 'yarn' else 'not extended'}" in result.stdout, result.output
-    assert result.exit_code == (name != "yarn")
-
-
-def asked(files: Path, port: int) -> Any:
-    """What ``ctxext check`` says of a server that ought to compute the files saved with YaRN."""
-    url = f"http://127.0.0.1:{port}"
-    return command("check", files / "yarn", "--url", url, "--text", files / "text.txt", "--dtype", "fp32")
-
-
-def free_port() -> int:
-    """A port that was free."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
