@@ -91,7 +91,8 @@ def main(
     text: Annotated[Path, Option(help="parquet file with columns name and text")],
     output: Annotated[Path, Option("--output", "-o", help="folder of the readings")],
     documents: Annotated[int, Option("-n", help="texts, the first of the file")] = 2,
-    factor: Annotated[float, Option(help="of the length that is read to the trained length")] = 1.5,
+    factor: Annotated[float, Option(help="of the methods")] = 1.5,
+    tokens: Annotated[int | None, Option(help="read of each text; by default, the factor times the trained length")] = None,
     skip: Annotated[int, Option(help="tokens of each text that are left out at its start")] = 2000,
 ) -> None:
     """Measure what is missing, and print the tables."""
@@ -101,7 +102,7 @@ def main(
     loaded = load_checkpoint(checkpoint, dtype="bf16")
     model, tokenizer = loaded.model, loaded.tokenizer
     trained = model.config.max_position_embeddings
-    length = int(trained * factor)
+    length = tokens or int(trained * factor)
     rows = parquet.read_table(text).to_pylist()[:documents]
     probe = torch.tensor(tokenizer(rows[0]["text"][:20_000])["input_ids"])[:2500]
     usual = losses(model, probe, 1)
