@@ -92,7 +92,7 @@ def main(
     output: Annotated[Path, Option("--output", "-o", help="folder of the readings")],
     documents: Annotated[int, Option("-n", help="texts, the first of the file")] = 2,
     factor: Annotated[float, Option(help="of the methods")] = 1.5,
-    tokens: Annotated[int | None, Option(help="read of each text; by default, the factor times the trained length")] = None,
+    tokens: Annotated[int | None, Option(help="read of each text; default: what the factor reaches")] = None,
     skip: Annotated[int, Option(help="tokens of each text that are left out at its start")] = 2000,
 ) -> None:
     """Measure what is missing, and print the tables."""
