@@ -48,6 +48,25 @@ def test_its_window_is_the_extended_one(
     assert harness.loglikelihood_rolling([request], disable_tqdm=True) == [pytest.approx(own, rel=1e-5)]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["self_extend", "alibi", "dynamic_yarn", "yarn"])
+def test_code_beside_a_checkpoint_gives_the_numbers_of_the_loader(
+    method: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """As the arguments ``--model hf --model_args`` of its command say it."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
+
+    ctxext.save(ctxext.patch(model, method, factor=2), tmp_path, tokenizer=tokenizer, remote_code=True)
+    said = f"pretrained={tmp_path},trust_remote_code=True,dtype=float32,prefix_token_id=0"
+    harness = get_model("hf").create_from_arg_string(said, {"device": "cpu", "batch_size": 1})
+    ids = torch.tensor([[0, *tokenizer(TEXT).input_ids]])
+    own = -loss_by_position(ctxext.load(tmp_path), ids).sum().item()
+    request = Instance("loglikelihood_rolling", {"text": TEXT}, (TEXT,), 0)
+    assert harness.max_length == 2 * TRAINED
+    assert harness.loglikelihood_rolling([request], disable_tqdm=True) == [pytest.approx(own, rel=1e-5)]
+
+
 def test_a_config_that_goes_on_naming_the_trained_length_is_named(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
