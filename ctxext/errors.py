@@ -18,26 +18,33 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 MOST_SHOWN = 80
-# Names of methods in transformers (its rope types) and in papers, with ctxext's name.
+# Names of methods in transformers (its rope types) and in papers, as ``_squeezed`` returns them, with ctxext's name.
 NAMED_ELSEWHERE = {
     "linear": "pi",
+    "linearscaling": "pi",
     "interpolation": "pi",
-    "position_interpolation": "pi",
-    "positional_interpolation": "pi",
+    "positioninterpolation": "pi",
+    "positionalinterpolation": "pi",
     "dynamic": "dynamic_ntk",
-    "dynamic_scaling": "dynamic_ntk",
-    "dynamic_linear": "dynamic_pi",
-    "ntk_aware": "ntk",
+    "dynamicscaling": "dynamic_ntk",
+    "dynamiclinear": "dynamic_pi",
+    "ntkaware": "ntk",
+    "ntkawarescaled": "ntk",
     "su": "longrope",
-    "rope_theta": "abf",
-    "adjusted_base_frequency": "abf",
+    "ropetheta": "abf",
+    "adjustedbasefrequency": "abf",
     "dca": "dual_chunk",
+    "dualchunkattention": "dual_chunk",
+    "streamingllm": "streaming",
+    "attentionsinks": "streaming",
 }
+UNEXTENDED = ("default", "none", "plain", "null")  # transformers' name of rotation as it is, and what users try
 _SHORT = reprlib.Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 8
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MOST_SHOWN
@@ -66,12 +73,21 @@ class UnknownNameError(CtxextError, LookupError):
     def of(cls, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
         """Build the message ``Unknown <kind> '<name>'. Did you mean ...? Known: ...``."""
         names = sorted(known)
-        by_lower = {name.lower(): name for name in names}
-        asked = str(name).lower()[:MOST_SHOWN]
-        elsewhere = NAMED_ELSEWHERE.get(asked.replace("-", "_").replace(" ", "_"))
-        close = [elsewhere] if elsewhere in by_lower else difflib.get_close_matches(asked, by_lower, n=1)
-        hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+        asked = _squeezed(str(name)[:MOST_SHOWN])
+        if kind == "method" and asked in UNEXTENDED:
+            return cls(f"Method {shown(name)} is rotation as it is, which extends nothing; a larger base is 'abf'.")
+        by_word = {_squeezed(known_name): known_name for known_name in names}
+        meant = by_word.get(asked) or by_word.get(_squeezed(NAMED_ELSEWHERE.get(asked, "")))
+        if meant:
+            return cls(f"Unknown {kind} {shown(name)}. Did you mean {meant!r}?")
+        close = difflib.get_close_matches(asked, by_word, n=1)
+        hint = f" Did you mean {by_word[close[0]]!r}?" if close else ""
         return cls(f"Unknown {kind} {shown(name)}.{hint} Known: {', '.join(names)}.")
+
+
+def _squeezed(name: str) -> str:
+    """Return a name in small letters, without the signs between its words."""
+    return re.sub("[-_ .]", "", name.lower())
 
 
 class InvalidParameterError(CtxextError, ValueError):

@@ -34,6 +34,42 @@ def refuse_existing(path: Path) -> None:
         raise CheckpointError(f"{path} already exists and is never overwritten. Give a new name, or remove it.")
 
 
+def refuse_destination(path: Path) -> None:
+    """Raise ``CheckpointError`` if a directory ``path`` exists or cannot be created."""
+    if len(os.fsencode(path.name)) > NAME_BYTES:
+        raise CheckpointError(
+            f"The name {path.name[:40]}... has {len(os.fsencode(path.name))} bytes, and file systems allow "
+            f"{NAME_BYTES}. Give a shorter one."
+        )
+    refuse_existing(path)
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path} cannot be created: there is no directory {path.parent}.")
+    refuse_read_only(path.parent)
+
+
+def refuse_read_only(folder: Path) -> None:
+    """Raise ``CheckpointError`` if nothing can be written to ``folder``, or to the nearest folder that exists above."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise CheckpointError(f"{folder} cannot be written: {nearest} is a file and no directory. Give another place.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder} cannot be written: you may not write to {nearest}. Give another place.")
+
+
+def refuse_no_source(source: Path) -> None:
+    """Raise ``CheckpointError`` if a checkpoint that is to be copied is a GGUF file, or no directory."""
+    if source.suffix == ".gguf":
+        raise CheckpointError(
+            f"{source} is a GGUF file, which has no config.json to rewrite. Patch the checkpoint that it was converted "
+            f"from and convert that, or load the file extended: ctxext.load({str(source)!r}, 'yarn', factor=4)."
+        )
+    if not source.exists():
+        raise CheckpointError(
+            f"There is no directory {source}. A checkpoint on the hub is fetched first: "
+            f"hf download {source} --local-dir NAME."
+        )
+
+
 def refuse_missing(place: str) -> None:
     """Raise ``CheckpointError`` if a checkpoint's path is a local one where nothing is; a name on the hub passes."""
     local = Path(place)

@@ -507,7 +507,7 @@ def resolve(
     if factor is None and isinstance(built, RopeMethod | TableMethod) and not built.says_target:
         raise InvalidParameterError(
             f"Method {chosen!r} needs to know how far to reach. Give factor (--factor), which is target_length / "
-            f"trained_length, or target_length (--target-length) in tokens."
+            f"trained_length, or target_length (--target) in tokens."
         )
     return built
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
@@ -32,3 +34,21 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
                 raise RuntimeError(f"{cls.__qualname__} and {classes[name].__qualname__} are both named {name!r}.")
             classes[name] = cls
     return classes
+
+
+def method_names(incomplete: str = "") -> list[str]:
+    """Return the names of methods that begin so; torch, which their files import, is not imported for that."""
+    return sorted([*_names_in("methods", incomplete), *_names_in("laboratory/encodings", incomplete)])
+
+
+def runtime_names(incomplete: str = "") -> list[str]:
+    """Return the names of runtimes that begin so."""
+    return _names_in("runtimes", incomplete)
+
+
+def _names_in(folder: str, incomplete: str) -> list[str]:
+    """Read the names of a registry that begin so out of its files, none of which is imported."""
+    files = (Path(__file__).parent / folder).glob("*.py")
+    pattern = re.compile(r'^    name: ClassVar.* = "(.+)"', re.M)
+    names = [name for file in files for name in pattern.findall(file.read_text("utf-8"))]
+    return sorted(name for name in names if name.startswith(incomplete))

@@ -20,7 +20,7 @@ from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, ru
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
-from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
+from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing, refuse_no_source
 from ctxext.saved import checked_extension, extended_texts
 from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
 from ctxext.surgery.guard import GUARD
@@ -212,16 +212,7 @@ def refuse_source(source: Path) -> None:
     Raises:
         CheckpointError: with what was found instead and what to do.
     """
-    if source.suffix == ".gguf":
-        raise CheckpointError(
-            f"{source} is a GGUF file, which has no config.json to rewrite. Patch the checkpoint that it was converted "
-            f"from and convert that, or load the file extended: ctxext.load({str(source)!r}, 'yarn', factor=4)."
-        )
-    if not source.exists():
-        raise CheckpointError(
-            f"There is no directory {source}. A checkpoint on the hub is fetched first: "
-            f"hf download {source} --local-dir NAME."
-        )
+    refuse_no_source(source)
     checked_path(source, {})
     if is_adapter(source):
         raise CheckpointError(

@@ -21,7 +21,7 @@ from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.files import NAME_BYTES, ending_cleanly, followed, hidden_beside, refuse_existing
+from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
 from ctxext.saved import extended_texts, with_old_form
@@ -180,14 +180,7 @@ def _lacking(contents: Contents, model: PreTrainedModel) -> list[str]:
 
 
 def _refuse_destination(source: Path, destination: Path) -> None:
-    if len(os.fsencode(destination.name)) > NAME_BYTES:
-        raise CheckpointError(
-            f"The name {destination.name[:40]}... has {len(os.fsencode(destination.name))} bytes, and file systems "
-            f"allow {NAME_BYTES}. Give a shorter one."
-        )
-    refuse_existing(destination)
-    if not destination.parent.is_dir():
-        raise CheckpointError(f"{destination} cannot be created: there is no directory {destination.parent}.")
+    refuse_destination(destination)
     if source.resolve() in destination.resolve().parents:
         raise CheckpointError(f"{destination} lies inside the checkpoint that it is made from. Give a place outside.")
 

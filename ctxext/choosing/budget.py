@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ctxext.choosing.halving import Sizes
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import pass_cost
 from ctxext.evaluation.truncation import tails_cost
 
-UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 # Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
 ENOUGH = 4096
 # Tokens at which attention costs as much as the rest where it seems to cost nothing.
@@ -39,33 +36,6 @@ LADDER = (
 # four windows); and how many times the texts of a first look are kept for accepting its result.
 STEP_COST = 2.9
 STEPS, FEWEST, STARTS, ACCEPTING = 60, 12, 2, 3
-
-
-class Budget(NamedTuple):
-    """Seconds of computing, or passes over the whole target length, that a choice may take; without both, no limit."""
-
-    seconds: float | None = None
-    passes: float | None = None
-
-
-def parse_budget(given: str | float | None) -> Budget:
-    """Parse ``30min``, ``2h`` or ``90s``, or, so that it is the same on every machine, ``25 passes``.
-
-    Raises:
-        InvalidParameterError: anything else.
-    """
-    if given is None:
-        return Budget()
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
-    value, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    if value and unit in ("pass", "passes"):
-        return Budget(passes=value)
-    if value and unit in UNITS:
-        return Budget(seconds=value * UNITS[unit])
-    raise InvalidParameterError(
-        f"A budget is written like 30min, 2h or 90s, or in passes over the target length, like '25 passes'; found "
-        f"{given!r}."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ctxext.choosing.budget import parse_budget
 from ctxext.choosing.candidates import CandidateReach, short_label
 from ctxext.choosing.halving import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
 from ctxext.choosing.search import SearchResult
@@ -17,6 +16,7 @@ from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import Method, saved_class
+from ctxext.quantities import parse_budget
 from ctxext.spec import RopeSpec
 
 ROUNDS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}

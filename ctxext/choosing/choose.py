@@ -13,7 +13,7 @@ from torch import nn
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
 from ctxext.checkpoints.export import export_config
-from ctxext.choosing.budget import Costs, SearchSizes, parse_budget
+from ctxext.choosing.budget import Costs, SearchSizes
 from ctxext.choosing.candidates import candidates, distinct
 from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
 from ctxext.choosing.halving import Finish, Halving
@@ -33,6 +33,7 @@ from ctxext.evaluation.survey import Job, ProcessGroup, Survey
 from ctxext.methods import RopeMethod
 from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import patched_state
+from ctxext.quantities import parse_budget
 from ctxext.runtimes import RUNTIMES
 from ctxext.saved import already_extended
 from ctxext.surgery.rotary import find_sites

@@ -29,14 +29,13 @@ from ctxext.cli.options import (
     Trained,
     Trust,
     grouped,
-    method_names,
-    runtime_names,
 )
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.progress import DelayedBar, terminal
+from ctxext.registry import method_names, runtime_names
 
 app = typer.Typer(
     no_args_is_help=True,

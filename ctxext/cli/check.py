@@ -20,10 +20,12 @@ from ctxext.cli.options import (
     SourceOptions,
     TextOptions,
     grouped,
-    method_names,
     option,
 )
+from ctxext.errors import VerificationError
+from ctxext.mistakes import why_unreachable
 from ctxext.progress import terminal
+from ctxext.registry import method_names
 
 if TYPE_CHECKING:
     from ctxext.serving.check import ServerCheck
@@ -68,6 +70,8 @@ def check(
 
     [bold]Example[/]: ctxext check Llama-3-8B-32k --url http://127.0.0.1:8000
     """
+    if why := why_unreachable(asked.url):
+        raise VerificationError(f"{asked.url} does not answer as a server of OpenAI's API: {why}.")
     from ctxext.patching import describe
     from ctxext.serving.check import Client, check_server
     from ctxext.serving.load import load_served

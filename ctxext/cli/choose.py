@@ -23,7 +23,6 @@ from ctxext.cli.options import (
     token_option,
 )
 from ctxext.errors import CheckpointError
-from ctxext.files import refuse_existing
 from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
@@ -106,12 +105,14 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
 
     [bold]Example[/]: ctxext choose Llama-3-8B -t mine.txt --target 32768 -o choice.json -o choice.png -o choice.md
     """
-    from ctxext.choosing.budget import parse_budget
+    if results.save is not None and not os.path.isdir(source.checkpoint or ""):
+        raise CheckpointError(
+            f"--save copies a checkpoint directory, and {source.checkpoint or 'the default checkpoint'} is none. "
+            f"Leave it out; the choice (-o choice.json) names the method for ctxext patch."
+        )
     from ctxext.choosing.choose import PlannedChoice
     from ctxext.choosing.report import choice_page
 
-    parse_budget(asked.budget)
-    _refuse_save(results.save, source.checkpoint)
     session = Session(source, results)
     read = texts if texts.text or texts.documents is not None else replace(texts, documents=PLAYS)
     corpus = read.read(session.checkpoint, tokens=2, whole=True)
@@ -135,18 +136,6 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
             sliding_window=asked.sliding_window,
         )
         session.console.print(f"Saved: {results.save}, extended by the choice.", soft_wrap=True)
-
-
-def _refuse_save(save: Path | None, checkpoint: str | None) -> None:
-    """Refuse a copy that could not be written, before hours are spent."""
-    if save is None:
-        return
-    if checkpoint is None or not os.path.isdir(checkpoint):
-        raise CheckpointError(
-            f"--save copies a checkpoint directory, and {checkpoint or 'the default checkpoint'} is none. Leave it "
-            f"out; the choice (-o choice.json) names the method for ctxext patch."
-        )
-    refuse_existing(save)
 
 
 def _run(session: Session, planned: PlannedChoice) -> Choice:

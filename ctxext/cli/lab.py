@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
@@ -13,7 +13,13 @@ from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import ending_on_interrupt
 from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option
+from ctxext.files import refuse_read_only
+from ctxext.mistakes import refuse_unknown
 from ctxext.progress import StageBar, terminal
+from ctxext.registry import method_names
+
+TASKS = ("text", "parity", "s3", "flipflop", "copy", "reverse", "order")
+BASELINES = ("rope", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm")  # beside the encodings
 
 
 class LabGroup(TyperGroup):
@@ -54,10 +60,9 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
 class LabOptions:
     """Encodings to train, tasks and texts."""
 
-    preset: str = option(
+    preset: Literal["quick", "full"] = option(
         "quick: text and parity, about 25 minutes on two cores. full: larger, all tasks, five seeds, a night.",
         default="quick",
-        autocompletion=lambda: ["quick", "full"],
     )
     only: list[str] | None = option(
         "An encoding or a baseline, several with commas: t5_bias,alibi. Repeatable.",
@@ -92,6 +97,9 @@ def run(
 
     [bold]Example[/]: ctxext lab run --only rope,alibi,t5_bias --task text -o lab
     """
+    refuse_unknown("task", _split(asked.task), TASKS)
+    refuse_unknown("encoding or baseline", _split(asked.only), (*method_names(), *BASELINES))
+    refuse_read_only(output)
     from ctxext.evaluation.report.figures import require_matplotlib
     from ctxext.evaluation.report.page import write_page
     from ctxext.files import ending_cleanly

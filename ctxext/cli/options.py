@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -17,9 +16,12 @@ from rich.console import Console
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError, require_package
-from ctxext.files import refuse_missing, whole_file, write_whole
+from ctxext.errors import CtxextError, InvalidParameterError, require_package
+from ctxext.files import refuse_read_only, whole_file, write_whole
+from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
+from ctxext.registry import method_names
+from ctxext.texts.documents import require_sources
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 # Options that were removed, and what to use instead.
 REMOVED = {"--csv": "--csv was removed: --json prints all numbers."}
-BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
+# How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
+TARGET = ("--target", "--length", "--target-length")
 
 
 class StrictCommand(TyperCommand):
@@ -42,6 +45,7 @@ class StrictCommand(TyperCommand):
         """Parse the command line."""
         for removed in REMOVED.keys() & set(args):
             raise typer.BadParameter(REMOVED[removed], ctx=ctx)
+        args = self._with_target(args)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option in order:
             repeatable = getattr(option, "multiple", False) or getattr(option, "count", False) or option.nargs == -1
@@ -49,6 +53,14 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter("given more than once; this command takes one.", ctx=ctx, param=option)  # type: ignore[arg-type]
         rest: list[str] = super().parse_args(ctx, args)
         return rest
+
+    def _with_target(self, args: list[str]) -> list[str]:
+        """Return the arguments with the tokens to extend to spelled as this command does."""
+        flags = {flag for option in self.params for flag in option.opts}
+        spelled = next((flag for flag in TARGET if flag in flags), None)
+        words = [argument.partition("=") for argument in args]
+        others = {*TARGET} - flags
+        return ["".join((spelled if spelled and flag in others else flag, *rest)) for flag, *rest in words]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; print an error that ctxext raises on purpose without a traceback, and exit with code 1."""
@@ -58,7 +70,9 @@ class StrictCommand(TyperCommand):
 
         try:
             with saying_what_is_left_out(note):
-                _refuse_missing(ctx.params)
+                refuse_mistakes(ctx.params)
+                if isinstance(texts := ctx.params.get("text"), list | tuple):
+                    require_sources(texts)
                 return super().invoke(ctx)
         except (CtxextError, OSError) as error:
             message = str(error)
@@ -67,30 +81,6 @@ class StrictCommand(TyperCommand):
             # Built here, not at import: tests and programs exchange sys.stderr.
             terminal(stderr=True).print(f"Error: {message}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
-
-
-def _refuse_missing(given: Mapping[str, Any]) -> None:
-    """Refuse unknown methods, missing checkpoints and missing texts before torch or a checkpoint is loaded.
-
-    Raises:
-        CheckpointError: a local checkpoint directory that is missing.
-        InvalidParameterError: a text that is missing.
-        UnknownNameError: a method that is neither in the folder of methods nor registered.
-    """
-    checkpoint = given.get("checkpoint")
-    if isinstance(checkpoint, str) and not checkpoint.endswith(".gguf"):
-        refuse_missing(checkpoint)
-    methods = given.get("method") or ()
-    for words in [methods] if isinstance(methods, str) else methods:
-        name = words.split()[0] if words.split() else words
-        registered = getattr(sys.modules.get("ctxext.methods"), "METHODS", ())
-        known = {*method_names(""), *registered}
-        if name.isidentifier() and name not in known | BESIDE_METHODS:
-            raise UnknownNameError.of("method", name, known)
-    if isinstance(texts := given.get("text"), list | tuple) and texts:
-        from ctxext.texts.documents import require_sources
-
-        require_sources(texts)
 
 
 def run_script(command: Callable[..., None]) -> None:
@@ -158,24 +148,6 @@ def token_option(says: str, *flags: str, **more: Any) -> Any:
     return option(says, *flags, parser=token_count, metavar="TOKENS", **more)
 
 
-def method_names(incomplete: str) -> list[str]:
-    """Return the names of methods that begin so, to complete them in a shell."""
-    return sorted([*_names_in("methods", incomplete), *_names_in("laboratory/encodings", incomplete)])
-
-
-def runtime_names(incomplete: str) -> list[str]:
-    """Return the names of runtimes that begin so, to complete them in a shell."""
-    return _names_in("runtimes", incomplete)
-
-
-def _names_in(folder: str, incomplete: str) -> list[str]:
-    """Read the names of a registry that begin so out of its files, none of which is imported."""
-    files = (Path(__file__).parents[1] / folder).glob("*.py")
-    pattern = re.compile(r'^    name: ClassVar.* = "(.+)"', re.M)
-    names = [name for file in files for name in pattern.findall(file.read_text("utf-8"))]
-    return sorted(name for name in names if name.startswith(incomplete))
-
-
 REQUIRED: Any = ...  # default of an option or argument that has to be given
 Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
 Trained = Annotated[
@@ -197,6 +169,7 @@ SlidingWindow = Annotated[
 Trust = Annotated[bool, Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
 Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 Markdown = Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/methods.md.")]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Split = Annotated[
     str | None, Option(help="Which split of a data set, where it has several.", show_default="the only one")
 ]
@@ -218,10 +191,10 @@ class ExtensionOptions:
     """Reach of one method, and its parameters."""
 
     factor: float | None = option(
-        "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target-length needs"
+        "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target needs"
     )
     target_length: int | None = token_option(
-        "Tokens to extend to, instead of a factor.", show_default="factor times the trained length"
+        "Tokens to extend to, instead of a factor.", "--target", show_default="factor times the trained length"
     )
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
@@ -303,7 +276,7 @@ class SourceOptions:
             show_default=False,
         ),
     ] = None
-    dtype: str = option("auto (bf16 where it is safe), bf16, fp16 or fp32.", default="auto")
+    dtype: Dtype = option("auto is bf16 where it is safe.", default="auto")
     device: str | None = option("cpu, cuda, cuda:1, ...; default cuda if there is one.")
     trust: Trust = False
 
@@ -366,6 +339,9 @@ class HaystackOptions:
     split: Split = None
     column: Column = None
 
+    def __post_init__(self) -> None:
+        require_sources([self.text] if self.text else [])
+
     def document(self) -> Document | None:
         """Read the first document of the text; None where no text is named.
 
@@ -403,6 +379,9 @@ class DemoOptions:
         "Hide passkeys beyond the trained window. Default: with --all.", "--passkey/--no-passkey"
     )
     output: Path = option("Folder for the figure, the JSON and the table.", default=Path("demo"))
+
+    def __post_init__(self) -> None:
+        refuse_read_only(self.output)
 
 
 @runtime_checkable
@@ -486,3 +465,6 @@ def check_output(path: Path, endings: Sequence[str] = ENDINGS) -> None:
         require_package("matplotlib", "eval", "Plots need")
     if not path.parent.is_dir():
         raise InvalidParameterError(f"{path} cannot be written: there is no directory {path.parent}.")
+    if path.is_dir():
+        raise InvalidParameterError(f"{path} cannot be written: it is a directory. Give the name of a file.")
+    refuse_read_only(path.parent)

@@ -19,12 +19,12 @@ from ctxext.cli.options import (
     Trust,
     check_output,
     grouped,
-    method_names,
     option,
     token_option,
 )
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
+from ctxext.registry import method_names
 
 if TYPE_CHECKING:
     from ctxext.laboratory.pictures.picture import Picture
@@ -220,6 +220,7 @@ def show(
     [bold]Example[/]: ctxext show yarn --model Llama-3-8B -o yarn.png
     """
     output = None if as_json and picture.output is None else picture.file("show")
+    text = None if shown.text is None else _text_of(shown.text)
     from transformers.utils.logging import disable_progress_bar
 
     from ctxext.evaluation.readings import named_method
@@ -228,7 +229,7 @@ def show(
 
     request = PictureRequest(
         checkpoint=shown.model,
-        text=None if shown.text is None else _text_of(shown.text),
+        text=text,
         layer=shown.layer,
         length=shown.length,
         trained_length=picture.trained_length,

@@ -6,14 +6,15 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
 
-from ctxext.cli.options import Checkpoint, Json, Trust, grouped, option, token_option
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
+from ctxext.cli.options import Checkpoint, Dtype, Json, Trust, grouped, option, token_option
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.progress import terminal
+from ctxext.quantities import parse_bytes
 
 if TYPE_CHECKING:
     from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
@@ -48,8 +49,8 @@ class PlanOptions:
         "-l",
         show_default="what --memory holds",
     )
-    dtype: str = option("bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.", default="auto")
-    quantisation: str | None = option("nf4: 4-bit weights, as in QLoRA.", show_default="none")
+    dtype: Dtype = option("auto is fp16 where the config says so, else bf16.", default="auto")
+    quantisation: Literal["nf4"] | None = option("nf4: 4-bit weights, as in QLoRA.", show_default="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,6 @@ def plan(
 
     from ctxext.adapters import base_of, is_adapter
     from ctxext.checkpoints.source import checked_path, read_any_config
-    from ctxext.evaluation.forward import parse_bytes
     from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
@@ -182,8 +182,6 @@ def _dtype(config: Any, dtype: str) -> tuple[Any, str]:
 
     if dtype == "auto":
         dtype = "fp16" if getattr(config, "dtype", None) == DTYPES["fp16"] else "bf16"
-    if dtype not in DTYPES:
-        raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
     return DTYPES[dtype], dtype
 
 

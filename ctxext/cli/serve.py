@@ -7,9 +7,10 @@ from typing import Annotated
 
 from typer import Option
 
-from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, method_names, option
+from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, option
 from ctxext.errors import require_package
 from ctxext.progress import terminal
+from ctxext.registry import method_names
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 

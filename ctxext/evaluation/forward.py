@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -266,24 +265,9 @@ def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callab
     return lambda length: max(length, trained_length) if follows else 0
 
 
-UNITS = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 LEAST = 256
 # Bytes that the logits of one piece and their softmax may take, and the fewest positions that a piece is worth.
 HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
-
-
-def parse_bytes(text: str) -> int:
-    """Parse ``2GiB``, ``1.5 GB`` or ``800MiB`` into bytes.
-
-    Raises:
-        InvalidParameterError: anything else.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|b)?b?\s*", text, flags=re.IGNORECASE)
-    if match is None or not float(match[1]):
-        raise InvalidParameterError(f"An amount of memory is written like 2GiB or 800MB; found {text!r}.")
-    if not match[2]:
-        raise InvalidParameterError(f"An amount of memory needs a unit, such as {match[1]}GiB; found {text!r}.")
-    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def head_chunk(model: nn.Module) -> int:

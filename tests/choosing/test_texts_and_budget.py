@@ -10,9 +10,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ctxext.choosing.budget import LADDER, Costs, parse_budget
+from ctxext.choosing.budget import LADDER, Costs
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import InvalidParameterError
+from ctxext.quantities import parse_budget
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
 from tests._tokenizer import make_tokenizer

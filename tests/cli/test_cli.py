@@ -191,7 +191,7 @@ def test_patch_says_what_it_did(cli: Cli, llama: Path, tmp_path: Path) -> None:
 
 
 def test_patch_json_and_copy(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    arguments = ("--method", "pi", "--target-length", 2 * TRAINED, "--copy", "--json")
+    arguments = ("--method", "pi", "--target", 2 * TRAINED, "--copy", "--json")
     found = json.loads(cli("patch", llama, tmp_path / "long", *arguments).stdout)
     assert found["linked"] == 0
     assert found["cloned"] + found["copied"] == 1
@@ -212,9 +212,9 @@ def test_patch_takes_long_parameters_from_a_file(cli: Cli, llama: Path, tmp_path
         (["-m", "yran", "-f", "4"], "Unknown method 'yran'. Did you mean 'yarn'?"),
         (["-m", "yarn", "-f", "0.5"], "factor must be a finite number, at least 1, found 0.5"),
         (["-m", "yarn", "-f", "nan"], "found nan"),
-        (["-m", "yarn", "-f", "2", "--target-length", "1024"], "contradict each other"),
-        (["-m", "yarn", "--target-length", "128"], "nothing to extend"),
-        (["-m", "yarn", "--target-length", "0"], "must be a positive"),
+        (["-m", "yarn", "-f", "2", "--target", "1024"], "contradict each other"),
+        (["-m", "yarn", "--target", "128"], "nothing to extend"),
+        (["-m", "yarn", "--target", "0"], "must be a positive"),
         (["-m", "yarn", "-f", "4", "--trained-length", "0"], "must be a positive"),
         (["-m", "yarn", "-f", "4", "-p", "beta_fasst=3"], "Did you mean 'beta_fast'"),
         (["-m", "yarn", "-f", "4", "-p", "beta_fast=fast"], "beta_fast must be"),

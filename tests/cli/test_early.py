@@ -1,61 +1,213 @@
-"""What is wrong and cheap to see is said before a checkpoint is loaded or the network is asked."""
+"""Mistakes that are cheap to see are told before torch is imported, a checkpoint is loaded, or the hub is asked."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from huggingface_hub import constants
 
-from ctxext.errors import CheckpointError, InvalidParameterError
-from ctxext.evaluation import checkpoint, survey
-from ctxext.evaluation.checkpoint import load_checkpoint
+import ctxext
+from ctxext.cli.eval.ruler import TASKS as RULER
+from ctxext.cli.lab import BASELINES, TASKS
+from ctxext.cli.options import Dtype
+from ctxext.errors import NAMED_ELSEWHERE, CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.evaluation import checkpoint, ruler
+from ctxext.evaluation.checkpoint import DTYPES, load_checkpoint
+from ctxext.files import refuse_read_only
+from ctxext.laboratory.subjects import subjects
+from ctxext.laboratory.tasks import TASKS as PUZZLES
+from ctxext.methods import METHODS, known_methods
+from ctxext.mistakes import DEVICES, refuse_no_checkpoint, refuse_unknown_method
+from ctxext.registry import method_names
 from ctxext.texts.documents import require_sources
-from recipes import finetune
-from tests._programs import command
+
+ROOT = Path(__file__).parents[2]
+# Runs command lines one after the other in one process, and tells after each whether torch is there by now.
+PROGRAM = """
+import json, sys
+sys.argv = ["ctxext"]
+from typer.testing import CliRunner
+from ctxext.cli.app import app
+answers = []
+for words in json.load(sys.stdin):
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
+    answers.append([done.exit_code, done.output, sorted({"torch", "transformers"} & sys.modules.keys())])
+print(json.dumps(answers))
+"""
+YARN = "-m yarn -f 2"
+OUTPUT = "give a file that ends in"
+MISSING = "Cannot read the text './no.txt'"
+# The command line, in which HERE is a checkpoint, and what is said of it.
+MISTAKES = {
+    "patch HERE out -m yran -f 2": "Did you mean 'yarn'?",
+    "patch HERE out -m yarn -f 0.5": "factor must be a finite number, at least 1, found 0.5",
+    f"patch /no/where out {YARN}": "There is no directory /no/where",
+    f"patch HERE HERE {YARN}": "already exists and is never overwritten",
+    f"patch HERE /no/where/out {YARN}": "there is no directory /no/where",
+    f"patch HERE HERE/config.json/out {YARN}": "there is no directory HERE/config.json",
+    "patch HERE out -m yarn --target big": "'big' is no number of tokens",
+    "inspect /no/where": "There is no checkpoint at /no/where",
+    "inspect no.gguf": "No checkpoint at 'no.gguf'",
+    "inspect no-such-model": "There is no directory no-such-model here. The hub cannot be asked",
+    f"export HERE --to vlm {YARN}": "Unknown export target 'vlm'. Did you mean 'vllm'?",
+    "export HERE --to vllm -m yran": "Did you mean 'yarn'?",
+    "plan HERE --memory lots": "An amount of memory is written like 2GiB",
+    "plan HERE --length 16K --dtype fp33": "'fp33' is not one of",
+    "plan HERE --length 16K --quantisation nf5": "'nf5' is not one of 'nf4'",
+    "choose HERE --target 4096 --budget small": "A budget is written like 30min",
+    "choose HERE --target 4096 -t ./no.txt": MISSING,
+    "choose HERE --target 4096 --dtype fp33": "'fp33' is not one of",
+    "choose HERE --target 4096 -o out.xls": OUTPUT,
+    "choose HERE --target 4096 -o /no/where/out.json": "there is no directory /no/where",
+    "choose HERE --target 4096 --save HERE": "already exists and is never overwritten",
+    "choose --target 4096 --save out": "--save copies a checkpoint directory",
+    "eval perplexity HERE -m yran": "Did you mean 'yarn'?",
+    "eval perplexity HERE --dtype fp33": "'fp33' is not one of",
+    "eval perplexity HERE --device toaster": "Device 'toaster' cannot be used here",
+    "eval perplexity HERE --mode slidin": "'slidin' is not one of",
+    "eval perplexity HERE --reference /no/where": "There is no checkpoint at /no/where",
+    "eval perplexity HERE -o loss.svg": OUTPUT,
+    "eval perplexity HERE --memory 2": "An amount of memory needs a unit, such as 2GiB",
+    "eval compare HERE -m yarn --method yran": "Did you mean 'yarn'?",
+    "eval compare HERE -m 'yran ramp=turns'": "Did you mean 'yarn'?",
+    "eval compare HERE -o HERE/config.json/report": "HERE/config.json is a file and no directory",
+    "eval compare HERE -t ./no.txt": MISSING,
+    "eval passkey HERE -m selfextend": "Did you mean 'self_extend'?",
+    "eval passkey HERE -t ./no.txt": MISSING,
+    "eval passkey HERE -o nowhere/keys.json": "there is no directory nowhere",
+    "eval ruler HERE --task vx": "Unknown RULER task 'vx'",
+    "eval ruler HERE --squad ./no.json": "'./no.json' does not exist",
+    "eval longppl HERE -t ./no.txt": MISSING,
+    "eval longppl HERE -o x.csv": OUTPUT,
+    "eval masked HERE -t ./no.txt": MISSING,
+    "eval masked HERE --dtype fp33": "'fp33' is not one of",
+    "eval passages HERE -t ./no.txt": MISSING,
+    "eval passages /no/where": "There is no checkpoint at /no/where",
+    "eval retrieval HERE --task round": "Unknown retrieval task 'round'. Did you mean 'rounds'?",
+    "eval retrieval HERE -l 2048 --base 1024": "Give --length 1024 too",
+    "eval retrieval HERE --export-lm-eval tasks": "Give a --length",
+    "heads HERE -t ./no.txt": MISSING,
+    "heads HERE -o x.xls": OUTPUT,
+    "lab run --task tezt": "Unknown task 'tezt'. Did you mean 'text'?",
+    "lab run --only rop": "Unknown encoding or baseline 'rop'. Did you mean 'rope'?",
+    "lab run --preset fast": "'fast' is not one of",
+    "lab run --text ./no.txt": MISSING,
+    "lab run -o HERE/config.json": "HERE/config.json is a file and no directory",
+    "show yran": "Did you mean 'yarn'?",
+    "show yarn -o x.xls": OUTPUT,
+    "show yarn --model /no/where": "There is no checkpoint at /no/where",
+    "show yarn --text no.txt": "there is no such file",
+    "plot frequencies HERE -m yran": "Did you mean 'yarn'?",
+    "plot positions -m yran": "Did you mean 'yarn'?",
+    "plot frequencies /no/where": "There is no checkpoint at /no/where",
+    "serve HERE -m yran": "Did you mean 'yarn'?",
+    "serve HERE --dtype fp33": "'fp33' is not one of",
+    "serve HERE --device cudda": "Device 'cudda' cannot be used here",
+    "check HERE --url nonsense": "nonsense is not an address such as http://127.0.0.1:8000",
+    "check HERE --url http://127.0.0.1:1": "127.0.0.1:1 does not answer (Connection refused)",
+    "demo --method yran": "Did you mean 'yarn'?",
+    "demo --factor 0.5": "factor must be a finite number, at least 1, found 0.5",
+    "demo --model /no/where": "There is no checkpoint at /no/where",
+    "demo --text ./no.txt": "Cannot read the text 'no.txt'",
+    "demo --output HERE/config.json": "HERE/config.json is a file and no directory",
+}
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loading(*_: Any, **__: Any) -> Any:
-        pytest.fail("a checkpoint is loaded, or processes are counted")
+@pytest.fixture(scope="module")
+def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The exit code, the output and the heavy modules of each mistake."""
+    words = [shlex.split(line.replace("HERE", str(llama))) for line in MISTAKES]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(words),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path_factory.mktemp("early"),
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+    return dict(zip(MISTAKES, json.loads(done.stdout), strict=True))
 
-    monkeypatch.setattr(checkpoint, "_load", loading)
-    monkeypatch.setattr(survey, "launched_processes", loading)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_said_before_torch_is_imported(line: str, answers: dict[str, Any], llama: Path) -> None:
+    code, output, heavy = answers[line]
+    assert code in (1, 2)
+    assert MISTAKES[line].replace("HERE", str(llama)) in output
+    assert "Traceback" not in output
+    assert heavy == []
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["eval", "perplexity", "org/model", "-m", "yran"], "Unknown method 'yran'. Did you mean 'yarn'?"),
-        (["eval", "compare", "org/model", "-m", "yarn", "-m", "yran ramp=turns"], "Did you mean 'yarn'?"),
-        (["eval", "passkey", "org/model", "-m", "selfextend"], "Did you mean 'self_extend'?"),
-        (["patch", "here", "there", "-m", "yran", "-f", "4"], "Did you mean 'yarn'?"),
-        (["show", "yran", "--model", "org/model"], "Did you mean 'yarn'?"),
-        (["choose", "org/model", "--target", "4096", "--budget", "small"], "budget"),
-        (["choose", "org/model", "--target", "4096", "-t", "./nowhere.txt"], "Cannot read the text './nowhere.txt'"),
-        (["eval", "perplexity", "org/model", "-o", "loss.svg"], "give a file that ends in .json, .md or .png"),
-        (["eval", "passkey", "org/model", "-o", "nowhere/keys.json"], "there is no directory nowhere"),
-        (
-            ["eval", "retrieval", "org/model", "--task", "round"],
-            "Unknown retrieval task 'round'. Did you mean 'rounds'?",
-        ),
-        (["eval", "retrieval", "org/model", "-l", "2048", "--base", "1024"], "Give --length 1024 too"),
-        (["eval", "retrieval", "org/model", "--export-lm-eval", "tasks"], "Give a --length"),
-        (["eval", "masked", "org/model", "-t", "no/such/text.txt"], "Cannot read the text 'no/such/text.txt'"),
-    ],
-    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
-)
-def test_a_command_says_it_before_anything_is_loaded(words: list[str], says: str) -> None:
-    done = command(*words)
-    assert done.exit_code == 1
-    assert says in done.output
+@pytest.mark.parametrize("name", ["YaRN", "YARN", "Dynamic NTK", "NTK-by-parts", "Self-Extend", "LongRoPE", "DCA"])
+def test_published_names_lead_to_ours_in_one_sentence(name: str) -> None:
+    ours = {"DCA": "dual_chunk", "LongRoPE": "longrope"}.get(name, name.lower().replace("-", "_").replace(" ", "_"))
+    with pytest.raises(UnknownNameError, match=rf"^Unknown method '[^']+'\. Did you mean '{ours}'\?$"):
+        ctxext.method(name, factor=2)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("linear", "pi"), ("dynamic", "dynamic_ntk"), ("su", "longrope")])
+def test_rope_types_of_transformers_lead_to_ours(name: str, ours: str) -> None:
+    with pytest.raises(UnknownNameError, match=rf"^Unknown method '{name}'\. Did you mean '{ours}'\?$"):
+        ctxext.method(name, factor=2)
+
+
+def test_the_default_rotation_is_no_method() -> None:
+    with pytest.raises(UnknownNameError, match=r"^Method 'default' is rotation as it is, which extends nothing"):
+        ctxext.method("default", factor=2)
+    with pytest.raises(UnknownNameError, match="extends nothing"):
+        ctxext.method("none")
+
+
+def test_every_name_of_another_project_is_a_method() -> None:
+    assert {*NAMED_ELSEWHERE.values()} <= {*known_methods()}
+
+
+def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None:
+    assert method_names() == sorted(known_methods())
+    assert tuple(ruler.TASKS) == RULER
+    assert get_args(Dtype) == ("auto", *DTYPES)
+    assert {*TASKS} == {"text", *PUZZLES}
+    assert {*BASELINES} == {name for name, subject in subjects().items() if subject.kind in ("rotation", "recurrent")}
+    assert {*DEVICES} >= {"cpu", "cuda"}
+
+
+def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownNameError):
+        refuse_unknown_method("mine a=1")
+    monkeypatch.setitem(METHODS, "mine", METHODS["yarn"])
+    refuse_unknown_method("mine a=1")
+
+
+TARGETS = ["--target", "--target-length", "--target=16K", "--target-length=16K", "--length"]
+
+
+@pytest.mark.parametrize("flag", TARGETS)
+def test_the_target_is_given_by_any_of_its_words(cli: Any, llama: Path, tmp_path: Path, flag: str) -> None:
+    words = [flag] if "=" in flag else [flag, "16K"]
+    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", *words).exit_code == 0
+    assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
+    assert json.loads(cli("plan", llama, *words, "--json").stdout)["training"]["length"] == 16384
+
+
+def test_a_target_given_by_two_words_is_given_twice(cli: Any, llama: Path, tmp_path: Path) -> None:
+    done = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", "16K", "--target-length", "8K")
+    assert "given more than once" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
     "place", ["./nowhere", "/no/where", "no/such/folder", "~/nowhere", "nowhere.gguf", "tests/nowhere"]
 )
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(place: str) -> None:
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_load", lambda *_, **__: pytest.fail("a checkpoint is loaded"))
     with pytest.raises(CheckpointError, match=r"There is no (checkpoint|directory)|No checkpoint at"):
         load_checkpoint(place)
 
@@ -73,6 +225,21 @@ def test_a_name_on_the_hub_may_hold_a_full_stop(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["meta-llama/Llama-3.1-8B"]
 
 
+def test_the_hub_is_asked_only_where_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        refuse_no_checkpoint("org/model")
+    with pytest.raises(CheckpointError, match=r"There is no directory org/model here\. The hub cannot be asked"):
+        refuse_no_checkpoint("org/model")
+    (tmp_path / "models--org--model").mkdir()
+    refuse_no_checkpoint("org/model")
+    refuse_no_checkpoint("model")  # as sentence-transformers names its own, without the owner
+
+
 def test_missing_sources_are_told_from_names_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     require_sources(["-", str(tmp_path / "a.txt"), "owner/name", "owner/name:config"])
@@ -81,19 +248,7 @@ def test_missing_sources_are_told_from_names_on_the_hub(tmp_path: Path) -> None:
             require_sources([missing])
 
 
-def test_the_recipe_misses_a_training_file_before_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def loading(*_: Any, **__: Any) -> Any:
-        pytest.fail("the model is loaded")
-
-    monkeypatch.setattr(finetune, "load_base", loading)
-    values = {
-        "checkpoint": "org/model",
-        "output": str(tmp_path / "out"),
-        "dtype": "fp32",
-        "extension": {"method": "yarn", "factor": 2},
-        "data": {"train": ["./nowhere.txt"], "length": 32},
-        "training": {"steps": 1, "learning_rate": 1e-4},
-    }
-    settings = finetune.Settings.model_validate(values)
-    with pytest.raises(InvalidParameterError, match=r"Cannot read the text './nowhere\.txt'"):
-        finetune.finetune(settings)
+def test_a_folder_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(CheckpointError, match=f"you may not write to {tmp_path}"):
+        refuse_read_only(tmp_path / "not" / "there")

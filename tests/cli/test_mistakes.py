@@ -51,7 +51,7 @@ def test_a_parameter_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("tokens", ["256", "0.25K", "1/4K", "-1", "", "K", "16Q"])
 def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
-    result = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target-length", tokens)
+    result = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens)
     if tokens == "256":
         assert result.exit_code == 0
     else:
@@ -60,7 +60,7 @@ def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("tokens", ["16384", "16,384", "16K", "16k"])
 def test_a_number_of_tokens_may_be_written_as_it_is_printed(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
-    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target-length", tokens).exit_code == 0
+    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens).exit_code == 0
     assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
 
 
@@ -75,7 +75,7 @@ def test_a_forgotten_factor_is_no_success(cli: Cli, llama: Path, tmp_path: Path,
     for command in (("patch", llama, tmp_path / "x"), ("export", llama, "--to", "vllm")):
         said = refused(cli(*command, "--method", method))
         assert "factor (--factor)" in said
-        assert "target_length (--target-length)" in said
+        assert "target_length (--target)" in said
     assert not (tmp_path / "x").exists()
 
 
@@ -88,7 +88,7 @@ def test_messages_say_how_to_spell_it_at_the_command_line(
     assert "--sliding-window lift" in said
     assert "(sliding_window=128)" in said  # the config's field, not the option
     assert "--sliding-window lift" in cli("inspect", checkpoints["mistral"]).stdout.replace("\n", " ")
-    contradiction = ("--factor", 2, "--target-length", 9 * TRAINED)
+    contradiction = ("--factor", 2, "--target", 9 * TRAINED)
     said = refused(cli("patch", llama, tmp_path / "x", "--method", "yarn", *contradiction))
     assert f"factor=2.0 and target_length={9 * TRAINED} contradict" in said
     said = refused(cli("export", llama, "--to", "vllm", "--factor", 4))
@@ -100,7 +100,7 @@ def test_a_length_of_nothing(cli: Cli, llama: Path) -> None:
     yarn = ("--to", "vllm", "--method", "yarn")
     for command in (("inspect", llama), ("export", llama, *yarn, "--factor", 4), ("plot", "frequencies", llama)):
         assert "trained_length must be a positive whole number" in refused(cli(*command, "--trained-length", 0))
-    assert "target_length must be a positive whole number" in refused(cli("export", llama, *yarn, "--target-length", 0))
+    assert "target_length must be a positive whole number" in refused(cli("export", llama, *yarn, "--target", 0))
 
 
 @pytest.mark.parametrize("name", ["YaRN", "YARN", "Yarn"])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import ctxext
-from ctxext.cli.options import method_names
 from ctxext.methods import known_methods
+from ctxext.registry import method_names
 from tests._models import RECENT
 
 ROOT = Path(ctxext.__file__).parents[1]

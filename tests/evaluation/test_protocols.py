@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.forward import cached_tokens_for, parse_bytes, pass_bytes
+from ctxext.evaluation.forward import cached_tokens_for, pass_bytes
 from ctxext.evaluation.loss import (
     Window,
     longlora_starts,
@@ -22,6 +22,7 @@ from ctxext.evaluation.loss import (
     truncation_windows,
     yarn_windows,
 )
+from ctxext.quantities import parse_bytes
 from tests._models import trained_for
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}

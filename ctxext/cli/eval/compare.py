@@ -19,11 +19,12 @@ from ctxext.cli.options import (
     SourceOptions,
     TextOptions,
     grouped,
-    method_names,
     option,
     token_option,
 )
+from ctxext.files import refuse_read_only
 from ctxext.progress import DelayedBar
+from ctxext.registry import method_names
 
 if TYPE_CHECKING:
     from ctxext.evaluation.comparison.result import ComparisonResult
@@ -80,6 +81,7 @@ def compare(
 
     [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
     """
+    refuse_read_only(output)
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.labels import all_of, tokens_label
     from ctxext.evaluation.passkey import DEPTHS

@@ -9,6 +9,7 @@ from ctxext.cli.eval.common import Session, lengths_of, texts_in_words
 from ctxext.cli.options import (
     REQUIRED,
     Checkpoint,
+    Dtype,
     MethodOptions,
     OutputOptions,
     Reference,
@@ -34,7 +35,7 @@ class EncoderOptions(SourceOptions):
     """Checkpoint that fills in masked tokens."""
 
     checkpoint: Checkpoint = REQUIRED
-    dtype: str = option("auto (bf16 where it is safe), bf16, fp16 or fp32.", default="fp32")
+    dtype: Dtype = option("auto is bf16 where it is safe.", default="fp32")
 
 
 @grouped

@@ -10,6 +10,7 @@ from typer import Argument
 from ctxext.cli.eval.common import Session, lengths_of
 from ctxext.cli.options import (
     REQUIRED,
+    Dtype,
     HaystackOptions,
     MethodOptions,
     OutputOptions,
@@ -27,7 +28,7 @@ class EmbedderOptions(SourceOptions):
     checkpoint: Annotated[
         str, Argument(help="An embedding model of sentence-transformers: a directory, or a name on the hub.")
     ] = REQUIRED
-    dtype: str = option("auto (fp32), bf16, fp16 or fp32.", default="auto")
+    dtype: Dtype = option("auto is fp32.", default="auto")
 
 
 @dataclass(frozen=True, kw_only=True)

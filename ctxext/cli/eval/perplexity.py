@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
@@ -16,11 +16,12 @@ from ctxext.cli.options import (
     TextOptions,
     Unpatched,
     grouped,
-    method_names,
     option,
     token_option,
 )
 from ctxext.errors import InvalidParameterError
+from ctxext.quantities import parse_bytes
+from ctxext.registry import method_names
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -35,7 +36,7 @@ class PerplexityOptions:
     length: list[int] | None = token_option(
         "Tokens to read. Repeatable. Default: what the extended model is meant for.", "--length", "-l"
     )
-    mode: str = option(
+    mode: Literal["position", "sliding", "yarn", "longlora"] = option(
         "How a text is read: position (one pass gives the loss at every position), sliding (windows that are nearly "
         "full at every token), or the published protocols yarn and longlora.",
         default="position",
@@ -73,7 +74,6 @@ def perplexity(
 
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
-    from ctxext.evaluation.forward import parse_bytes
     from ctxext.evaluation.perplexity import make_plan, prepare
     from ctxext.evaluation.report.perplexity import perplexity_page
 

@@ -16,8 +16,9 @@ from ctxext.cli.options import (
     option,
     token_option,
 )
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.retrieval import TASK_NAMES
+from ctxext.mistakes import refuse_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,7 @@ class RetrievalOptions:
             UnknownNameError: an unknown task.
             InvalidParameterError: a base length that is not measured, or an export without a length.
         """
-        for name in set(self.task or ()) - set(TASK_NAMES):
-            raise UnknownNameError.of("retrieval task", name, TASK_NAMES)
+        refuse_unknown("retrieval task", self.task, TASK_NAMES)
         if self.base is not None and lengths and self.base not in lengths:
             raise InvalidParameterError(
                 f"--base {self.base} is none of the lengths that are measured. Give --length {self.base} too."

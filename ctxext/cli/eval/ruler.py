@@ -15,6 +15,12 @@ from ctxext.cli.options import (
     grouped,
     option,
 )
+from ctxext.mistakes import refuse_unknown
+
+TASKS = (
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +29,13 @@ class RulerOptions:
 
     task: list[str] | None = option("A task, such as vt. Repeatable. Default: all that can be made from what is given.")
     samples: int = option("Prompts per task and length; NVIDIA takes 500.", default=10, min=1)
-    squad: Path | None = option("SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it")
-    hotpotqa: Path | None = option("HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it")
+    squad: Path | None = option("SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it", exists=True)
+    hotpotqa: Path | None = option("HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it", exists=True)
     chat: bool = option("Put prompts into the model's chat template.", "--chat", default=False)
     seed: Seed = 42  # that of NVIDIA's prompts
+
+    def __post_init__(self) -> None:
+        refuse_unknown("RULER task", self.task, TASKS)
 
 
 @grouped
@@ -46,7 +55,8 @@ def ruler(
     """
     from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.report.retrieval import ruler_page
-    from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
+    from ctxext.evaluation.ruler import TASKS as MADE
+    from ctxext.evaluation.ruler import Sources, ruler_prompts, ruler_report
 
     document = haystack.document()
     sources = Sources(document, tasks.squad, tasks.hotpotqa)
@@ -63,8 +73,8 @@ def ruler(
             chat=tasks.chat,
             turning_point=turning_point(session.checkpoint.model),
         )
-    left_out = {} if tasks.task else {name: why for name, task in TASKS.items() if (why := task.why_not(sources))}
-    count = len(tasks.task or TASKS) - len(left_out)
+    left_out = {} if tasks.task else {name: why for name, task in MADE.items() if (why := task.why_not(sources))}
+    count = len(tasks.task or MADE) - len(left_out)
     survey = session.ask("ctxext eval ruler", readers, prompts, f"{count} tasks")
     provenance = session.provenance(document, tasks.seed)
     report = ruler_report(survey, provenance, sources=sources, chat=tasks.chat, left_out=left_out)

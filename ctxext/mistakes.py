@@ -1,0 +1,130 @@
+"""Mistakes that can be seen before torch, transformers or a checkpoint are loaded, which takes seconds to minutes."""
+
+from __future__ import annotations
+
+import math
+import socket
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.files import nearest_name, refuse_destination, refuse_missing, refuse_no_source
+from ctxext.quantities import parse_budget, parse_bytes
+from ctxext.registry import method_names, runtime_names
+
+BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
+# Kinds of devices that torch has names of.
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "maia", "xla", "meta")
+
+
+def refuse_mistakes(given: Mapping[str, Any]) -> None:
+    """Refuse what is wrong whatever the checkpoint is, before torch, transformers or a checkpoint are loaded.
+
+    Args:
+        given: the values of a command's options by name; a name means the same in every command.
+
+    Raises:
+        CtxextError: the first mistake.
+    """
+    for name, check in CHECKS.items():
+        value = given.get(name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None:
+                check(each)
+
+
+def refuse_unknown(kind: str, names: Iterable[str] | None, known: Collection[str]) -> None:
+    """Raise ``UnknownNameError`` for the first of some names of a kind that is not known."""
+    for name in names or ():
+        if name not in known:
+            raise UnknownNameError.of(kind, name, known)
+
+
+def refuse_unknown_method(words: str) -> None:
+    """Refuse a method, perhaps with parameters, that is neither in the folder of methods nor registered.
+
+    Raises:
+        UnknownNameError: with the nearest name.
+    """
+    name = words.split()[0] if words.split() else words
+    known = {*method_names(), *getattr(sys.modules.get("ctxext.methods"), "METHODS", ())}
+    if name not in BESIDE_METHODS and not name.endswith(".json"):
+        refuse_unknown("method", [name], known)
+
+
+def _refuse_unknown_runtime(name: str) -> None:
+    known = {*runtime_names(), *getattr(sys.modules.get("ctxext.runtimes"), "RUNTIMES", ())}
+    refuse_unknown("export target", [name], known)
+
+
+def _refuse_unknown_device(name: str) -> None:
+    if name.partition(":")[0] not in DEVICES:
+        raise InvalidParameterError(
+            f"Device {name!r} cannot be used here: there is no such kind. Give another, such as cpu or cuda:0."
+        )
+
+
+def _refuse_shrinking(factor: float) -> None:
+    if not 1 <= factor < math.inf:
+        raise InvalidParameterError(f"factor must be a finite number, at least 1, found {factor}.")
+
+
+def refuse_no_checkpoint(place: str) -> None:
+    """Refuse what is no path here and not in the hub's cache, where the hub cannot be asked.
+
+    Raises:
+        CheckpointError: with the name and the reason.
+    """
+    if place.endswith(".gguf"):
+        if not Path(place).is_file():
+            raise CheckpointError(f"No checkpoint at {place!r}: there is no such file.{nearest_name(Path(place))}")
+        return
+    refuse_missing(place)
+    if Path(place).exists():
+        return
+    from huggingface_hub import constants
+
+    cached = f"models--*{place.replace('/', '--')}"
+    if any(Path(constants.HF_HUB_CACHE).glob(cached)):
+        return
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
+    if reason:
+        raise CheckpointError(
+            f"There is no directory {place} here.{nearest_name(Path(place))} The hub cannot be asked for a model of "
+            f"this name: {reason}."
+        )
+
+
+def why_unreachable(url: str) -> str | None:
+    """Return why nothing answers at the address of a URL, or at the proxy for it, within a second; None if it does."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return f"{url} is not an address such as http://127.0.0.1:8000"
+    proxy = None if proxy_bypass(parts.hostname) else getproxies().get(parts.scheme)
+    asked = urlsplit(proxy) if proxy else parts
+    try:
+        port = asked.port or {"https": 443}.get(asked.scheme, 80)
+        with socket.create_connection((asked.hostname or "", port), timeout=1):
+            return None
+    except OSError as error:
+        return f"{asked.netloc} does not answer ({error.strerror or error})"
+
+
+CHECKS: dict[str, Callable[[Any], object]] = {
+    "method": refuse_unknown_method,
+    "factor": _refuse_shrinking,
+    "to": _refuse_unknown_runtime,
+    "device": _refuse_unknown_device,
+    "budget": parse_budget,
+    "memory": parse_bytes,
+    "source": refuse_no_source,
+    "destination": refuse_destination,
+    "save": refuse_destination,
+    "checkpoint": refuse_no_checkpoint,
+    "model": refuse_no_checkpoint,
+    "reference": refuse_no_checkpoint,
+}
