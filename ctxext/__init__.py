@@ -74,14 +74,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _started_as_command() -> bool:
-    """Return whether this process is the ``ctxext`` command or ``python -m ctxext``, and no program that imports it."""
+def _checks_first() -> bool:
+    """Return whether this process is the ``ctxext`` command, ``python -m ctxext`` or a program that says so itself."""
     name = sys.argv[0] if sys.argv else ""
-    return pathlib.PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
+    is_command = pathlib.PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
+    return is_command or getattr(sys.modules.get("__main__"), "CHECKS_FIRST", False)
 
 
 # Every program gets ctxext's rope types registered with transformers by this import, before any checkpoint is read. The
-# command reads none before it has imported what it needs, and --help must not wait for torch and transformers.
-if not _started_as_command():
+# command and the recipe read none before they have imported what they need, and mistakes must not wait for torch.
+if not _checks_first():
     for _name in _VERBS:
         __getattr__(_name)

@@ -81,7 +81,7 @@ def refuse_no_checkpoint(place: str) -> None:
     """
     if place.endswith(".gguf"):
         if not Path(place).is_file():
-            raise CheckpointError(f"No checkpoint at {place!r}: there is no such file.{nearest_name(Path(place))}")
+            raise CheckpointError(f"There is no file {place}.{nearest_name(Path(place))}")
         return
     refuse_missing(place)
     if Path(place).exists():

@@ -12,6 +12,8 @@ In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.
 which it loads too), ``run.json`` with all that was set and found, and ``loss.png``.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import argparse
@@ -19,19 +21,43 @@ import sys
 import warnings
 from pathlib import Path
 
+CHECKS_FIRST = True  # lets `import ctxext` wait with torch and transformers until the settings are read
+
+from ctxext.errors import CtxextError
+from ctxext.training.settings import Settings, read_settings, refuse_mistakes
+
+
+def asked() -> tuple[Settings, bool]:
+    """Read the command line: the settings, and whether to resume. Mistakes end the program here."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser.add_argument("--config", required=True, action="append", help="YAML file; see recipes/configs")
+    parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in the output")
+    known, overrides = parser.parse_known_args()
+    if len(known.config) > 1:
+        parser.error("--config is given more than once, and takes one file")
+    try:
+        settings = read_settings(known.config[0], overrides)
+        refuse_mistakes(settings)
+    except CtxextError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    return settings, known.resume
+
+
+if __name__ == "__main__":
+    ASKED = asked()
+
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 import ctxext
 from ctxext.checkpoints.save import require_padding
-from ctxext.errors import CtxextError
 from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json
 from ctxext.progress import saying_what_is_left_out
-from ctxext.texts.documents import require_sources
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import load_base, require_device, with_all_weights
-from ctxext.training.checkpoints import CompleteCheckpoints, resume_point, saving
+from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
@@ -42,27 +68,26 @@ from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
 from ctxext.training.retrieval import RetrievalSequences
 from ctxext.training.sequences import require_separate
-from ctxext.training.settings import Settings, read_settings
 from ctxext.training.table import TrainedTable
 from ctxext.training.trainer import LongTrainer
 
 
-def main() -> None:
-    """Read the settings, train, save."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--config", required=True, action="append", help="YAML file; see recipes/configs")
-    parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in the output")
-    known, overrides = parser.parse_known_args()
-    if len(known.config) > 1:
-        parser.error("--config is given more than once, and takes one file")
+def main(settings: Settings, resume: bool) -> None:
+    """Train and save, or end in one sentence."""
     # PEFT asks a config beside the weights whether the vocabulary grew; a GGUF file has none. Nothing makes it grow.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")
     try:
         with saying_what_is_left_out(say):
-            finetune(read_settings(known.config[0], overrides), resume=known.resume)
+            finetune(settings, resume=resume)
     except CtxextError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        kept = last_checkpoint(Path(settings.output))
+        again = "Nothing is kept: no checkpoint was whole yet."
+        if kept is not None:
+            again = f"{kept.name} is kept in {kept.parent}; run the same command with --resume to go on."
+        say(f"Interrupted. {again}")
+        sys.exit(130)
 
 
 def finetune(settings: Settings, *, resume: bool = False) -> None:
@@ -73,8 +98,6 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     if settings.memory.return_freed is not None and arguments.device.type == "cpu":
         return_freed_memory(above=settings.memory.return_freed * 2**20)
     set_seed(settings.seed)
-
-    require_sources([*settings.data.train, *settings.evaluation.text])
 
     # 1. The model, extended, then its adapter.
     loaded = load_base(settings, arguments.device)
@@ -216,4 +239,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*ASKED)

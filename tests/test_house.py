@@ -24,6 +24,8 @@ ROOMS = [
     "files",
     "progress",
     "registry",
+    "quantities",
+    "mistakes",
     "spec",
     "methods",
     "attention",
@@ -48,7 +50,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 51_950,
+    "lines of ctxext/": 52_150,
     "classes of evaluation/": 90,
     "files that one patch enters": 20,
     "functions that one patch enters": 134,

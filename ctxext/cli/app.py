@@ -33,7 +33,7 @@ from ctxext.cli.options import (
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
-from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.errors import InvalidParameterError
 from ctxext.progress import DelayedBar, terminal
 from ctxext.registry import method_names, runtime_names
 
@@ -94,8 +94,6 @@ def inspect(
         _print_json(description) if as_json else typer.echo(str(description))
         return
     gguf = place.suffix == ".gguf"
-    if gguf and not place.is_file():
-        raise CheckpointError(f"There is no file {place}.")
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
         inspection = inspect_checkpoint(
             place.parent if gguf else checkpoint,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
-
-Retrieval = Literal["keys", "copies", "chains"]
-RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
+from ctxext.training.settings import RETRIEVAL, Retrieval
 
 NAMES = (
     *("Ada", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo"),

@@ -25,10 +25,12 @@ from pydantic import (
 )
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.methods import is_choice, method_in
-from ctxext.training.memory import Memory
-from ctxext.training.retrieval import RETRIEVAL, Retrieval
+from ctxext.files import refuse_read_only
+from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method
+from ctxext.texts.documents import require_sources
 
+Retrieval = Literal["keys", "copies", "chains"]
+RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -80,8 +82,10 @@ class ExtensionSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _chosen(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not is_choice(given.get("method")):
+        if not isinstance(given, dict) or not str(given.get("method")).endswith(".json"):
             return given
+        from ctxext.methods import method_in  # here: it imports torch, before which other mistakes are told
+
         doubled = [key for key in ("factor", "target_length", "parameters") if given.get(key)]
         if doubled:
             raise ValueError(f"{given['method']} holds a method with its parameters: leave out {', '.join(doubled)}")
@@ -241,7 +245,10 @@ class MemorySettings(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> MemorySettings:
-        Memory(**self.model_dump(exclude={"return_freed"}))  # here, and not when a large model has been loaded
+        if not self.checkpointing and (self.save_attention or self.offload):
+            from ctxext.training.memory import Memory
+
+            Memory(**self.model_dump(exclude={"return_freed"}))  # refuses that, before a large model has been loaded
         return self
 
 
@@ -408,6 +415,19 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
     for path_of_key, value in _gathered(overrides):
         _put(values, path_of_key, value)
     return checked_settings(values, str(path))
+
+
+def refuse_mistakes(settings: Settings) -> None:
+    """Refuse what no run can begin with, before torch, transformers or a checkpoint are loaded.
+
+    Raises:
+        CtxextError: an unknown method, a checkpoint or a text that is missing, or an output that cannot be written.
+    """
+    refuse_unknown_method(settings.extension.method)
+    if settings.checkpoint is not None:
+        refuse_no_checkpoint(settings.checkpoint)
+    require_sources([*settings.data.train, *settings.evaluation.text])
+    refuse_read_only(Path(settings.output))
 
 
 def checked_settings(values: dict[str, Any], source: str) -> Settings:

@@ -241,7 +241,7 @@ def test_what_it_says_follows_what_it_measured(
         (["--text", "{files}/none.txt"], "none.txt.*No such file"),
         (["--text", "{files}/binary.txt"], "not UTF-8"),
         (["--text", "{files}/short.txt"], r"1,025 tokens asked for; the longest has 701"),
-        (["--model", "{files}/nowhere.gguf"], "No checkpoint at"),
+        (["--model", "{files}/nowhere.gguf"], "There is no file"),
         (["--model", "{files}"], "has no config.json"),
         (["--length", "2000"], "at most 1,024.*found 2,000.*--factor"),
         (["--length", "512"], "above the trained length of 512"),
@@ -249,7 +249,7 @@ def test_what_it_says_follows_what_it_measured(
         (["--factor", "0.5"], "factor must be"),
         (["--method", "yran"], "Did you mean 'yarn'"),
         (["--method", "pi", "--method", "pi"], "each method once"),
-        (["--output", "{files}/long.txt"], "Cannot make the folder"),
+        (["--output", "{files}/long.txt"], "long.txt is a file and no directory"),
     ],
 )
 def test_bad_input(checkpoint: Path, files: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

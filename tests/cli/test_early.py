@@ -28,6 +28,8 @@ from ctxext.methods import METHODS, known_methods
 from ctxext.mistakes import DEVICES, refuse_no_checkpoint, refuse_unknown_method
 from ctxext.registry import method_names
 from ctxext.texts.documents import require_sources
+from ctxext.training.checkpoints import COMPLETE
+from recipes import finetune
 
 ROOT = Path(__file__).parents[2]
 # Runs command lines one after the other in one process, and tells after each whether torch is there by now.
@@ -55,7 +57,7 @@ MISTAKES = {
     f"patch HERE HERE/config.json/out {YARN}": "there is no directory HERE/config.json",
     "patch HERE out -m yarn --target big": "'big' is no number of tokens",
     "inspect /no/where": "There is no checkpoint at /no/where",
-    "inspect no.gguf": "No checkpoint at 'no.gguf'",
+    "inspect no.gguf": "There is no file no.gguf",
     "inspect no-such-model": "There is no directory no-such-model here. The hub cannot be asked",
     f"export HERE --to vlm {YARN}": "Unknown export target 'vlm'. Did you mean 'vllm'?",
     "export HERE --to vllm -m yran": "Did you mean 'yarn'?",
@@ -252,3 +254,58 @@ def test_a_folder_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(CheckpointError, match=f"you may not write to {tmp_path}"):
         refuse_read_only(tmp_path / "not" / "there")
+
+
+GOOD = {
+    "output": "out",
+    "extension": {"method": "yarn", "factor": 2},
+    "data": {"train": ["text.txt"], "length": 32},
+    "training": {"steps": 1, "learning_rate": 1e-4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data.train", "./no.txt"], "Cannot read the text './no.txt'"),
+        (["--evaluation.text", "./no.txt"], "Cannot read the text './no.txt'"),
+        (["--method", "yran"], "Did you mean 'yarn'?"),
+        (["--checkpoint", "/no/where"], "There is no checkpoint at /no/where"),
+        (["--data.trian", "text.txt"], "Did you mean 'data.train'?"),
+        (["--dtype", "fp33"], "found 'fp33'"),
+        (["--output", "text.txt/out"], "text.txt is a file and no directory"),
+    ],
+)
+def test_the_recipe_tells_mistakes_before_torch_is_imported(words: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(GOOD))
+    (tmp_path / "text.txt").write_text("text")
+    program = [sys.executable, "-X", "importtime", str(ROOT / "recipes/finetune.py"), "--config", "run.yaml", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "ctxext.training.settings" in imported
+    assert not {"torch", "transformers"} & imported
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_recipe_names_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "finetune", interrupted)
+    settings = finetune.Settings.model_validate(GOOD | {"output": str(tmp_path)})
+    for kept, says in ((False, "Interrupted. Nothing is kept"), (True, "Interrupted. checkpoint-5 is kept in")):
+        if kept:
+            (tmp_path / "checkpoint-5").mkdir()
+            (tmp_path / "checkpoint-5" / COMPLETE).touch()
+        with pytest.raises(SystemExit) as ended:
+            finetune.main(settings, resume=False)
+        assert ended.value.code == 130
+        said = capsys.readouterr().err
+        assert says in said
+        assert ("--resume" in said) is kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.evaluation.report.heads import heads_page, sentences
 from ctxext.surgery.heads import HeadScores, heads
 from tests._models import byte_model
-from tests._programs import command, ran
+from tests._programs import command
 from tests._tokenizer import make_tokenizer
 
 # Groups of four layers, in which two probes agree on the best two of ten and order the others the other way round.
@@ -109,27 +108,3 @@ def test_a_model_of_few_groups_has_a_page(kv_heads: tuple[int, ...], tmp_path: P
     (figure,) = heads_page(scores).figures
     figure.save(tmp_path / "heads.png")
     assert heads_page(scores).markdown().count("tiny") >= 1
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        (["-t", "nowhere.txt"], "Cannot read the text 'nowhere.txt'"),
-        (["-o", "heads.csv"], r"give a file that ends in \.json, \.md or \.png"),
-        (["-o", "nowhere/heads.json"], "there is no directory nowhere"),
-    ],
-)
-def test_a_mistake_is_said_before_a_checkpoint_is_loaded(asked: list[str], says: str) -> None:
-    done = command("heads", "org/model", *asked)
-    assert done.exit_code == 1
-    assert re.search(says, done.output)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asked", [["-t", "nowhere.txt"], ["./nowhere"]])
-def test_a_mistake_is_said_before_torch_is_imported(asked: list[str], tmp_path: Path) -> None:
-    done = ran(["-X", "importtime", "-m", "ctxext", "heads", *asked], tmp_path)
-    assert done.returncode == 1
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "ctxext.cli.heads" in imported
-    assert not {"torch", "transformers"} & imported

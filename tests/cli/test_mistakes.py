@@ -224,7 +224,7 @@ def test_a_gguf_file_is_not_sent_in_a_circle(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_plan_says_what_is_missing_before_it_works(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    assert "Give --memory (80GiB)" in refused(cli("plan", "org/model"))
+    assert "Give --memory (80GiB)" in refused(cli("plan", llama))
     said = refused(cli("plan", llama, "--memory", "80"))
     assert "needs a unit, such as 80GiB" in said
     (tmp_path / "adapter").mkdir()
