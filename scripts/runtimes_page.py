@@ -163,4 +163,30 @@ def _tgi(rope: dict[str, Any]) -> str:
     return "nearly" if kind == "dynamic" else "exact"
 
 
-READERS: dict[str, Callable[[dict[str, Any]], str]] = {"TGI": _tgi}
+def _turbomind(rope: dict[str, Any]) -> str:
+    """YaRN's ramp is of the extended length in place of the original one."""
+    said = {"longrope": "stops", "yarn": "**wrong**", "dynamic": "nearly"}
+    return said.get(rope["rope_type"], "exact")
+
+
+def _lmdeploy_pytorch(rope: dict[str, Any]) -> str:
+    if rope["rope_type"] == "longrope":
+        return "**wrong**" if "attention_factor" in rope else "nearly"
+    return "nearly" if rope["rope_type"] == "dynamic" else "exact"
+
+
+def _tensorrt_llm(rope: dict[str, Any]) -> str:
+    kind = rope["rope_type"]
+    if kind == "dynamic" or (kind == "yarn" and (_own_scale(rope) or rope.get("truncate") is False)):
+        return "**wrong**"
+    if kind == "longrope":
+        return "**wrong**" if "attention_factor" in rope else "nearly"
+    return "exact"
+
+
+READERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "lmdeploy, TurboMind": _turbomind,
+    "lmdeploy, PyTorch": _lmdeploy_pytorch,
+    "TensorRT-LLM": _tensorrt_llm,
+    "TGI": _tgi,
+}
