@@ -57,12 +57,7 @@ def refuse_read_only(folder: Path) -> None:
 
 
 def refuse_no_source(source: Path) -> None:
-    """Raise ``CheckpointError`` if a checkpoint that is to be copied is a GGUF file, or no directory."""
-    if source.suffix == ".gguf":
-        raise CheckpointError(
-            f"{source} is a GGUF file, which has no config.json to rewrite. Patch the checkpoint that it was converted "
-            f"from and convert that, or load the file extended: ctxext.load({str(source)!r}, 'yarn', factor=4)."
-        )
+    """Raise ``CheckpointError`` if a checkpoint that is to be copied is not there."""
     if not source.exists():
         raise CheckpointError(
             f"There is no directory {source}. A checkpoint on the hub is fetched first: "

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
+from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
@@ -48,6 +50,7 @@ class Written:
         cloned: weight files that share their blocks with the source until either is written.
         copied: weight files that were copied.
         rewritten: whether the weights were loaded and written anew, because the extension changes one of them.
+        unpacked: whether the weights were dequantised out of a GGUF file.
         changed: small files that were rewritten, and how.
         limits: what in small files still cuts texts below the new window, since it was not the old one.
         left_out: names in the source that do not belong to the extended checkpoint.
@@ -59,6 +62,7 @@ class Written:
     cloned: int
     copied: int
     rewritten: bool = False
+    unpacked: bool = False
     changed: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -80,7 +84,8 @@ def patch_checkpoint(
     ``destination`` appears at the end, whole, or not at all: the work happens in a hidden directory beside it.
 
     Args:
-        source: a directory with config.json and safetensors weights; stays as it is.
+        source: a directory with config.json and safetensors weights, or a ``.gguf`` file, whose weights are
+            dequantised to bfloat16; stays as it is.
         destination: a path where nothing exists yet.
         method: as for ``ctxext.patch``.
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
@@ -95,9 +100,11 @@ def patch_checkpoint(
         CheckpointError: the source is not a safetensors checkpoint, or holds symbolic links that lead out of it; the
             destination is in the way; or the disk is full.
         IncompatibleError: the method cannot be right on this model.
-        InvalidParameterError: ``link`` where the extension changes weights.
+        InvalidParameterError: ``link`` where the extension changes weights, or where they are in a GGUF file.
     """
     source, destination = Path(source), Path(destination)
+    if source.suffix == ".gguf" and source.is_file():
+        return _unpacked(source, destination, method, link, chosen, arguments)
     refuse_source(source)
     _refuse_destination(source, destination)
     contents = checked_contents(source)
@@ -147,6 +154,30 @@ def patch_checkpoint(
         limits=tuple(limits),
         left_out=tuple(contents.left_out),
     )
+
+
+def _unpacked(
+    source: Path,
+    destination: Path,
+    method: str | Method | None,
+    link: bool,
+    chosen: dict[str, Any] | None,
+    arguments: dict[str, Any],
+) -> Written:
+    """Write an extended checkpoint of safetensors out of a GGUF file, its tokenizer included."""
+    _refuse_destination(source, destination)
+    if link:
+        raise InvalidParameterError(f"link: the weights in {source} are written anew. Leave link out.")
+    model = load(source, method, dtype=torch.bfloat16, **arguments)
+    if chosen is not None:
+        model.config.ctxext = model.config.ctxext | {"chosen": chosen}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CheckpointError(f"The tokenizer in {source} cannot be read: {error}") from error
+    save(model, destination, tokenizer=tokenizer)
+    description = describe_saved(model.config.ctxext, model.config.model_type)
+    return Written(directory=destination, description=description, linked=0, cloned=0, copied=0, unpacked=True)
 
 
 def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:

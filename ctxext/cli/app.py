@@ -112,7 +112,7 @@ def inspect(
 @grouped
 def patch(
     *,
-    source: Annotated[Path, Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")],
+    source: Annotated[Path, Argument(help="A directory with safetensors weights, or a .gguf file.", metavar="SRC")],
     destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
     method: Annotated[
         str,
@@ -133,7 +133,8 @@ def patch(
 ) -> None:
     """Write an extended copy of a checkpoint: a new config, and the same weights.
 
-    The weights are never loaded. DST appears whole at the end, or not at all.
+    The weights are never loaded, except those of a GGUF file, which are dequantised to bfloat16. DST appears whole at
+    the end, or not at all.
 
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """

@@ -156,6 +156,8 @@ def show_written(written: Written) -> None:
         weights.append(f"{written.cloned} cloned (they take no space until they are written)")
     if written.rewritten:
         weights.append("written anew (the extension changes some of them)")
+    if written.unpacked:
+        weights.append("written anew, dequantised to bfloat16")
     if written.copied:
         weights.append(f"{written.copied} copied")
     lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]

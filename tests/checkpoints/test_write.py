@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import ctxext
 from ctxext.checkpoints import write
@@ -25,7 +25,7 @@ from ctxext.files import write_whole
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 from tests._checkpoints import TRAINED, contents
-from tests._models import FOR_LLAMA
+from tests._models import FOR_LLAMA, byte_model
 from tests._programs import ran
 from tests.walk.check import Stock
 
@@ -405,9 +405,31 @@ def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match="is a file"):
         patch_checkpoint(llama / "config.json", tmp_path / "long", "pi", factor=2.0)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="GGUF file"):
+    with pytest.raises(CheckpointError, match=r"a\.gguf"):
         patch_checkpoint(tmp_path / "a.gguf", tmp_path / "long", "pi", factor=2.0)
     assert os.listdir(tmp_path) == ["a.gguf"]
+
+
+@pytest.mark.parametrize("method", ["self_extend", "yarn"])
+def test_a_gguf_file_becomes_a_checkpoint_that_loads(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs ctxext[demo]")
+    from tests._gguf import write_gguf
+
+    source = write_gguf(byte_model(), tmp_path / "tiny.gguf", quantised=("token_embd.weight",))
+    before = source.read_bytes()
+    written = patch_checkpoint(source, tmp_path / "long", method, factor=2.0, chosen={"by": "hand"})
+    assert (written.unpacked, written.copied, source.read_bytes()) == (True, 0, before)
+    loaded = ctxext.load(tmp_path / "long", dtype=torch.float32)
+    assert (loaded.config.ctxext["method"]["method"], loaded.config.ctxext["chosen"]) == (method, {"by": "hand"})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "long")
+    assert (tokenizer("aab").input_ids, tokenizer.model_max_length >= 1024) == ([5], True)
+    ids = torch.arange(2, 200)[None]
+    direct = ctxext.load(source, method, factor=2.0, dtype=torch.bfloat16).float()
+    assert torch.equal(loaded(ids).logits, direct(ids).logits)
+    for destination, options, message in (("long", {}, "already exists"), ("other", {"link": True}, "written anew")):
+        with pytest.raises((CheckpointError, InvalidParameterError), match=message):
+            patch_checkpoint(source, tmp_path / destination, method, factor=2.0, **options)
+    assert sorted(os.listdir(tmp_path)) == ["long", "tiny.gguf"]
 
 
 def test_bad_method_leaves_nothing(llama: Path, tmp_path: Path) -> None:

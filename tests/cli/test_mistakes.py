@@ -216,7 +216,7 @@ def test_a_gguf_file_is_not_sent_in_a_circle(cli: Cli, tmp_path: Path) -> None:
     gguf.write_bytes(b"GGUF")
     patching = refused(cli("patch", gguf, tmp_path / "y", "-m", "yarn", "-f", 4))
     assert "ctxext export" not in patching
-    assert "ctxext.load(" in patching
+    assert "x.gguf" in patching
     assert "Give the checkpoint that it was converted from" in refused(cli("export", gguf, "--to", "llama.cpp"))
 
 
