@@ -52,7 +52,7 @@ from scripts.update_readme import (  # noqa: E402
 PAGES = [*pages(), *sorted((ROOT / "docs" / "results").rglob("*.md"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FOREIGN = {"venv", "lm_eval", "vllm"}  # programs that are not ours and need not be installed
+FOREIGN = {"docker", "lm_eval", "venv", "vllm"}  # programs that are not ours and need not be installed
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

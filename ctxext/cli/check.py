@@ -21,6 +21,7 @@ from ctxext.cli.options import (
     TextOptions,
     grouped,
     option,
+    token_option,
 )
 from ctxext.errors import VerificationError
 from ctxext.mistakes import why_unreachable
@@ -38,8 +39,8 @@ class AskedOptions:
     url: str = option("Address of the server, such as http://127.0.0.1:8000.", default=REQUIRED)
     name: str = option("Name of the model there.", default="", show_default="the first that it lists")
     api_key: str | None = option("Key of the server.", envvar="CTXEXT_API_KEY", show_default="none")
-    length: int = option(
-        "Tokens of the longest prompt, if the window is longer.", "--length", "-l", default=16384, min=32
+    length: int = token_option(
+        "Tokens of the longest prompt, if the window is longer.", "--length", "-l", default=16384, least=32
     )
 
 

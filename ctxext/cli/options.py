@@ -143,9 +143,16 @@ def token_count(text: str) -> int:
     return int(re.sub("[,_]", "", match[1])) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
 
 
-def token_option(says: str, *flags: str, **more: Any) -> Any:
-    """Return a field of a group: an option that is a number of tokens."""
-    return option(says, *flags, parser=token_count, metavar="TOKENS", **more)
+def token_option(says: str, *flags: str, least: int = 0, **more: Any) -> Any:
+    """Return a field of a group: an option that is a number of tokens, of ``least`` at the least."""
+
+    def read(text: str) -> int:
+        count = token_count(text)
+        if count < least:
+            raise typer.BadParameter(f"{count} tokens are too few. Give {least} or more.")
+        return count
+
+    return option(says, *flags, parser=read, metavar="TOKENS", **more)
 
 
 REQUIRED: Any = ...  # default of an option or argument that has to be given

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, option
+from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, option, token_option
 from ctxext.errors import require_package
 from ctxext.progress import terminal
 from ctxext.registry import method_names
@@ -28,10 +28,10 @@ class ServerOptions:
     continuous_batching: bool = option(
         "Answer several requests in each pass of the model.", "--continuous-batching", default=False
     )
-    cached_tokens: int | None = option(
+    cached_tokens: int | None = token_option(
         "Tokens whose keys and values continuous batches hold at a time.",
         show_default="what is free on a GPU, 8 windows on a CPU",
-        min=1,
+        least=1,
     )
 
 

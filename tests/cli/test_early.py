@@ -113,6 +113,8 @@ MISTAKES = {
     "serve HERE -m yran": "Did you mean 'yarn'?",
     "serve HERE --dtype fp33": "'fp33' is not one of",
     "serve HERE --device cudda": "Device 'cudda' cannot be used here",
+    "check HERE --url http://127.0.0.1:1 --length 31": "31 tokens are too few. Give 32 or more.",
+    "serve HERE --cached-tokens 0": "0 tokens are too few. Give 1 or more.",
     "check HERE --url nonsense": "nonsense is not an address such as http://127.0.0.1:8000",
     "check HERE --url http://127.0.0.1:1": "127.0.0.1:1 does not answer (Connection refused)",
     "demo --method yran": "Did you mean 'yarn'?",
