@@ -131,6 +131,18 @@ def patch(
 ) -> ModelT:
     """Give a loaded model a longer context, in place, and prove that it took effect.
 
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
+        ctxext.patch(model, "self_extend", factor=4, trained_length=8192)
+
+    Without training take ``self_extend``, by 2 to 4: short texts are read as before. For other runtimes take ``yarn``,
+    by 2, and to fine-tune too. ``retrieval_heads`` needs less time and memory on long texts. To choose by measuring:
+    ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, clipped, dynamic_ntk, dynamic_pi,
+    dynamic_yarn, llama3, longrope, ntk, ntk_by_parts, pi, table, yarn; for its positions: dpe, dual_chunk, rerope,
+    retrieval_heads, self_extend, streaming, string; for biases and tables: alibi, group, hierarchical, stretch,
+    stretch_buckets, tile.
+
     Writes the extension into the model's existing config and live modules, then compares what the rotary modules
     compute with the method's own mathematics in float64. If anything fails, the model is left as it was.
 
@@ -411,8 +423,13 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
             unpatch(model)
 
 
-def describe(model: Any) -> Description:
-    """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
+def describe(model: Any, *, verbose: bool = False) -> Description:
+    """Say how a model is extended: method, lengths, saved form, who loads it, and what to know.
+
+    Args:
+        model: as for ``patch``.
+        verbose: print also the pieces of a remapping, the fingerprint, and what was edited.
+    """
     subject = Subject.of(model)
     state, model_type = patched_state(subject.model), subject.kind
     if state is not None:
@@ -433,7 +450,12 @@ def describe(model: Any) -> Description:
         if length is None and (scaling := scaling_of(subject.config)) is not None:
             length = scaling.reach  # its config leaves open whether it reads further
         description = Description(model_type=model_type, method=None, trained_length=length, target_length=length)
-    return replace(description, notes=(*description.notes, *untested_versions()))
+    return replace(
+        description,
+        notes=(*description.notes, *untested_versions()),
+        sides=tuple((name, replace(side, verbose=verbose)) for name, side in description.sides),
+        verbose=verbose,
+    )
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
@@ -451,7 +473,7 @@ def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...
             edits=edits,
             sides=tuple(each.items()),
         )
-    known = {field.name for field in fields(Description)} - {"method", "notes", "attention", "sides"}
+    known = {field.name for field in fields(Description)} - {"method", "notes", "attention", "sides", "verbose"}
     values = {key: value for key, value in saved.items() if key in known}
     notes = tuple(saved["notes"])
     return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)

@@ -403,6 +403,9 @@ class Piece:
         return replace(self, region=Ahead(self.region), query=self.key, key=self.query)
 
 
+PIECE = "Piece"  # begins the notes that say which keys a remapping reads where
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """Report of ``ctxext.describe`` on a model; ``str()`` and ``repr()`` give it as text.
@@ -421,6 +424,7 @@ class Description:
         sides: of an encoder-decoder that is extended: each side's name and its own description. The lengths are then
             those of the text that is read (of the decoder, where the encoder is not extended), and ``method`` has each
             side's method under its name.
+        verbose: whether the text also names the pieces, the fingerprint, the backends passed over, and what was edited.
     """
 
     model_type: str
@@ -434,6 +438,7 @@ class Description:
     notes: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
     sides: tuple[tuple[str, Description], ...] = ()
+    verbose: bool = field(default=False, compare=False)
 
     def __repr__(self) -> str:  # what an interactive session shows
         return str(self)
@@ -449,17 +454,19 @@ class Description:
             lines += [f"{name}: {side}" for name, side in self.sides]
             lines += [f"{self.model_type} as a whole", loads]
         else:
-            parameters = ", ".join(f"{key}={_short(value)}" for key, value in self.method.items() if key != "method")
+            given = {key: value for key, value in self.method.items() if self.verbose or value is not None}
+            parameters = ", ".join(f"{key}={_short(value)}" for key, value in given.items() if key != "method")
             lines = [
                 f"{self.model_type} extended by {self.method['method']} ({parameters})",
                 f"  length       {self.trained_length} -> {self.target_length} tokens",
                 f"  stored as    {self.stored_as}",
                 loads,
-                f"  fingerprint  {self.fingerprint}",
             ]
-        lines += [f"  attention    {self.attention}"] if self.attention else []
-        lines += [f"  note         {note}" for note in self.notes]
-        lines += [f"  edited       {', '.join(self.edits)}"] if self.edits else []
+        lines += [f"  fingerprint  {self.fingerprint}"] if self.verbose and not self.sides else []
+        attention = self.attention if self.verbose else self.attention.partition(" (")[0]
+        lines += [f"  attention    {attention}"] if attention else []
+        lines += [f"  note         {note}" for note in self.notes if self.verbose or not note.startswith(PIECE)]
+        lines += [f"  edited       {', '.join(self.edits)}"] if self.verbose and self.edits else []
         return "\n".join(lines)
 
 

@@ -26,7 +26,8 @@ BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls equally with distance to both sides.",
     True: "Its tokens see both ways: half of the heads see earlier tokens, the other half later ones.",
 }
-NOTE = "{name} has replaced rotation, and the weights were not trained with it. Train the model before use."
+TRAIN_FIRST = "Train the model before use."
+NOTE = f"{{name}} has replaced rotation, and the weights were not trained with it. {TRAIN_FIRST}"
 NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encoding, and are trained with the others."
 
 

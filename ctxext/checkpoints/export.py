@@ -80,15 +80,23 @@ def export(
         trust_remote_code = True  # its code has run
     else:
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
+    place = "CHECKPOINT" if isinstance(checkpoint, nn.Module) else os.fspath(checkpoint)
     if gguf is None:
-        return export_config(config, to=to, served=served, trust_remote_code=trust_remote_code, guarded=guarded)
+        made = export_config(config, to=to, served=served, trust_remote_code=trust_remote_code, guarded=guarded)
+        return with_start(made, place)
     extended = _extension_of(config, served, trust_remote_code)
     saved = saved_extension(config, f"this {config.model_type}")
     plain = served or (config if saved is None else plain_config(config, saved))
     exported = in_file(extended)
     source, out = map(Path, gguf)
     write_into_gguf(extended, plain, source, out, architecture=architecture_of(extended), progress=progress)
-    return replace(exported, file=str(out))
+    return with_start(replace(exported, file=str(out)), place)
+
+
+def with_start(made: Export, checkpoint: str) -> Export:
+    """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it."""
+    file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
+    return replace(made, start=RUNTIMES[made.target].start(checkpoint, file))
 
 
 def _read(

@@ -16,9 +16,10 @@ from ctxext.adapters import EXTENSION_FILE, is_adapter, read_beside
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
+from ctxext.architectures.rope_replaced import TRAIN_FIRST
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
-from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.export import export_config, with_start
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
@@ -152,7 +153,9 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=_exports(config, trust_remote_code, keeps_old_readers_out(place, **location)) if extended else None,
+        exports=_exports(config, os.fspath(place), trust_remote_code, keeps_old_readers_out(place, **location))
+        if extended
+        else None,
         notes=_notes(config, model),
     )
 
@@ -321,15 +324,16 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
         target_length=description.target_length,
         stored_as=description.stored_as,
         stock=description.stock,
-        needs_training=method.needs_training,
+        needs_training=method.needs_training or any(note.endswith(TRAIN_FIRST) for note in description.notes),
     )
 
 
-def _exports(config: Any, trust_remote_code: bool, guarded: bool) -> dict[str, Export | str]:
+def _exports(config: Any, place: str, trust_remote_code: bool, guarded: bool) -> dict[str, Export | str]:
     exports: dict[str, Export | str] = {}
     for target in RUNTIMES:
         try:
-            exports[target] = export_config(config, to=target, trust_remote_code=trust_remote_code, guarded=guarded)
+            made = export_config(config, to=target, trust_remote_code=trust_remote_code, guarded=guarded)
+            exports[target] = with_start(made, place)
         except IncompatibleError as error:
             exports[target] = str(error)
     return exports

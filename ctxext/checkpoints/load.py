@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import transformers
@@ -59,12 +59,41 @@ from ctxext.surgery.stored_form import current_form
 from ctxext.surgery.subject import Subject, base_model
 from ctxext.surgery.tables import put_weights
 
+if TYPE_CHECKING:
+    from transformers import GenerationMixin
+
+    class LoadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        """Model whose class its config names, for editors: it generates where its class does."""
+
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
 # In the name of a class, transformers' or one that it does not have (LLaMAForCausalLM, with code in the checkpoint).
 PREDICTS_TOKENS = re.compile("CausalLM|LMHead|ConditionalGeneration")
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
+
+
+@overload
+def load(path: str | os.PathLike[str], method: Any = ..., *, auto_class: type[ModelT], **given: Any) -> ModelT: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    method: str | Method | None = ...,
+    *,
+    factor: float | None = ...,
+    target_length: int | None = ...,
+    trained_length: int | None = ...,
+    sliding_window: str | None = ...,
+    scaling: str | None = ...,
+    attention: str | None = ...,
+    base: Any = ...,
+    auto_class: Any = ...,
+    **loading: Any,
+) -> LoadedModel: ...
 
 
 def load(

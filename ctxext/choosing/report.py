@@ -13,6 +13,8 @@ from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, OTHERS, Figure, draw_grid
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.statistics import PairedDifference
+from ctxext.methods import known_methods
+from ctxext.methods.recommended import to_take
 
 CHOSEN, USUAL, LEFT = COLOURS["yarn"], COLOURS["truncated"], "#B5B5B5"
 # Rows of the short table of candidates.
@@ -60,7 +62,8 @@ def choice_page(choice: Choice) -> Page:
     if choice.search is not None:
         details += [Heading("The search"), _search(choice.search)]
     details += [Heading("Who can load it"), runtimes, Heading("What it was measured on"), _provenance(choice)]
-    return Page(title, [short, Headline(first), *rest, figure], details)
+    unmeasured = " ".join(map(str, to_take(known_methods())))
+    return Page(title, [short, Headline(first), *rest, f"To take without measuring: {unmeasured}", figure], details)
 
 
 def _rows(choice: Choice) -> list[list[str]]:

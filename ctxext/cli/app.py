@@ -205,7 +205,7 @@ def export(
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         made = make(checkpoint, to=to, method=method, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
-    _print_json(made) if as_json else show_export(made, checkpoint, terminal())
+    _print_json(made) if as_json else show_export(made, terminal())
 
 
 app.command(cls=StrictCommand)(plan)

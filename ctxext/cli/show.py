@@ -18,6 +18,7 @@ from rich.text import Text
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
+from ctxext.methods.recommended import RECOMMENDED, to_take
 from ctxext.methods.remap import RemapMethod
 from ctxext.progress import terminal
 from ctxext.runtimes import RUNTIMES
@@ -96,7 +97,11 @@ def show_methods(*, to_train: bool, as_json: bool, markdown: bool) -> None:
     elif markdown:
         typer.echo(methods_markdown(rows))
     else:
-        terminal().print(methods_table(rows))
+        console = terminal()
+        if not to_train:
+            _show_heading("take first", RECOMMENDED, console)
+            console.print()
+        console.print(methods_table(rows))
 
 
 def _pick(kind: type[Method]) -> str:
@@ -132,19 +137,51 @@ def _facts(inspection: Inspection) -> list[tuple[str, str]]:
     return [*lines, *(("note", note) for note in inspection.notes)]
 
 
-def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
-    """Return the table of the methods that extend a checkpoint, and of those that do not."""
+def _verdict_table(verdicts: Sequence[MethodCheck]) -> Table:
+    """Return the table of the methods that extend a checkpoint."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("method", "reaches", "loaded by", "stored as, or why not"):
+    for column in ("method", "tried to", "loaded by", "stored as"):
         table.add_column(column, overflow="fold", no_wrap=not column.startswith("stored"))
     for verdict in verdicts:
-        if verdict.refused is not None:
-            table.add_row(verdict.method, "refused", "", verdict.refused, style="dim")
-            continue
-        loaded_by = "anyone" if verdict.stock else "ctxext.load"
-        reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)" + "\nonce trained" * verdict.needs_training
-        table.add_row(Text(verdict.method, style="bold cyan"), reaches, loaded_by, verdict.stored_as)
+        loaded_by = "without ctxext" if verdict.stock else "ctxext.load"
+        reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)"
+        stored_as = verdict.stored_as.removesuffix(", which only ctxext loads")
+        table.add_row(Text(verdict.method, style="bold cyan"), reaches, loaded_by, stored_as)
     return table
+
+
+def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
+    """Print the methods to take, the others, those that are useless until trained, and reasons of refusals."""
+    applies = [verdict for verdict in verdicts if verdict.refused is None]
+    ready = [verdict for verdict in applies if not verdict.needs_training]
+    _show_heading("take", to_take([verdict.method for verdict in ready]), console)
+    if applies:
+        console.print(
+            Text.assemble(("\nmethods", "bold"), ": each applied to this model without its weights, then taken back")
+        )
+        console.print(_verdict_table(ready))
+    useless = [verdict.method for verdict in applies if verdict.needs_training]
+    if useless:
+        console.print(
+            Text.assemble(("useless until the model is trained with them", "bold"), f": {', '.join(useless)}")
+        )
+    refused: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if verdict.refused is not None:
+            reason = verdict.refused.replace(repr(verdict.method), "it").replace("method it", "it")
+            refused.setdefault(reason, []).append(verdict.method)
+    if refused:
+        console.print(Text("refused", style="bold"))
+    for reason, names in refused.items():
+        console.print(Text.assemble((f"  {', '.join(names)}", "cyan"), f": {reason}"), style="dim")
+
+
+def _show_heading(heading: str, sentences: Sequence[object], console: Console) -> None:
+    """Print sentences under a heading, nothing where there are none."""
+    if sentences:
+        console.print(Text(f"\n{heading}", style="bold"))
+        for sentence in sentences:
+            console.print(f"  {sentence}", soft_wrap=True)
 
 
 def show_written(written: Written) -> None:
@@ -176,16 +213,8 @@ def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -
     console.print(table)
     if inspection.description is not None:
         console.print(f"\n{inspection.description}")
-    console.print(
-        Text.assemble(("\nmethods", "bold"), ": each applied to this model without its weights, then taken back")
-    )
-    console.print(_verdict_table(inspection.verdicts))
+    _show_verdicts(inspection.verdicts, console)
     extending = [verdict.method for verdict in inspection.verdicts if verdict.refused is None]
-    if {"self_extend", "yarn"} <= {*extending}:
-        console.print(
-            "Without training begin with self_extend, which reads texts inside the trained window as before; only "
-            "ctxext loads it. To train, or for other runtimes, take yarn."
-        )
     if inspection.exports is None and extending and inspection.positions:  # runtimes have flags for rotary positions
         method = "yarn" if "yarn" in extending else extending[0]
         window = ("--sliding-window", "lift") if inspection.window_caps else ()
@@ -195,7 +224,7 @@ def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -
         if isinstance(export, str):
             console.print(f"  cannot: {export}")
         else:
-            show_export(export, checkpoint, console)
+            show_export(export, console)
 
 
 def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Console) -> None:
@@ -209,16 +238,9 @@ def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Cons
         console.print("ORIGINAL: the checkpoint that this file was converted from.")
 
 
-def show_export(export: Export, checkpoint: str, console: Console) -> None:
+def show_export(export: Export, console: Console) -> None:
     """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
-    file = export.file or ("OUT.gguf" if export.in_file else "MODEL.gguf")
-    start = RUNTIMES[export.target].start(checkpoint, file)
-    console.print(shlex.join((*start, *export.flags)), soft_wrap=True)
-    if export.file is not None:
-        console.print(f"  wrote {export.file}", soft_wrap=True)
-    if export.exact:
-        console.print("  the same positions as in transformers", style="green")
-    else:
-        console.print("  not the same positions, or not proven", style="yellow")
-    for note in export.notes:
-        console.print(f"  - {note}", soft_wrap=True)
+    command, *others = str(export).split("\n")
+    console.print(command, soft_wrap=True)
+    for line in others:
+        console.print(line, soft_wrap=True)

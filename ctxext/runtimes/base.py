@@ -41,6 +41,7 @@ class Export:
             length; if not, a note gives the reason.
         in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
         file: the file that was written, with the extension in it; None if no file was asked for.
+        start: the command that serves the checkpoint without an extension, word by word.
     """
 
     target: str
@@ -49,6 +50,12 @@ class Export:
     exact: bool = True
     in_file: bool = False
     file: str | None = None
+    start: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The whole command that serves the extended checkpoint, ready to paste."""
+        return shlex.join((*self.start, *self.flags))
 
     @property
     def by_flag(self) -> dict[str, str]:
@@ -58,7 +65,7 @@ class Export:
     def __str__(self) -> str:
         same = "the same positions as in transformers" if self.exact else "not the same positions, or not proven"
         wrote = [f"wrote {self.file}"] if self.file is not None else []
-        return "\n  ".join([self.told, *wrote, same, *(f"- {note}" for note in self.notes)])
+        return "\n  ".join([self.command, *wrote, same, *(f"- {note}" for note in self.notes)])
 
     @property
     def told(self) -> str:

@@ -18,7 +18,7 @@ from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_piec
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.spec import PIECE, Band, Piece, PositionMap, RopeSpec
 from ctxext.surgery.attend import (
     Backends,
     Tried,
@@ -137,7 +137,11 @@ class HeadPieces:
         held = f"The cache{whose} holds {self.reach}; the paged cache of generate_batch() holds all tokens."
         bound = () if self.reach is None or not drops else (held,)
         ahead = ("Tokens see both ways: keys ahead of a query lie as far from it as they would behind.",)
-        return (*(f"Piece{whose}: {in_words(piece)}." for piece in self.pieces), *bound, *(ahead if self.ahead else ()))
+        return (
+            *(f"{PIECE}{whose}: {in_words(piece)}." for piece in self.pieces),
+            *bound,
+            *(ahead if self.ahead else ()),
+        )
 
     def inv_freq(self, device: torch.device) -> Tensor:
         """Return the frequencies that the model rotates by, float64, in radians per token."""

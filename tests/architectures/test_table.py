@@ -318,7 +318,7 @@ def test_export_of_what_is_not_written_yet(tmp_path: Path) -> None:
 def test_describe() -> None:
     model = roberta()
     assert ctxext.describe(model).trained_length == 32, "not the 34 of its config"
-    text = str(ctxext.describe(ctxext.patch(model, "pi", factor=4)))
+    text = str(ctxext.describe(ctxext.patch(model, "pi", factor=4), verbose=True))
     for part in ("32 -> 128 tokens", "max_position_embeddings=130", "plain transformers", "train before use"):
         assert part in text
     assert "Embedding.weight" in text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
 import transformers
@@ -357,3 +359,21 @@ def test_scores_of_other_weights_are_refused_when_a_checkpoint_is_loaded(plain: 
     file = scored(tiny(seed=7), tmp_path / "heads.json")
     with pytest.raises(InvalidParameterError, match="holds the scores of another model"):
         ctxext.load(plain, "retrieval_heads", factor=4, heads=file)
+
+
+@pytest.mark.slow
+def test_load_is_typed(tmp_path: Path) -> None:
+    """An editor knows what it returns: the class that is asked for, or a model that generates."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import ctxext\n"
+        "class Special: ...\n"
+        "reveal_type(ctxext.load('x', 'yarn', factor=4))\n"
+        "reveal_type(ctxext.load('x', auto_class=Special))\n"
+        "ctxext.load('x', factor='four')\n"
+    )
+    config = Path(ctxext.__file__).parents[1] / "pyproject.toml"
+    said, _, _ = mypy.api.run(["--config-file", str(config), "--python-executable", sys.executable, str(program)])
+    assert 'Revealed type is "ctxext.checkpoints.load.LoadedModel"' in said
+    assert 'Revealed type is "program.Special"' in said
+    assert "No overload variant" in said or "incompatible type" in said

@@ -93,7 +93,7 @@ except AttributeError as error:
 else:
     raise SystemExit("a name that is not there")
 assert ctxext.methods()["yarn"] is ctxext.methods.YaRN
-assert set(ctxext.__all__) <= set(dir(ctxext))
+assert dir(ctxext) == sorted(ctxext.__all__)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

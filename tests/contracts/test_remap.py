@@ -496,7 +496,7 @@ def test_two_settings_have_two_fingerprints() -> None:
 
 
 def test_describe_shows_the_pieces_in_words() -> None:
-    said = str(ctxext.describe(ctxext.patch(tiny(), "self_extend", factor=2, window=32, thinning=0.5)))
+    said = str(ctxext.describe(ctxext.patch(tiny(), "self_extend", factor=2, window=32, thinning=0.5), verbose=True))
     assert "Texts of up to 64 tokens are read as without the extension." in said
     assert "keys less than 32 tokens back, and all keys of queries before 64, at their own positions" in said
     assert (

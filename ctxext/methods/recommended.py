@@ -1,0 +1,66 @@
+"""The one answer to which method to take: README.md, ``ctxext inspect``, ``ctxext methods`` and choices give it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Methods for one wish.
+
+    Args:
+        wish: what a user wants to do.
+        methods: names, the first one to begin with.
+        why: what speaks for the first.
+    """
+
+    wish: str
+    methods: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        others = f" (or {', '.join(self.methods[1:])})" if self.methods[1:] else ""
+        return f"{self.methods[0]}{others}, to {self.wish}: {self.why}."
+
+
+RECOMMENDED = (
+    Recommendation(
+        "extend without training",
+        ("self_extend",),
+        "short texts are read as before, and far text is used; ctxext serves it, and vLLM with ctxext's plugin",
+    ),
+    Recommendation(
+        "extend without training for llama.cpp, SGLang, mlx-lm and others",
+        ("yarn",),
+        "every runtime loads it and it costs nothing to run; short texts are read 0.03 nats worse until it is trained",
+    ),
+    Recommendation(
+        "extend without training with long texts and little memory",
+        ("retrieval_heads",),
+        "only the heads that copy from far back reach far: less than half the time for a new token",
+    ),
+    Recommendation("fine-tune for some hundred steps", ("yarn",), "its paper took 400 steps"),
+    Recommendation("fine-tune on plenty of long text", ("abf", "llama3"), "Code Llama was trained so"),
+    Recommendation("extend BLOOM, MPT, an ALiBi Falcon", ("alibi",), "distances stay exact, in fused kernels"),
+    Recommendation(
+        "extend GPT-2, BERT, RoBERTa, BART",
+        ("hierarchical", "pi", "tile"),
+        "positions beyond the table are made of its rows",
+    ),
+)
+
+
+def to_take(applicable: Collection[str], *, most: int = 2) -> list[Recommendation]:
+    """Return the first recommendations, of different methods, that begin with one that applies to a model.
+
+    Args:
+        applicable: names of the methods that extend the model.
+        most: how many to return.
+    """
+    first: dict[str, Recommendation] = {}
+    for recommendation in RECOMMENDED:
+        if recommendation.methods[0] in applicable:
+            first.setdefault(recommendation.methods[0], recommendation)
+    return list(first.values())[:most]
