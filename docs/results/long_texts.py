@@ -2,11 +2,14 @@
 
     python docs/results/long_texts.py -o kinds.parquet
     python docs/results/long_texts.py --python transformers/generation --python pip/_internal -o code.parquet
+    python docs/results/long_texts.py --python networkx/classes --python pendulum --excerpt 16384 -o excerpts.parquet
 
 Without ``--python``: documentation, manual pages, standards and law, logs of changes and tables, from packages that
 ``apt-get download`` brings (they are unpacked below a temporary folder and not installed), and plays from the package
 of the demo. With it: source code, the .py files of a folder of site-packages in the order of their paths, tests left
-out, each under a line with its path. A row holds name, kind, package with its version, and text.
+out, each under a line with its path; with ``--excerpt``, the part of it whose second half repeats most from afar (see
+``need_for_length.py``), in SmolLM2's tokens and a few more, to train on. A row
+holds name, kind, package with its version, and text.
 """
 
 from __future__ import annotations
@@ -28,10 +31,15 @@ from typer import BadParameter, Option
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.options import run_script
+from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.texts.documents import TEXT_PACKAGE, installed_texts
+from docs.results.need_for_length import far_repeats
 
 SHORTEST_FILE = 400
 """Characters below which a file, such as an empty __init__.py, is left out."""
+
+SPARE = 116
+"""Tokens more in an excerpt, since decoded tokens may be fewer when they are read again."""
 
 PLAYS = ("king-john", "richard-iii", "coriolanus")
 
@@ -141,13 +149,31 @@ def plays(most: int) -> Iterator[Text]:
         yield Text(name, "plays", f"{TEXT_PACKAGE} {metadata.version(TEXT_PACKAGE)}", text)
 
 
+def repetitive(text: Text, tokens: int) -> Text:
+    """Return the part of a text whose second half repeats most of what stands half the tokens or more before.
+
+    Raises:
+        BadParameter: if the text is too short.
+    """
+    tokenizer = load_checkpoint(None).tokenizer
+    ids, half = tokenizer(text.text)["input_ids"], tokens // 2
+    starts = range(0, len(ids) - tokens + 1, half)
+    if not starts:
+        raise BadParameter(f"{text.name} has {len(ids):,} tokens, not {tokens:,}")
+    best = max(starts, key=lambda start: (far_repeats(ids[start : start + tokens], half, half), start))
+    return text._replace(text=tokenizer.decode(ids[best : best + tokens + SPARE]))
+
+
 def main(
     output: Annotated[Path, Option("--output", "-o", help="the parquet file")],
     python: Annotated[list[str], Option(help="folder below site-packages, such as transformers/generation")] = [],  # noqa: B006
+    excerpt: Annotated[int, Option(min=0, help="tokens of the part that repeats most; 0 for all of a text")] = 0,
     characters: Annotated[int, Option(min=1, help="characters of a text, at most")] = 260_000,
 ) -> None:
     """Write one row (name, kind, package, text) a text, and print their sizes."""
     texts = list(code_texts(python, characters)) if python else [*debian_texts(characters), *plays(characters)]
+    if excerpt:
+        texts = [repetitive(text, excerpt) for text in texts]
     parquet.write_table(pa.Table.from_pylist([text._asdict() for text in texts]), output)
     for text in texts:
         print(f"{text.kind}: {text.name} ({text.package}), {len(text.text):,} characters")
