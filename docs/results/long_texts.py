@@ -8,8 +8,8 @@ Without ``--python``: documentation, manual pages, standards and law, logs of ch
 ``apt-get download`` brings (they are unpacked below a temporary folder and not installed), and plays from the package
 of the demo. With it: source code, the .py files of a folder of site-packages in the order of their paths, tests left
 out, each under a line with its path; with ``--excerpt``, the part of it whose second half repeats most from afar (see
-``need_for_length.py``), in SmolLM2's tokens and a few more, to train on. A row
-holds name, kind, package with its version, and text.
+``need_for_length.py``), in SmolLM2's tokens and a few more, to train on. A row holds name, kind,
+package with its version, and text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -149,13 +149,12 @@ def plays(most: int) -> Iterator[Text]:
         yield Text(name, "plays", f"{TEXT_PACKAGE} {metadata.version(TEXT_PACKAGE)}", text)
 
 
-def repetitive(text: Text, tokens: int) -> Text:
+def repetitive(text: Text, tokens: int, tokenizer: Any) -> Text:
     """Return the part of a text whose second half repeats most of what stands half the tokens or more before.
 
     Raises:
         BadParameter: if the text is too short.
     """
-    tokenizer = load_checkpoint(None).tokenizer
     ids, half = tokenizer(text.text)["input_ids"], tokens // 2
     starts = range(0, len(ids) - tokens + 1, half)
     if not starts:
@@ -173,7 +172,8 @@ def main(
     """Write one row (name, kind, package, text) a text, and print their sizes."""
     texts = list(code_texts(python, characters)) if python else [*debian_texts(characters), *plays(characters)]
     if excerpt:
-        texts = [repetitive(text, excerpt) for text in texts]
+        tokenizer = load_checkpoint(None).tokenizer
+        texts = [repetitive(text, excerpt, tokenizer) for text in texts]
     parquet.write_table(pa.Table.from_pylist([text._asdict() for text in texts]), output)
     for text in texts:
         print(f"{text.kind}: {text.name} ({text.package}), {len(text.text):,} characters")
