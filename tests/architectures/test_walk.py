@@ -167,7 +167,5 @@ def test_a_page_has_counts_by_kind_and_its_tables_say_each_reason_once() -> None
 
 
 def test_the_short_form_counts_alike() -> None:
-    text = pages.coverage(LINES)
-    assert "**4 model types right, 1 refused by a named reason, 0 wrong**, 1 not checked" in text
-    assert "| learned table | 1 | 0 | 0 | 0 |" in text
+    assert "**4 model types right, 1 refused by a named reason, 0 wrong**, 1 not checked" in pages.coverage(LINES)
     assert "4 right, 1 refused by reason, 0 wrong, 1 not checked" in pages.summarise(LINES)

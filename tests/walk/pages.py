@@ -26,33 +26,29 @@ HEADER = """\
 # Every model type
 
 Made by `python -m tests.walk.run --markdown docs/results/architectures.md --coverage
-docs/results/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}. Walked: every type
-that the installed transformers knows as a language model (causal, masked, sequence-to-sequence, speech-to-text) or as
-an encoder of text, at a tiny size with random weights. A type that is a decoder and an encoder-decoder is walked as
-both.
+docs/results/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}: every type that the
+installed transformers knows as a language model (causal, masked, sequence-to-sequence, speech-to-text) or as an encoder
+of text, at a tiny size with random weights. A type that is a decoder and an encoder-decoder is walked as both.
 
 {kinds}
 
-A type is **right** where some method is right on it and none is wrong; its line says which are. It is **refused** where
-`patch` refuses every method and says why; nothing was changed then. It is **not checked** where it does not build
-here, or cannot be run on tokens alone.
+A type is **right** where some method is right on it and none is wrong. It is **refused** where `patch` refuses every
+method and says why. It is **not checked** where it does not build here, or cannot be run on tokens alone.
 
 ## What was checked
 
 Of each method on each type, through the public verbs:
 
 * it is patched in place, and the logits beyond the trained length change;
-* a change of a later token reaches earlier ones exactly if it did before, on both sides of an encoder-decoder;
-* it is saved and reloaded by stock transformers in a process that never imports ctxext, and compared: the difference is
-  exactly 0, or loading is a hard error where there is no stock form;
-* it is restored by `ctxext.load` and compared, and undone bit for bit;
+* a change of a later token reaches earlier ones exactly if it did before;
+* saved and reloaded by stock transformers in a process that never imports ctxext, the difference is exactly 0, or loading
+  is a hard error where there is no stock form;
+* it is restored by `ctxext.load`, and undone bit for bit;
 * texts of the trained length are read as before, bit for bit, where `describe` promises that;
 * which layers rotate: by putting what is not a number into cos and sin, against what ctxext sees.
 
-Of methods that are for another kind of positions one of each group is tried, and must be refused without a trace. An
-encoder-decoder that rotates on both sides is given each method for both. Encoders of sound are replaced by random
-states. Not checked: images, audio, generation (contract tests do that on some types), and whether
-an extension is any good.
+Of methods for another kind of positions one of each group is tried, and must be refused without a trace. Encoders of
+sound are replaced by random states. Not checked: images, audio, generation, and whether an extension is any good.
 
 Groups of methods: {groups}.
 
@@ -270,7 +266,7 @@ def _shown(types: list[str]) -> str:
 def coverage(lines: list[Line]) -> str:
     """docs/results/coverage.md, which docs/models.md shows."""
     said = textwrap.fill(COVERAGE.format(**counts(lines)), 120, break_on_hyphens=False)
-    return f"{said}\n\n{kinds_table(lines)}\n"
+    return f"{said}\n"
 
 
 def table(lines: list[Line]) -> Table:
