@@ -207,7 +207,7 @@ def _command_markdown(name: str, command: Any) -> str:
     shown = [part.partition(": ")[2] for part in paragraphs if part.startswith("[bold]Example")]
     lines = [f"### `{name}`", "", paragraphs[0], ""]
     lines += ["```bash", *shown, "```", ""] if shown else []
-    return "\n".join([*lines, f"[Its options](docs/tables/commands.csv#{name.replace(' ', '-')})"])
+    return "\n".join([*lines, f"[Options](docs/tables/commands.csv#{name.replace(' ', '-')})"])
 
 
 def command_rows() -> list[list[str]]:
