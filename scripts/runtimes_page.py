@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, known_methods
 from ctxext.runtimes import mlx_lm
 from ctxext.runtimes.base import is_close, read_table
 from ctxext.spec import RopeSpec
@@ -105,29 +105,23 @@ def _code(name: str) -> str:
 def by_formula_markdown() -> str:
     """For each method, what other programs make of a Llama that ctxext extended."""
     plain = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=TRAINED)
-    others: list[str] = []
-    tables: list[str] = []
+    tables = [name for name, method in _methods().items() if isinstance(method, TableMethod)]
     lines = [
         f"| method | vLLM | SGLang | mlx-lm | exllamav3 | {' | '.join(READERS)} |",
         f"|---|---|---|---|---|{'---|' * len(READERS)}",
     ]
     for name, method in _methods().items():
         if not isinstance(method, RopeMethod):
-            if isinstance(method, BiasMethod | EncodingMethod):
-                others.append(name)
-            elif isinstance(method, TableMethod):
-                tables.append(name)
             continue
         config = extended_config(plain, method)
         if config.rope_parameters["rope_type"].startswith("ctxext"):
-            others.append(name)
             continue
         told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm", "exllamav3")]
         read = [rule(dict(config.rope_parameters)) for rule in READERS.values()]
         lines.append(f"| {_code(name)} | {' | '.join([*told, *read])} |")
-    rest = "On a rotary model all others are saved under a rope type that each of these refuses by itself: "
-    more = "Longer tables of positions are in the weights, which any of these reads that knows the model: "
-    return "\n".join([*lines, "", f"{rest}{_list(others)}. {more}{_list(tables)}."])
+    rest = "On a rotary model all others are saved under a rope type that each of these programs refuses by itself."
+    more = "Longer tables of positions are in the weights, which any of them reads that knows the model"
+    return "\n".join([*lines, "", f"{rest} {more}: {_list(tables)}."])
 
 
 def _list(names: list[str]) -> str:

@@ -41,8 +41,8 @@ Of each method on each type, through the public verbs:
 
 * it is patched in place, and the logits beyond the trained length change;
 * a change of a later token reaches earlier ones exactly if it did before;
-* saved and reloaded by stock transformers in a process that never imports ctxext, the difference is exactly 0, or loading
-  is a hard error where there is no stock form;
+* saved and reloaded by stock transformers in a process that never imports ctxext, the difference is exactly 0, or
+  loading is a hard error where there is no stock form;
 * it is restored by `ctxext.load`, and undone bit for bit;
 * texts of the trained length are read as before, bit for bit, where `describe` promises that;
 * which layers rotate: by putting what is not a number into cos and sin, against what ctxext sees.
