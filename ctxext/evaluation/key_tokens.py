@@ -15,7 +15,7 @@ Source: Fang et al., arXiv:2410.23771, section 4.1 and appendix A.1; PKU-ML/Long
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +271,7 @@ def ending(document: TokenisedDocument, length: int) -> TokenisedDocument:
         raise InvalidParameterError(
             f"The text {document.name!r} has {document.tokens:,} tokens; this length needs {length + 1:,}."
         )
-    kept = length + 1 - document.prefix
-    tokens = [document.input_ids[:, : document.prefix], document.input_ids[:, -kept:]]
-    return replace(document, input_ids=torch.cat(tokens, dim=1))
+    return document.take(length + 1, skip=document.tokens - length - 1)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

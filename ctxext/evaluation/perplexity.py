@@ -96,13 +96,19 @@ class PerplexityPlan:
     def windows(self, text: TokenisedDocument, length: int) -> tuple[Window, ...]:
         """Return the passes over a text at one length."""
         if self.mode == "position":
-            return (Window(0, length + 1, length),)
+            return (_beginning(text, length),)
         if self.mode == "longlora":
             return (Window(0, length, length - 1),)
         stride = self.stride or STRIDE
         if self.mode == "sliding":
             return truncation_windows(text.tokens - 1, window=length, stride=stride, prefix=text.prefix)
         return yarn_windows(text.tokens, length=length, stride=stride, prefix=text.prefix, truncate=self.truncate)
+
+
+def _beginning(text: TokenisedDocument, length: int) -> Window:
+    """Return the pass over the first positions of a text; a conversation may have fewer."""
+    positions = min(length, text.tokens - 1)
+    return Window(0, positions + 1, positions)
 
 
 def make_plan(
@@ -284,7 +290,9 @@ class Perplexity(Survey[LossJob]):
             return None
         plain = self.known_inside
         plain = _joined(losses, self.plain_inside, 0, self.inside) if plain is None else plain
-        return document_difference(_joined(losses, self.measured_inside, 0, self.inside), plain)
+        measured = _joined(losses, self.measured_inside, 0, self.inside)
+        measured, plain = (_counted(self.measured_inside, side) for side in (measured, plain))
+        return document_difference(measured, plain) if sum(map(len, measured)) > 1 else None
 
     def _scores(
         self, losses: Mapping[str, Tensor], kind: str, start: int, stop: int
@@ -297,12 +305,19 @@ class Perplexity(Survey[LossJob]):
         plan, measured = self.plan, self.readings[-1].at[stop]
         ends = [len(text) for text in _joined(losses, measured, 0, stop if plan.mode == "position" else None)]
         texts = {
-            reading.name: [
-                text[start:end] for text, end in zip(_joined(losses, reading.at[stop], reading.skip), ends, strict=True)
-            ]
+            reading.name: _counted(
+                measured,
+                [
+                    text[start:end]
+                    for text, end in zip(_joined(losses, reading.at[stop], reading.skip), ends, strict=True)
+                ],
+                start,
+            )
             for reading in self.readings
             if stop in reading.at
         }
+        if not any(map(len, texts[self.readings[-1].name])):  # conversations whose answers lie elsewhere
+            return
         best, compared = None, {name: self._compared(of_reading) for name, of_reading in texts.items()}
         if self.windows and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length)):
             best = best_window({window: compared[window_name(window)] for window in self.windows})
@@ -350,6 +365,14 @@ def _joined(
 ) -> list[Tensor]:
     """Return the losses of each text, those of its jobs one after the other, from ``start`` to ``stop``."""
     return [torch.cat([losses[job.key] for job in jobs])[start:stop] for jobs in texts]
+
+
+def _counted(texts: Sequence[Sequence[LossJob]], losses: Sequence[Tensor], start: int = 0) -> list[Tensor]:
+    """Return the losses of each text, which begin at position ``start``; of a conversation those of its answers."""
+    return [
+        part if (answers := jobs[0].text.answers) is None else part[answers[0, start + 1 :][: len(part)]]
+        for jobs, part in zip(texts, losses, strict=True)
+    ]
 
 
 def prepare(
@@ -471,6 +494,8 @@ class _Layout:
         """Cut the texts for a checkpoint."""
         lifted = plan.arguments.get("sliding_window")
         readings = Readings(checkpoint, trained_length=plan.trained_length, sliding_window=lifted, windows=())
+        if plan.mode not in ("position", "sliding"):  # published protocols count all tokens
+            corpus = replace(corpus, documents=tuple(replace(document, answers=None) for document in corpus.documents))
         texts: dict[int, Sequence[TokenisedDocument]] = dict.fromkeys(plan.lengths, corpus.documents)
         if plan.mode == "longlora":
             stream = torch.cat([document.input_ids[:, document.prefix :] for document in corpus.documents], dim=1)
@@ -484,8 +509,8 @@ class _Layout:
 
     @property
     def window(self) -> int:
-        """Positions inside the trained window that every text has, up to the greatest length."""
-        texts = [document.tokens - 1 for document in self.corpus.documents]
+        """Positions inside the trained window that every text has, conversations aside, up to the greatest length."""
+        texts = [document.tokens - 1 for document in self.corpus.documents if document.answers is None]
         return min(self.plan.trained_length, self.plan.length, *texts)
 
     @property
@@ -528,7 +553,7 @@ class _Layout:
                 length: [self._truncated(unpatched, reader, window, text) for text in self.texts[length]]
                 for length in lengths
             }
-            jobs = {job.key: job for texts in at.values() for head, tail in texts for job in (head, tail)}
+            jobs = {job.key: job for texts in at.values() for text in texts for job in text}
             counted = [job for job in jobs.values() if window == trained or job.reader is reader]
             truncations[window] = LossesAt(reader.reading.name, at, counted, self.skip)
         return truncations
@@ -538,19 +563,23 @@ class _Layout:
         if known is not None and self.plan.mode == "position":
             nearest = next(length for length in self.plan.lengths if length >= self.window)
             return known.at[nearest]
-        window = Window(0, self.window + 1, self.window)
-        return [(self._job(reader, document, [window]),) for document in self.corpus.documents]
+        return [
+            (self._job(reader, document, [_beginning(document, self.window)]),) for document in self.corpus.documents
+        ]
 
     def _truncated(
         self, unpatched: Reader, reader: Reader, window: int, text: TokenisedDocument
-    ) -> tuple[LossJob, LossJob]:
-        """Lay out the start of a text up to the trained length, and the rest as the last tokens show it."""
+    ) -> tuple[LossJob, ...]:
+        """Lay out the start of a text up to the trained length, and the rest as the last tokens show it, if any."""
         plan, trained = self.plan, self.plan.trained_length
         positions = text.tokens - 1
         if plan.mode == "position" or plan.truncate:
             positions = min(positions, plan.length)
+        head = self._job(unpatched, text, [_beginning(text, trained)])
+        if positions <= trained:
+            return (head,)
         tail = tail_windows(window, start=trained, positions=positions, prefix=text.prefix)
-        return self._job(unpatched, text, [Window(0, trained + 1, trained)]), self._job(reader, text, tail)
+        return head, self._job(reader, text, tail)
 
     def _job(self, reader: Reader, text: TokenisedDocument, windows: Sequence[Window]) -> LossJob:
         name = f"{reader.reading.name}, {text.name}"
@@ -566,6 +595,15 @@ def _notes(
     remembered: bool,
 ) -> tuple[str, ...]:
     notes = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
+    conversations = [document for document in corpus.documents if document.answers is not None]
+    if conversations and plan.mode in ("position", "sliding"):
+        scored, tokens = sum(text.answered for text in conversations), sum(text.tokens for text in conversations)
+        notes.append(
+            f"Of {len(conversations):,} conversations, written by the chat template, the answers alone are scored: "
+            f"{scored:,} of {tokens:,} tokens."
+        )
+    elif conversations:
+        notes.append("Conversations are written by the chat template, and all of their tokens are scored.")
     if plan.dynamic and plan.mode == "position":
         notes.append("Positions follow the length here: every length has a pass of its own, at that length.")
     if plan.mode == "yarn":

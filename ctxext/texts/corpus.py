@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.files import digest
+from ctxext.texts.conversations import chat_tokens
 from ctxext.texts.documents import Document
 
 BOS_CHOICES = ("auto", "none", "bos", "eos")
@@ -31,16 +32,23 @@ class TokenisedDocument:
         name: name of the document.
         input_ids: [1, tokens], the prefix in front.
         prefix: how many leading tokens are not of the text (a BOS token).
+        answers: of a conversation, which tokens an assistant is to write; None for a text.
     """
 
     name: str
     input_ids: Int[Tensor, "1 tokens"]
     prefix: int
+    answers: Bool[Tensor, "1 tokens"] | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens, the prefix among them."""
         return int(self.input_ids.shape[1])
+
+    @property
+    def answered(self) -> int:
+        """Tokens of answers that are predicted, which the first token of all is not; 0 for a text."""
+        return 0 if self.answers is None else int(self.answers[:, 1:].sum())
 
     @cached_property
     def sha256(self) -> str:
@@ -64,8 +72,9 @@ class TokenisedDocument:
                 f"The text {self.name!r} has {present:,} tokens; this length needs {needed:,}"
                 f"{f' (the first {skip:,} are skipped)' if skip else ''}. Use a longer text or a smaller --length."
             )
-        taken = [self.input_ids[:, : self.prefix], self.input_ids[:, self.prefix + skip : self.prefix + needed]]
-        return replace(self, input_ids=torch.cat(taken, dim=1))
+        places = torch.cat([torch.arange(self.prefix), torch.arange(self.prefix + skip, self.prefix + needed)])
+        answers = None if self.answers is None else self.answers[:, places]
+        return replace(self, input_ids=self.input_ids[:, places], answers=answers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +114,7 @@ def corpus_of(
     *,
     tokens: int,
     whole: bool = False,
+    shorter: bool = False,
     skip: int = 0,
     limit: int | None = None,
     bos: str = "auto",
@@ -117,6 +127,7 @@ def corpus_of(
         tokens: tokens that each document must have after the first ``skip``, prefix included; at least 2.
             What is more is cut off.
         whole: keep what is more than ``tokens`` (a sliding window reads on).
+        shorter: keep conversations with fewer tokens too; those without an answer in what is kept are left out.
         skip: tokens left out at the start of each text (title pages, lists of persons).
         limit: take the first that many of the documents that are long enough; None takes all.
         bos: see ``prefix_for``.
@@ -129,40 +140,61 @@ def corpus_of(
             f"A corpus needs documents of at least 2 tokens, skip >= 0 and a limit of at least 1 document; found "
             f"tokens={tokens}, skip={skip}, limit={limit}."
         )
-    prefix = prefix_for(tokenizer, bos)
+    prefix = None if bos == "auto" else prefix_for(tokenizer, bos)
     kept: list[TokenisedDocument] = []
-    read, longest = 0, 0
+    read, longest, silent = 0, 0, 0
     for document in documents:
         read += 1
         tokenised = tokenise(document, tokenizer, prefix=prefix)
-        longest = max(longest, tokenised.tokens - skip)
-        if tokenised.tokens - skip >= tokens:
-            kept.append(tokenised.take(tokenised.tokens - skip if whole else tokens, skip=skip))
-            if len(kept) == limit:
-                break
+        present = tokenised.tokens - skip
+        longest = max(longest, present)
+        may_be_short = shorter and tokenised.answers is not None
+        if present < (tokenised.prefix + 2 if may_be_short else tokens):
+            continue
+        taken = tokenised.take(present if whole else min(tokens, present), skip=skip)
+        if may_be_short and not taken.answered:
+            silent += 1
+            continue
+        kept.append(taken)
+        if len(kept) == limit:
+            break
     if not read:
         raise InvalidParameterError("The corpus is empty: no document with any text in it was found.")
     if not kept or (limit is not None and len(kept) < limit):
         raise InvalidParameterError(
             f"{len(kept)} of {read} documents have the {tokens:,} tokens asked for"
             f"{f' after the first {skip:,}, which are skipped' if skip else ''}"
-            f"{f', and {limit} are wanted' if kept else f'; the longest has {longest:,}'}. "
+            f"{f', and {limit} are wanted' if kept else f'; the longest has {longest:,}'}"
+            f"{f'; {silent} conversations have no answer there' if silent else ''}. "
             f"Ask for {'fewer documents or ' if kept else ''}a smaller length, or give longer texts."
         )
-    return Corpus(tuple(kept), prefix_label(tokenizer, prefix), read)
+    labels = (prefix_label(tokenizer, document.input_ids[0, : document.prefix].tolist()) for document in kept)
+    return Corpus(tuple(kept), " or ".join(dict.fromkeys(labels)), read)
 
 
 def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None = None) -> TokenisedDocument:
-    """Tokenise a whole document.
+    """Tokenise a whole document, a conversation by the tokenizer's chat template.
 
     Args:
-        document: a text.
+        document: a text or a conversation.
         tokenizer: a transformers tokenizer.
-        prefix: token ids to put in front; None for those that the tokenizer itself puts there.
+        prefix: token ids to put in front; None for those that the tokenizer itself puts there, or of a conversation its
+            template.
+
+    Raises:
+        InvalidParameterError: a conversation that the tokenizer cannot write, see ``chat_tokens``.
     """
     front = special_prefix(tokenizer) if prefix is None else list(prefix)
-    ids = tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
-    return TokenisedDocument(document.name, torch.tensor([[*front, *ids]], dtype=torch.long), len(front))
+    if not document.messages:
+        ids = tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
+        return TokenisedDocument(document.name, torch.tensor([[*front, *ids]], dtype=torch.long), len(front))
+    ids, answers = chat_tokens(document, tokenizer)
+    own = special_prefix(tokenizer)
+    own = own if ids[: len(own)] == own else []  # a template may begin with it, or leave it out
+    front = own if prefix is None else front
+    row = torch.tensor([[*front, *ids[len(own) :]]], dtype=torch.long)
+    is_answer = torch.tensor([[*(False for _ in front), *answers[len(own) :]]])
+    return TokenisedDocument(document.name, row, len(front), is_answer)
 
 
 def prefix_for(tokenizer: Any, bos: str) -> list[int]:

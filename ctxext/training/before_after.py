@@ -139,6 +139,7 @@ class BeforeAndAfter:
             read_documents(evaluation.text, split=evaluation.split, column=evaluation.column),
             self.checkpoint.tokenizer,
             tokens=plan.length + 1,
+            shorter=True,
             skip=evaluation.skip,
             limit=evaluation.documents,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
@@ -20,17 +20,26 @@ from ctxext.texts.folders import say_left_out
 
 
 class TokenisedDocuments:
-    """Tokens of each document, without a prefix.
+    """Tokens of each document: of a text without a prefix, of a conversation with all that its template puts there.
 
     Args:
         rows: a ``datasets.Dataset`` (or anything with ``rows[i]["input_ids"]``) in Arrow format.
         names: names of the documents, for messages.
         lengths: tokens of each document.
         prefix: token ids in front of every text that the model reads (a BOS token, or nothing).
+        answered: of each conversation the tokens that an assistant is to write, None for a text; by default all texts.
     """
 
-    def __init__(self, rows: Any, names: Sequence[str], lengths: Sequence[int], prefix: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rows: Any,
+        names: Sequence[str],
+        lengths: Sequence[int],
+        prefix: Sequence[int],
+        answered: Sequence[int | None] = (),
+    ) -> None:
         self.rows, self.names, self.lengths, self.prefix = rows, list(names), list(lengths), list(prefix)
+        self.answered = list(answered) or [None] * len(self.lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -41,6 +50,11 @@ class TokenisedDocuments:
         column = self.rows.data.column("input_ids")
         stretch = column[document].values.slice(start, stop - start)
         return torch.from_numpy(stretch.to_numpy().copy()).long()
+
+    def answers(self, conversation: int) -> Bool[Tensor, " tokens"]:
+        """Read which tokens of a conversation an assistant is to write."""
+        marks = self.rows.data.column("answers")[conversation].values
+        return torch.from_numpy(marks.to_numpy(zero_copy_only=False).copy())
 
     @classmethod
     def read(
@@ -79,7 +93,14 @@ class TokenisedDocuments:
             try:
                 rows = Dataset.from_generator(
                     _rows,
-                    features=Features({"name": Value("string"), "input_ids": Listed(Value("int32"))}),
+                    features=Features(
+                        {
+                            "name": Value("string"),
+                            "input_ids": Listed(Value("int32")),
+                            "answers": Listed(Value("bool")),
+                            "answered": Value("int32"),
+                        }
+                    ),
                     gen_kwargs={"tokenizer": tokenizer, "asked": asked},
                     fingerprint=_fingerprint(asked, tokenizer),
                 )
@@ -93,15 +114,21 @@ class TokenisedDocuments:
                     ) from error
                 raise
         lengths = pyarrow.compute.list_value_length(rows.data.column("input_ids")).to_pylist()
-        return cls(rows, rows["name"], lengths, special_prefix(tokenizer))
+        return cls(rows, rows["name"], lengths, special_prefix(tokenizer), rows["answered"])
 
 
 def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield one row per document."""
     total = 0
     for document in read_documents(asked["sources"], split=asked["split"], column=asked["column"]):
-        ids = tokenise(document, tokenizer, prefix=[]).input_ids[0]
-        yield {"name": document.name, "input_ids": ids.numpy()}
+        tokenised = tokenise(document, tokenizer, prefix=None if document.messages else [])
+        ids, marks = tokenised.input_ids[0], tokenised.answers
+        yield {
+            "name": document.name,
+            "input_ids": ids.numpy(),
+            "answers": None if marks is None else marks[0].numpy(),
+            "answered": None if marks is None else tokenised.answered,
+        }
         total += len(ids)
         if asked["tokens"] is not None and total >= asked["tokens"]:
             return
@@ -110,13 +137,13 @@ def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
-    """Compute a hash of the files, the options of reading, and the tokenizer."""
+    """Compute a hash of the files, the options of reading, the tokenizer, and the columns that are kept."""
     files = []
     for source in asked["sources"]:
         for file in _files(Path(source), asked["column"]):
             files.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    content = json.dumps([asked, files, vocabulary, type(tokenizer).__name__])
+    content = json.dumps([asked, files, vocabulary, type(tokenizer).__name__, tokenizer.chat_template, "answers"])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

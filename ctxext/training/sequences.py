@@ -6,6 +6,7 @@ processes, sees the same sequences in the same order, and nothing about the data
 
 from __future__ import annotations
 
+import bisect
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,11 @@ class TrainingSequences(CutSequences):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if any(answered is not None for answered in self.documents.answered):
+            raise InvalidParameterError(
+                f"Conversations stand whole in a sequence, several beside each other, found data.positions "
+                f"{self.positions!r}. Set it to packed, and leave out data.masked."
+            )
         self.read = self.length - len(self.documents.prefix)
         self.per_epoch = sum(tokens // self.read for tokens in self.lengths)
         if self.per_epoch == 0:
@@ -242,6 +248,9 @@ class PackedSequences(CutSequences):
     the next. Each stretch has the prefix in front, its positions begin at 0, and its first token is not predicted from
     the stretch before.
 
+    Conversations are never cut: each stands in the fullest sequence that has room for it, and only what the assistant
+    is to write is predicted. Those longer than a sequence or without an answer are left out.
+
     The items hold no ``attention_mask``: then transformers, and ctxext's own attention, take a position that begins
     anew for the border between two texts. One row per forward pass: flash-attn's kernels take borders from one row
     only. ``require_separate`` checks on the model itself that this is so.
@@ -249,12 +258,20 @@ class PackedSequences(CutSequences):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        answered = self.documents.answered
+        self.whole = tuple(answers is not None for answers in answered)
+        long = {place for place, tokens in enumerate(self.lengths) if self.whole[place] and tokens > self.length}
+        silent = {place for place, answers in enumerate(answered) if answers == 0} - long
+        self.lengths = tuple(0 if place in long | silent else tokens for place, tokens in enumerate(self.lengths))
+        kinds = [(long, "longer than a sequence"), (silent, "without an answer")]
+        reasons = ", ".join(f"{len(places):,} {why}" for places, why in kinds if places)
+        self.left_out = f" (conversations left out: {reasons})" if reasons else ""
         if not self._epoch(0):
             raise InvalidParameterError(
                 f"All {len(self.documents)} documents together do not fill one sequence of {self.length:,} tokens: "
                 f"{sum(self.lengths):,} tokens found"
-                f"{f' in documents of at least {self.shortest:,}' if self.shortest else ''}. Give more text or lower "
-                f"data.length."
+                f"{f' in documents of at least {self.shortest:,}' if self.shortest else ''}{self.left_out}. Give more "
+                f"text or {'raise' if long else 'lower'} data.length."
             )
         # First sequence of each epoch looked at so far; how many an epoch has depends on what was drawn for it.
         self._starts = [0]
@@ -264,9 +281,13 @@ class PackedSequences(CutSequences):
         front = torch.tensor(self.documents.prefix, dtype=torch.long)
         ids, labels, positions = [], [], []
         for document, start, stop in self.plan(index):
-            stretch = torch.cat([front, self.documents.tokens(document, start, stop)])
+            tokens = self.documents.tokens(document, start, stop)
+            stretch = tokens if self.whole[document] else torch.cat([front, tokens])
+            targets = torch.cat([torch.tensor([IGNORED]), stretch[1:]])
+            if self.whole[document]:
+                targets[~self.documents.answers(document)] = IGNORED
             ids.append(stretch)
-            labels.append(torch.cat([torch.tensor([IGNORED]), stretch[1:]]))
+            labels.append(targets)
             positions.append(torch.arange(len(stretch)))
         rest = self.length - sum(map(len, ids))  # too little for a stretch: a text of its own that counts for nothing
         ids.append(torch.full((rest,), self.documents.prefix[0] if self.documents.prefix else 0))
@@ -293,25 +314,35 @@ class PackedSequences(CutSequences):
     def __str__(self) -> str:
         """For a report: how much there is to read, and how often it will be read."""
         first = self._epoch(0)
-        whole = sum(len(stretches) == 1 for stretches in first)
+        alone = sum(len(stretches) == 1 for stretches in first)
+        used = [place for place, tokens in enumerate(self.lengths) if tokens and self.whole[place]]
+        answers = sum(self.documents.answered[place] or 0 for place in used)
+        learned = f"; {len(used):,} are conversations, of which {answers:,} tokens of answers alone have a loss"
         return (
             f"{self.count:,} sequences of {self.length:,} tokens, documents packed, each at positions of its own, "
             f"{self.count / len(first):.2f} times through {sum(self.lengths):,} tokens in "
-            f"{np.count_nonzero(self.lengths):,} documents ({whole:,} of {len(first):,} sequences are one document's)"
+            f"{np.count_nonzero(self.lengths):,} documents ({alone:,} of {len(first):,} sequences are one document's)"
+            f"{learned if used else ''}{self.left_out}"
         )
 
     def _epoch(self, epoch: int) -> list[list[Stretch]]:
-        return _packed(self.lengths, self.length, len(self.documents.prefix), self.seed, epoch)
+        return _packed(self.lengths, self.whole, self.length, len(self.documents.prefix), self.seed, epoch)
 
 
 @lru_cache(maxsize=2)
-def _packed(lengths: tuple[int, ...], length: int, prefix: int, seed: int, epoch: int) -> list[list[Stretch]]:
+def _packed(
+    lengths: tuple[int, ...], uncut: tuple[bool, ...], length: int, prefix: int, seed: int, epoch: int
+) -> list[list[Stretch]]:
     """Return the sequences of one epoch, in reading order."""
     random = np.random.default_rng([seed, 2, epoch])
     read = length - prefix
     whole: list[list[Stretch]] = []
     left: list[Stretch] = []
+    conversations: list[Stretch] = []
     for document, tokens in enumerate(lengths):
+        if uncut[document]:
+            conversations += [(document, 0, tokens)] if tokens else []
+            continue
         pieces = tokens // read
         offset = int(random.integers(0, tokens - pieces * read, endpoint=True)) if pieces else 0
         stop = offset + pieces * read
@@ -320,6 +351,8 @@ def _packed(lengths: tuple[int, ...], length: int, prefix: int, seed: int, epoch
         left.append((document, stop, tokens))
     left = [left[place] for place in random.permutation(len(left))]
     sequences = whole + _filled(left, length, prefix)
+    if conversations:
+        sequences += _fitted([conversations[place] for place in random.permutation(len(conversations))], length)
     return [sequences[place] for place in random.permutation(len(sequences))]
 
 
@@ -336,6 +369,21 @@ def _filled(stretches: Sequence[Stretch], length: int, prefix: int) -> list[list
             if room < prefix + LEAST:
                 sequences.append(current)
                 current, room = [], length
+    return sequences
+
+
+def _fitted(stretches: Sequence[Stretch], length: int) -> list[list[Stretch]]:
+    """Put each stretch, uncut, into the sequence with the least room that is enough (best fit)."""
+    sequences: list[list[Stretch]] = []
+    rooms: list[tuple[int, int]] = []  # tokens left, and the number of the sequence, in ascending order
+    for document, start, stop in stretches:
+        place = bisect.bisect_left(rooms, (stop - start, 0))
+        if place == len(rooms):
+            rooms.append((length, len(sequences)))
+            sequences.append([])
+        room, number = rooms.pop(place)
+        sequences[number].append((document, start, stop))
+        bisect.insort(rooms, (room - (stop - start), number))
     return sequences
 
 

@@ -104,9 +104,10 @@ class Data(Section):
     """Training documents, and the sequences cut from them.
 
     Args:
-        train: text, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a list.
+        train: text, PDF, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a
+            list. Rows with ``messages`` are conversations, of which answers alone are learned, with ``packed``.
         split: the split of a data set to read.
-        column: the column that holds the text.
+        column: the column that holds the text or the messages.
         tokens: read the documents up to this many tokens; None reads all. Data sets are streamed, so that of a large
             one no more is fetched.
         length: tokens of a training sequence, with what the tokenizer puts in front of a text.

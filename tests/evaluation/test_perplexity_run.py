@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +45,12 @@ from ctxext.evaluation.perplexity import (
 from ctxext.evaluation.report.perplexity import perplexity_page
 from ctxext.progress import terminal
 from ctxext.texts.corpus import Corpus, corpus_of
-from ctxext.texts.documents import Document
+from ctxext.texts.documents import Document, read_documents
 from tests._models import byte_model, trained_for
 from tests._programs import launched
 from tests._records import differences, results
 from tests._tokenizer import make_tokenizer
+from tests.texts.test_conversations import PLAIN, chat_tokenizer
 
 TRAINED = 64
 WINDOWS = (16, 32, 48, 64)
@@ -357,6 +359,62 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": TRAINED,
 }
+
+
+ANSWERS = ((30, 20), (110, 40), (5, 60), (70, 12), (20, 25))  # letters of a question, and of its answer
+
+
+def chats(folder: Path) -> Path:
+    letters = random.Random(1)
+    sizes = [[letters.choices("abcdefghijklmnop", k=size) for size in pair] for pair in ANSWERS]
+    rows = [
+        [{"role": role, "content": "".join(said)} for role, said in zip(("user", "assistant"), pair, strict=True)]
+        for pair in sizes
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
+    return folder / "chats.jsonl"
+
+
+@pytest.mark.slow
+def test_of_conversations_the_answers_alone_are_scored(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    trained_for(model, TRAINED)
+    tokenizer = chat_tokenizer(PLAIN)
+    checkpoint = Checkpoint("tiny", model, tokenizer)
+    plan = make_plan(model, method="pi", lengths=[128], arguments={"factor": 2.0})
+    corpus = corpus_of(read_documents([chats(tmp_path)]), tokenizer, tokens=129, shorter=True)
+    assert [text.tokens for text in corpus.documents] == [59, 129, 74, 91, 54]
+    found = run(checkpoint, corpus, plan)
+    assert any("Of 5 conversations, written by the chat template" in note for note in found.notes)
+    plain = [loss_by_position(model, one.input_ids)[0] for one in corpus.documents]
+    cut = cut_to(model, [one.input_ids for one in corpus.documents])
+    ctxext.patch(model, "pi", factor=2.0)
+    patched = [loss_by_position(model, one.input_ids)[0] for one in corpus.documents]
+    extension, control = found.extension, found.find("unpatched")
+    assert extension is not None
+    assert control is not None
+    scored = 0
+    for score, other in zip(extension.at(POSITIONS), control.at(POSITIONS), strict=True):
+        places = [
+            [at for at in range(question + 8, question + 9 + answer) if score.start <= at - 1 < score.stop and at < 129]
+            for question, answer in ANSWERS
+        ]
+
+        def loss(of: Sequence[torch.Tensor], places: list[list[int]] = places) -> float:
+            return mean([losses[[at - 1 for at in chosen]] for losses, chosen in zip(of, places, strict=True)])
+
+        assert score.tokens == sum(map(len, places)) > 0
+        assert score.loss == pytest.approx(loss(patched), abs=1e-6)
+        assert other.loss == pytest.approx(loss(plain), abs=1e-6)
+        if score.start >= TRAINED:
+            best = {window: loss([part[0] for part in parts]) for window, parts in cut.items()}
+            truncated = found.find("truncated")
+            assert truncated is not None
+            (at_best,) = (one for one in truncated.at(POSITIONS) if one.start == score.start)
+            assert at_best.window in best
+            assert at_best.loss == pytest.approx(best[at_best.window], abs=1e-6)
+        scored += score.tokens
+    assert scored == sum(text.answered for text in corpus.documents)
+    perplexity_page(found).figures[0].save(tmp_path / "loss.png")
 
 
 def test_bad_plans(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateErro
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.trainer import LongTrainer, NotANumberError
 from tests._models import logits, tokens
+from tests.texts.test_conversations import PLAIN, chat_tokenizer, write
 from tests.training._recipe import interrupted, losses, recipe
 
 STEPS = 4
@@ -80,6 +82,30 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     rounding = (ours - theirs).abs().mean()
     assert rounding < 0.1 * (ours - before).abs().mean(), "the merged model is not the trained one"
     assert AutoTokenizer.from_pretrained(run / "merged")("ab").input_ids[0] == 256
+
+
+@pytest.mark.slow
+def test_it_learns_the_answers_of_conversations(
+    settings: Any, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = shutil.copytree(checkpoint, tmp_path / "chat")
+    chat_tokenizer(PLAIN).save_pretrained(place)
+    question = {"role": "user", "content": "a" * 9}
+    rows = [[question, {"role": "assistant", "content": "z" * size}] for size in range(5, 60)]
+    chats = write(tmp_path / "chats.jsonl", *({"messages": row} for row in rows))
+    given = ["--checkpoint", str(place), "--data.train", str(chats), "--data.length", "48"]
+    given += ["--evaluation.text", str(chats), "--evaluation.documents", "4"]
+    recipe.finetune(settings(*given, "--positions", "packed"))
+    said = capsys.readouterr().err
+    assert "26 are conversations, of which 481 tokens of answers alone have a loss" in said
+    assert "(conversations left out: 29 longer than a sequence)" in said
+    report = json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))
+    before, after = (report["evaluation"][when]["perplexity"] for when in ("before", "after"))
+    assert any("the answers alone are scored" in note for note in before["notes"])
+    first, last = (one["readings"][-1]["scores"][-1]["loss"] for one in (before, after))
+    assert last < first
+    with pytest.raises(InvalidParameterError, match=r"Conversations stand whole.*Set it to packed"):
+        recipe.finetune(settings(*given, "--positions", "pose", "--output", str(tmp_path / "other")))
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,9 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training import chunk_loss
 from ctxext.training.documents import TokenisedDocuments
-from ctxext.training.sequences import IGNORED, PackedSequences, require_separate
+from ctxext.training.sequences import IGNORED, PackedSequences, TrainingSequences, require_separate
 from tests._models import tiny
+from tests.texts.test_conversations import PLAIN, chat_tokenizer
 
 LENGTH = 61  # of which 60 are text; documents of 400, 90, 200 and 20 tokens leave 40, 30, 20 and 20 over
 
@@ -104,3 +108,78 @@ def test_too_little_text(documents: TokenisedDocuments) -> None:
         packed(documents, length=500, target_length=2000, shortest=300)
     with pytest.raises(InvalidParameterError, match=r"do not fit into the extended window of 128"):
         packed(documents, length=129)
+
+
+ANSWERS = (5, 30, 12, 9, 2, 20, 14, 8, 90, 0)  # letters in the answer to each question; the last has none
+
+
+def conversations(folder: Path, seed: int = 0, *, first: str | None = None) -> TokenisedDocuments:
+    """Ten conversations: one longer than a sequence, one without an answer."""
+    letters = random.Random(seed)
+    rows = []
+    for size in ANSWERS:
+        messages = [{"role": "user", "content": "".join(letters.choices("abcdef", k=7))}]
+        if size:
+            messages.append({"role": "assistant", "content": "".join(letters.choices("uvwxyz", k=size))})
+        rows.append(json.dumps({"messages": messages}))
+    if first is not None:
+        rows[0] = json.dumps({"messages": [{"role": "user", "content": first}, json.loads(rows[0])["messages"][1]]})
+    (folder / "chats.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return TokenisedDocuments.read([str(folder / "chats.jsonl")], chat_tokenizer(PLAIN))
+
+
+def test_conversations_are_packed_whole_and_answers_alone_are_learned(tmp_path: Path) -> None:
+    found = packed(conversations(tmp_path), count=10)
+    per_epoch = len(found._epoch(0))
+    assert per_epoch in (4, 5), "8 conversations of 18 to 46 tokens"
+    seen = []
+    for index in range(per_epoch):
+        item = found[index]
+        assert {len(item[name]) for name in ("input_ids", "labels", "position_ids")} == {LENGTH}
+        assert all(start == 0 and stop == found.documents.lengths[at] for at, start, stop in found.plan(index))
+        seen += [at for at, *_ in found.plan(index)]
+        learned = item["labels"][item["labels"] != IGNORED]
+        answers = [found.documents.tokens(*place)[found.documents.answers(place[0])] for place in found.plan(index)]
+        assert learned.tolist() == torch.cat(answers).tolist()
+        assert set(chat_tokenizer(PLAIN).decode(learned)) <= set("uvwxyz;")
+    assert sorted(seen) == list(range(8))
+    assert f"8 are conversations, of which {sum(ANSWERS[:8]) + 8} tokens of answers alone have a loss" in str(found)
+    assert "(conversations left out: 1 longer than a sequence, 1 without an answer)" in str(found)
+    assert found.plan(0) == packed(conversations(tmp_path), count=10).plan(0)
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "yarn"), ("llama", "alibi"), ("llama", "self_extend")])
+def test_no_conversation_sees_another(tmp_path: Path, model_type: str, method: str) -> None:
+    model = ctxext.patch(tiny(model_type, vocab_size=257), method, factor=2)
+    require_separate(model)
+    ours, theirs = (packed(conversations(tmp_path, first=first), count=10) for first in ("aaaaaaa", "fffffff"))
+    index = next(index for index in range(10) if 0 in (at for at, *_ in ours.plan(index)) and len(ours.plan(index)) > 1)
+    place = next(place for place, (at, *_) in enumerate(ours.plan(index)) if at == 0)
+    own = slice(*(sum(stop for *_, stop in ours.plan(index)[:end]) for end in (place, place + 1)))
+    with torch.no_grad():
+        logits, changed = (
+            model(input_ids=one["input_ids"][None], position_ids=one["position_ids"][None], use_cache=False).logits[0]
+            for one in (ours[index], theirs[index])
+        )
+    others = torch.ones(LENGTH, dtype=torch.bool)
+    others[own] = False
+    assert (ours[index]["input_ids"] != theirs[index]["input_ids"]).sum() == 7
+    assert torch.equal(logits[others], changed[others])
+    assert not torch.equal(logits[own], changed[own])
+
+
+def test_conversations_beside_texts(tmp_path: Path, documents: TokenisedDocuments, corpus: Path) -> None:
+    conversations(tmp_path)
+    both = TokenisedDocuments.read([str(corpus), str(tmp_path / "chats.jsonl")], chat_tokenizer(PLAIN))
+    found = packed(both)
+    assert [answered is None for answered in both.answered] == [True] * 4 + [False] * 10
+    assert {at for index in range(len(found._epoch(0))) for at, *_ in found.plan(index)} >= {0, 1, 2, *range(4, 12)}
+
+
+@pytest.mark.parametrize("positions", ["consecutive", "pose"])
+def test_conversations_are_not_cut_into_sequences(tmp_path: Path, positions: Any) -> None:
+    given = {"length": LENGTH, "count": 1, "seed": 0, "target_length": 128, "positions": positions}
+    with pytest.raises(InvalidParameterError, match=rf"found data\.positions '{positions}'\. Set it"):
+        TrainingSequences(conversations(tmp_path), **given)
+    with pytest.raises(InvalidParameterError, match=r"9 longer than a sequence.*or raise data.length"):
+        packed(conversations(tmp_path), length=16)

@@ -115,5 +115,5 @@ def _corpus(loaded: Loaded, texts: TextOptions, plan: PerplexityPlan, tokens: in
     most = 2 * plan.length if tokens is None else tokens
     if whole and most < least:
         raise InvalidParameterError(f"--tokens must be at least {least:,}, one more than the length; found {most:,}.")
-    corpus = texts.read(loaded, tokens=least, whole=whole)
+    corpus = texts.read(loaded, tokens=least, whole=whole, shorter=not whole)
     return corpus.cut(most) if whole else corpus
