@@ -7,11 +7,12 @@ INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
 DOCS := $(VENV)/docs
+NOTEBOOK := {"jupytext": null, "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly docs docs-test llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
+.PHONY: demo core test nightly docs docs-test notebooks llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -38,6 +39,9 @@ docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search
 docs-test: $(INSTALLED) $(DOCS)/installed ## the site in a headless Chromium: errors, search, widths, colours (a minute)
 	$(BIN)/python -m pytest -m nightly tests/test_site.py
 
+notebooks: $(INSTALLED) ## the notebooks of examples/, from its scripts
+	$(BIN)/jupytext --quiet --update --to ipynb --update-metadata '$(NOTEBOOK)' examples/*.py
+
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/serving/test_real_servers.py \
 		tests/checkpoints/test_into_gguf.py
@@ -62,13 +66,13 @@ wheel-test: ## the wheel, installed alone into an empty environment, as whoever 
 	scripts/wheel_test.sh
 
 check: $(INSTALLED) ## lint, format, types
-	$(BIN)/ruff check ctxext docs recipes scripts tests
-	$(BIN)/ruff format --check ctxext docs recipes scripts tests
+	$(BIN)/ruff check ctxext docs examples recipes scripts tests
+	$(BIN)/ruff format --check ctxext docs examples recipes scripts tests
 	$(BIN)/mypy
 
 format: $(INSTALLED)
-	$(BIN)/ruff check --fix ctxext docs recipes scripts tests
-	$(BIN)/ruff format ctxext docs recipes scripts tests
+	$(BIN)/ruff check --fix ctxext docs examples recipes scripts tests
+	$(BIN)/ruff format ctxext docs examples recipes scripts tests
 
 clean:
 	rm -rf $(VENV) demo

