@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo core test nightly docs docs-test notebooks llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
-demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
+demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 4 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
 
 # The files that state shapes of tensors: those are checked while the quick tests run. The check of every argument takes

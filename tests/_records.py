@@ -189,7 +189,7 @@ CASES = {
         within=few_candidates,
     ),
     "demo": Case(
-        "demo --model llama --text text0.txt --method yarn --method dynamic_ntk --length 512 --all --output out",
+        f"demo --model llama {texts(2).replace('-t', '--text')} --method yarn --method dynamic_ntk --length 512 --output out",
         "out/result.json",
         close=HALF_CLOSE,
     ),

@@ -232,9 +232,9 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
 @app.command(cls=StrictCommand)
 @grouped
 def demo(*, options: DemoOptions) -> None:
-    """Show on a real checkpoint and real text what happens beyond the trained length: plain, truncated and extended.
+    """Show on a real checkpoint where a longer context pays and where not, and what it can then be asked.
 
-    Takes five minutes on two CPU cores; each number appears as it is measured.
+    Takes four minutes on two CPU cores; each number appears as it is measured.
 
     [bold]Example[/]: ctxext demo
     """

@@ -1,50 +1,60 @@
-"""``ctxext demo``: a comparison on real input that shows each reading as soon as it is measured."""
+"""``ctxext demo``: where a longer context pays and where not, and a question that only a longer context answers."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor, nn
 
+import ctxext
 from ctxext.cli.eval.common import cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
-from ctxext.evaluation.comparison import Comparison, Series, prepare
-from ctxext.evaluation.comparison.result import ComparisonResult
-from ctxext.evaluation.forward import pass_cost, turning_point
-from ctxext.evaluation.labels import all_of, capitalised, label_of, tokens_label
+from ctxext.evaluation.forward import Progress, follows_length, ticking
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.labels import all_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
-from ctxext.evaluation.provenance import from_json
-from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
-from ctxext.evaluation.report.comparison import loss_figure, unpatched_sentence
-from ctxext.evaluation.report.figures import require_matplotlib
-from ctxext.evaluation.report.page import Heading, Page, TextTable
-from ctxext.evaluation.statistics import bucketed, edges_for
-from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.evaluation.report.figures import Figure, differences_panel, paneled, require_matplotlib
+from ctxext.evaluation.report.page import NONE, Heading, Page, TextTable
+from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
+from ctxext.evaluation.survey import Answer, Job, Survey
+from ctxext.evaluation.truncation import TRUNCATED, best_window
+from ctxext.methods import saved_class
 from ctxext.progress import StageBar, terminal
-from ctxext.texts.corpus import Corpus, corpus_of
-from ctxext.texts.documents import SKIPPED_TOKENS, installed_texts, read_documents
+from ctxext.surgery.caches import cache_argument
+from ctxext.surgery.subject import base_model
+from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind
+from ctxext.texts.documents import SKIPPED_TOKENS, Document, installed_texts, package_folders, read_documents
 
-SECONDS = 280.0  # five minutes, of which loading takes some
-STEP = 4096  # tokens of the pass by which the time is told; shorter ones say too much of what long ones do not have
-QUICK, EVERYTHING = ("yarn",), ("pi", "ntk", "dynamic_ntk", "yarn")
-FIGURE, DATA, TABLE, UNFINISHED = "loss.png", "result.json", "table.md", "unfinished"
-# Below this ratio to the unpatched model inside its window a perplexity counts as flat.
-FLAT = 1.35
-NO_BREAK = "\N{NO-BREAK SPACE}"
+SECONDS = 210.0  # four minutes, of which loading takes some
+STEPS = (1024, 3072)  # tokens of the two passes by which the time of longer ones is told
+METHODS = ("self_extend", "yarn")
+FIGURE, DATA, TABLE, UNFINISHED = "demo.png", "result.json", "table.md", "unfinished"
+PART = 8  # one part in so many of the window is scored, at the end of the text and at the end of the window
+# A folder of code in which one file repeats another some nine thousand tokens later, read up to this token.
+CODE, CODE_END = "models/jamba", 19456
+FACT, REQUEST, ANSWER = "\n# The ticket of this change is {}.\n", "\n# The ticket of this change is", "48213"
+HIDDEN = 20  # the fact stands after one part in so many of the text
+WRITTEN = 6  # tokens of an answer
+# Ratios to the best truncation's perplexity from which an unpatched model gets worse, and breaks.
+WORSE, BROKEN = 1.05, 2.0
+VERDICTS = {"better": "pays", "no difference": "makes no sure difference", "worse": "does not pay"}
 
 
 def show(options: DemoOptions) -> None:
@@ -54,27 +64,44 @@ def show(options: DemoOptions) -> None:
         CtxextError: whatever cannot be right, before anything is measured.
     """
     console = terminal()
-    _prepare(options.output)
+    _prepare(options.output, options.save)
     with console.status("Loading the checkpoint ..."):
         checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
-    preset = Preset(checkpoint, options)
-    reach = preset.checked_length()
-    corpus = corpus_of(
-        read_documents(options.text or _plays(options.documents)),
-        checkpoint.tokenizer,
-        tokens=reach + 1,
-        whole=True,
-        skip=0 if options.text else SKIPPED_TOKENS,
-    )
-    pace = seconds_per_cost(checkpoint, corpus)
-    comparison = preset.comparison(corpus, reach) if options.length else preset.fitting(corpus, reach, pace)
-    keys = preset.keys(comparison) if (options.everything if options.passkey is None else options.passkey) else None
-    _announce(console, comparison, keys, pace, options.everything)
+    demo = plan(checkpoint, options)
+    console.print(Text.assemble((checkpoint.name, "bold"), demo.announcement))
     began = time.perf_counter()
-    with ending_on_interrupt(console, comparison):
-        result = _measure(console, comparison, keys, options.output)
-    _tell(console, result, time.perf_counter() - began, options.output)
+    with ending_on_interrupt(console, demo.survey):
+        result = _measure(console, demo)
+    result.page.show(console)
+    _write(result, options.output)
+    paths = ", ".join(str(options.output / name) for name in (FIGURE, DATA, TABLE))
+    console.print(f"\n{time.perf_counter() - began:.0f} s. Written: {paths}")
+    if options.save is not None:
+        console.print(_saved(checkpoint, demo.survey.readers[-len(demo.methods)].reading, options.save))
     shutil.rmtree(options.output / UNFINISHED)
+
+
+def _prepare(output: Path, save: Path | None) -> None:
+    """Make the output folder, and refuse to write over files that an earlier demo did not write."""
+    require_matplotlib()
+    if save is not None and save.exists():
+        raise InvalidParameterError(f"--save {save}: it exists already; name a folder that does not.")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParameterError(f"Cannot make the folder {str(output)!r}: {error.strerror}.") from error
+    present = [name for name in (FIGURE, DATA, TABLE) if (output / name).exists()]
+    if present and not _is_ours(output / DATA):
+        raise InvalidParameterError(
+            f"{str(output / present[0])!r} exists and is not an earlier demo's; choose another --output."
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def faster_dtype() -> str:
@@ -93,379 +120,481 @@ def faster_dtype() -> str:
     return "fp32" if seconds(torch.float32) < seconds(torch.bfloat16) else "auto"
 
 
-def seconds_per_cost(checkpoint: Checkpoint, corpus: Corpus) -> float:
-    """Measure the seconds for one unit of ``pass_cost``, on a short pass, the second of its kind."""
-    ids = corpus.documents[0].input_ids[:, : STEP + 1]
-    loss_by_position(checkpoint.model, ids)  # a first pass is slower, by the memory that it has to ask for
-    began = time.perf_counter()
-    loss_by_position(checkpoint.model, ids)
-    return (time.perf_counter() - began) / pass_cost(ids.shape[1], turning_point(checkpoint.model))
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """Text with a fact hidden near its beginning, and a request for it.
+
+    Args:
+        text: one token more than positions are read.
+        request: token ids that ask for the fact behind the text.
+        distance: tokens from the fact to the end of the text.
+    """
+
+    text: TokenisedDocument
+    request: Int[Tensor, " request"]
+    distance: int
+
+    @classmethod
+    def of(cls, text: TokenisedDocument, tokenizer: Any, length: int) -> Passage:
+        """Cut a text to ``length`` positions, the fact among them, which takes a line of its own.
+
+        Raises:
+            InvalidParameterError: the text is too short.
+        """
+        fact = torch.tensor([tokens_behind(tokenizer, FACT.format(ANSWER))])
+        room = length + 1 - fact.shape[1]
+        skip = {_code_name(): CODE_END - room}.get(text.name, SKIPPED_TOKENS if text.name in _play_names() else 0)
+        ids = text.take(room, skip=max(0, skip)).input_ids
+        place = max(text.prefix, length // HIDDEN)
+        lines = [i for i in range(place, min(2 * place, room)) if "\n" in tokenizer.decode([int(ids[0, i - 1])])]
+        place = lines[0] if lines else place
+        whole = torch.cat([ids[:, :place], fact, ids[:, place:]], dim=1)
+        request = torch.tensor(tokens_behind(tokenizer, REQUEST))
+        return cls(replace(text, input_ids=whole), request, length + 1 - place)
+
+
+def _code_name() -> str:
+    return f"transformers/{CODE}"
+
+
+def _play_names() -> set[str]:
+    return {path.stem for path in installed_texts()}
+
+
+def default_texts() -> list[Document]:
+    """Return source code that repeats itself, and a play, which does not.
+
+    Raises:
+        InvalidParameterError: one of them is not installed.
+    """
+    [package] = package_folders("transformers")
+    folder = package / CODE
+    files = sorted(folder.rglob("*.py"))
+    if not files:
+        raise InvalidParameterError(
+            f"transformers {metadata.version('transformers')} has no {CODE}, which the demo reads; give a --text."
+        )
+    parts = [f"# File: {path.relative_to(package.parent).as_posix()}\n\n{path.read_text('utf-8')}\n" for path in files]
+    return [Document(_code_name(), "\n".join(parts)), next(iter(read_documents(installed_texts()[:1])))]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReadAndAnswer(Job):
+    """Read a passage once into a cache, score the ends of window and text, and write an answer behind it.
+
+    Args:
+        passage: to read.
+        tokenizer: of the model.
+        trained_length: tokens.
+    """
+
+    passage: Passage
+    tokenizer: Any
+    trained_length: int
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """Return the answer, and the losses inside the window, where it is read, and at the end."""
+        text, window, scored = self.passage.text, self.reader.window, self.trained_length // PART
+        ids = text.input_ids
+        if window is not None:
+            ids = torch.cat([ids[:, : text.prefix], ids[:, text.prefix - window - 1 :]], dim=1)
+        last = ids.shape[1] - 1
+        ends = [last] if window is not None else [self.trained_length, last]
+        positions = torch.cat([torch.arange(end - scored, end) for end in ends])
+        with ticking(model, self.name, self.cost, progress, passes=1):
+            losses, reply = read_and_answer(model, ids, positions, self.passage.request)
+        check_finite(losses, self.name)
+        return Answer({"item": text.name, "reply": self.tokenizer.decode(reply, skip_special_tokens=True)}, losses)
+
+
+@torch.no_grad()
+def read_and_answer(
+    model: nn.Module, ids: Int[Tensor, "1 tokens"], positions: Int[Tensor, " scored"], request: Int[Tensor, " request"]
+) -> tuple[Float[Tensor, " scored"], list[int]]:
+    """Read a text once; return the losses at some positions, and the likeliest tokens behind a request.
+
+    Args:
+        model: a causal language model in eval mode.
+        ids: of the text.
+        positions: to score.
+        request: token ids that follow the text.
+
+    Raises:
+        IncompatibleError: the model takes no cache.
+    """
+    causal: Any = base_model(model)
+    argument = cache_argument(causal)
+    if argument is None:
+        raise IncompatibleError(
+            f"{type(causal).__name__} takes no cache; the demo needs one. Use `ctxext eval compare`."
+        )
+    ids, positions, request = (tensor.to(causal.device) for tensor in (ids, positions, request))
+    # A dynamic method fits its positions to all tokens that the cache will hold.
+    reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(causal) else {}
+    output = causal(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=positions, **reach)
+    losses = F.cross_entropy(output.logits[0].float(), ids[0, positions + 1], reduction="none").cpu()
+    step, reply = torch.cat([ids[0, -1:], request])[None], []
+    for _ in range(WRITTEN):
+        output = causal(input_ids=step, use_cache=True, logits_to_keep=1, **{argument: output[argument]}, **reach)
+        step = output.logits[:, -1:].argmax(dim=-1)
+        reply.append(int(step))
+    return losses, reply
 
 
 @dataclass(frozen=True, eq=False)
-class Preset:
-    """The comparison of the demo: a checkpoint and the options of ``ctxext demo``."""
+class Demo:
+    """Planned demo.
 
-    checkpoint: Checkpoint
-    options: DemoOptions
+    Args:
+        survey: its jobs, reader by reader: unpatched, truncations, methods.
+        methods: extensions that are compared.
+        passages: that are read.
+        length: tokens that are read.
+        trained_length: tokens that the checkpoint was trained for.
+    """
+
+    survey: Survey[ReadAndAnswer]
+    methods: tuple[Reading, ...]
+    passages: tuple[Passage, ...]
+    length: int
+    trained_length: int
 
     @property
-    def methods(self) -> Sequence[str]:
-        """The names of the methods."""
-        return self.options.method or (EVERYTHING if self.options.everything else QUICK)
+    def announcement(self) -> str:
+        """What is about to be measured, in a sentence."""
+        texts = all_of([passage.text.name for passage in self.passages])
+        return (
+            f", trained to {tokens_label(self.trained_length)} tokens, in {self.survey.checkpoint.dtype_note}, reads "
+            f"{tokens_label(self.length)} tokens of {texts}. About {max(1, round(cost_of(self.survey.jobs) / 60))} min "
+            f"here, by two measured steps.\n"
+        )
 
-    @property
-    def trained(self) -> int:
-        """Tokens that the checkpoint was trained for."""
-        return known_trained_length(self.checkpoint.model)
+    def losses(self, reader: Reader) -> list[Tensor]:
+        """Return a finished reader's losses, a tensor for each passage."""
+        finished = self.survey.journal.finished()
+        return [self.survey.journal.losses(finished[job.key]) for job in self.survey.jobs if job.reader is reader]
 
-    def checked_length(self) -> int:
-        """Check the options before anything is computed, and return the greatest length to read.
 
-        Raises:
-            UnknownNameError: an unknown method.
-            InvalidParameterError: a factor or length out of range, or a method twice.
-        """
-        factor = self.options.factor
-        if len(set(self.methods)) != len(self.methods):
-            raise InvalidParameterError(f"Give each method once, and at least one; found {', '.join(self.methods)}.")
-        chosen_methods(self.checkpoint.model, self.methods, (factor,))
-        reach = int(self.trained * factor + 1e-6)
-        wanted = reach if self.options.length is None else self.options.length
-        if not self.trained < wanted <= reach:
-            raise InvalidParameterError(
-                f"length must be above the trained length of {self.trained:,} tokens and at most {reach:,} (factor "
-                f"{factor:g} times it), found {wanted:,}. Raise --factor to go further."
+def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
+    """Plan the demo: as far beyond the window as four minutes allow, or to the length that was asked for.
+
+    Raises:
+        UnknownNameError: an unknown method.
+        InvalidParameterError: a factor or length out of range, a method twice, or a text that is too short.
+        IncompatibleError: a method that cannot be right on this model.
+    """
+    readings = Readings(checkpoint)
+    trained, names = readings.trained_length, options.method or METHODS
+    readings.windows = (trained // 2, trained)
+    found, refusals = readings.find(chosen_methods(checkpoint.model, names, (options.factor,)))
+    if refusals:
+        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+    methods = tuple(reading for reading in found if reading.is_candidate)
+    reach = min(reading.reach or 0 for reading in methods)
+    lengths = [trained * quarters // 4 for quarters in (8, 6, 5) if trained * quarters // 4 <= reach]
+    if options.length is not None:
+        lengths = [options.length]
+    if not lengths or not trained < lengths[0] <= reach:
+        raise InvalidParameterError(
+            f"length must be above the trained length of {trained:,} tokens and at most {reach:,} (factor "
+            f"{options.factor:g} times it), found {lengths[0] if lengths else reach:,}. Raise --factor to go further."
+        )
+    documents = read_documents(options.text) if options.text else default_texts()
+    tokenizer, prefix = checkpoint.tokenizer, special_prefix(checkpoint.tokenizer)
+    texts = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
+    corpus = Corpus(texts, prefix_label(tokenizer, prefix), len(texts))
+    journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
+    passages = tuple(Passage.of(text, tokenizer, lengths[-1]) for text in texts)
+    seconds = seconds_by_tokens(checkpoint, passages[0].text.input_ids)
+    for length in lengths:
+        passages = tuple(Passage.of(text, tokenizer, length) for text in texts)
+        readers = [Reader(reading, readings, (length,)) for reading in found if reading.name != TRUNCATED]
+        jobs = [
+            ReadAndAnswer(
+                key=readings.key(
+                    [reader.reading.name, reader.reading.method, reader.reading.fingerprint], text=passage.text.sha256
+                ),
+                cost=seconds(reader.window or length),
+                reader=reader,
+                name=f"{reader.reading.label}, {passage.text.name}",
+                passage=passage,
+                tokenizer=tokenizer,
+                trained_length=trained,
             )
-        edges_for(self.trained, wanted)
-        return wanted
-
-    def fitting(self, corpus: Corpus, wanted: int, pace: float) -> Comparison:
-        """Plan the comparison of ``wanted`` tokens, or of fewer where there is no time for that."""
-        for windows in (None, (self.trained,)):
-            comparison = self.comparison(corpus, wanted, windows)
-            if self.options.everything or cost_of(comparison.jobs) * pace <= SECONDS:
-                return comparison
-        return self.comparison(corpus, (self.trained + wanted) // 2, (self.trained,))
-
-    def comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None = None) -> Comparison:
-        """Plan a comparison of so many tokens, against truncations to these windows; by default those of the preset."""
-        quick = None if self.options.everything else (self.trained // 2, self.trained)
-        return prepare(
-            self.checkpoint,
-            corpus.cut,
-            self.options.output / UNFINISHED,  # kept until all of it is measured
-            methods=self.methods,
-            factors=(self.options.factor,),
-            lengths=(length,),
-            depths=(),
-            windows=windows or quick,
-        )
-
-    def keys(self, comparison: Comparison) -> Survey[PromptJob]:
-        """Plan two passkeys that no truncation sees, for the unpatched model and for YaRN, or else the last method."""
-        length = min(comparison.lengths[-1], self.trained * 3 // 2)
-        beyond = 1 - self.trained / length
-        depths = tuple(dict.fromkeys(round(part * beyond, 2) for part in (0.0, 0.6)))
-        point = turning_point(self.checkpoint.model)
-        prompts = make_prompts(self.checkpoint.tokenizer, (length,), depths, turning_point=point)
-        extended = [reading for reading in comparison.readings if reading.is_candidate]
-        asked = next((each for each in extended if each.method and each.method["method"] == "yarn"), extended[-1])
-        model = comparison.readers[0].readings
-        readers = [Reader(reading, model, (length,)) for reading in (comparison.readings[0], asked)]
-        return Survey("ctxext demo", self.checkpoint, jobs_of(readers, prompts))
-
-
-def _announce(
-    console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, pace: float, everything: bool
-) -> None:
-    checkpoint = comparison.checkpoint
-    texts = all_of([document.name for document in comparison.corpus.documents])
-    who = all_of([reading.label for reading in comparison.readings if reading.name != TRUNCATED])
-    minutes = max(1, round(cost_of([*comparison.jobs, *(keys.jobs if keys else ())]) * pace / 60))
-    about = (
-        f", trained to {tokens_label(comparison.trained_length)} tokens, in "
-        f"{checkpoint.dtype_note}, reads {tokens_label(comparison.lengths[-1])} tokens of {texts}: {who}. About "
-        f"{minutes} min here, by a measured step{'' if everything else '; ctxext demo --all measures more'}.\n"
-    )
-    console.print(Text.assemble((checkpoint.name, "bold"), about))
-
-
-def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, output: Path) -> DemoResult:
-    """Measure and show each reading as soon as it is finished: the cheap ones first, the references before methods."""
-    mine, asked = comparison.begin(), keys.begin() if keys else ()
-    edges = edges_for(comparison.trained_length, comparison.lengths[-1])
-    spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in itertools.pairwise(edges)]
-    console.print(f"{'perplexity':<18}" + "".join(f"{span:>9}" for span in spans), style="dim")
-
-    def order(reader: Reader) -> tuple[bool, float]:
-        return reader.reading.is_candidate, cost_of([job for job in comparison.jobs if job.reader is reader])
-
-    done: list[Reading] = []
-    with StageBar(console, cost_of([*mine, *asked])) as bar:
-        for reader in sorted(comparison.readers, key=order):
-            comparison.measure([job for job in mine if job.reader is reader], progress=bar)
-            done.append(reader.reading)
-            cells = "".join(f"{_number(value) if value else '':>9}" for value in _so_far(comparison, reader, edges))
-            console.print(f"{reader.reading.label:<18}{cells}{_seconds(comparison, reader.reading):8.0f} s")
-            finished = comparison.so_far(done)
-            if finished is not None:
-                _draw(demo_result(finished, (), {}), output)
-        if keys:
-            keys.measure(asked, progress=bar)
-    seconds = {reading.name: _seconds(comparison, reading) for reading in done}
-    return demo_result(comparison.result(), _passkeys(keys), seconds)
-
-
-def _seconds(comparison: Comparison, reading: Reading) -> float:
-    """Return the seconds that a finished reading took, in this process or an earlier one."""
-    finished = comparison.journal.finished()
-    return float(sum(finished[job.key]["seconds"] for job in comparison.jobs if job.reader.reading is reading))
-
-
-def _so_far(comparison: Comparison, reader: Reader, edges: tuple[int, ...]) -> list[float | None]:
-    """Return a finished reading's perplexity between the edges; None inside the window, which truncations share."""
-    losses = comparison.losses_of(reader.reading)
-    if reader.window is None:
-        return [bucket.perplexity for bucket in bucketed(losses, edges)]
-    shifted = tuple(edge - edges[1] for edge in edges[1:])
-    return [None, *(bucket.perplexity for bucket in bucketed(losses, shifted))]
-
-
-def _passkeys(keys: Survey[PromptJob] | None) -> tuple[PasskeyRow, ...]:
-    return tuple(
-        PasskeyRow(
-            label_of((reader.reading.method or {}).get("method", UNPATCHED)),
-            tuple(from_json(PasskeyTrial, trial) for trial in trials),
-        )
-        for reader, trials in (keys.trials() if keys else ())
+            for reader in readers
+            for passage in passages
+        ]
+        if cost_of(jobs) <= SECONDS:
+            break
+    return Demo(
+        Survey("ctxext demo", checkpoint, jobs, corpus=corpus, journal=journal), methods, passages, length, trained
     )
 
 
-def _plays(documents: int) -> list[Path]:
-    texts = installed_texts()
-    if not 1 <= documents <= len(texts):
-        raise InvalidParameterError(f"documents must be from 1 to {len(texts)}, found {documents}.")
-    return texts[:documents]
+def seconds_by_tokens(checkpoint: Checkpoint, ids: Int[Tensor, "1 tokens"]) -> Callable[[int], float]:
+    """Measure what a pass takes: seconds a token and seconds a pair of tokens, out of passes of two lengths."""
+    paces, steps = [], [min(step, ids.shape[1] // part) for step, part in zip(STEPS, (2, 1), strict=True)]
+    for step in (steps[0], *steps):  # a first pass is slower, by the memory that it has to ask for
+        began = time.perf_counter()
+        loss_by_position(checkpoint.model, ids[:, :step], start=step - 2)
+        paces.append((time.perf_counter() - began) / step)
+    a_pair = max(0.0, (paces[2] - paces[1]) / (steps[1] - steps[0]))
+    a_token = max(0.0, paces[2] - a_pair * steps[1])
+    return lambda tokens: tokens * (a_token + a_pair * tokens)
+
+
+def _measure(console: Console, demo: Demo) -> DemoResult:
+    """Measure, and show each reading as soon as it is finished."""
+    survey, pending = demo.survey, demo.survey.begin()
+    span = f"{tokens_label(demo.length - demo.trained_length // PART)}-{tokens_label(demo.length)}"
+    names = "".join(f"{passage.text.name[-22:]:>24}" for passage in demo.passages)
+    console.print(f"{f'perplexity at {span}':<22}{names}", style="dim")
+    with StageBar(console, cost_of(pending)) as bar:
+        for reader in survey.readers:
+            survey.measure([job for job in pending if job.reader is reader], progress=bar)
+            ends = [losses[-(demo.trained_length // PART) :] for losses in demo.losses(reader)]
+            cells = "".join(f"{_number(math.exp(losses.mean().item())):>24}" for losses in ends)
+            console.print(f"{reader.reading.label:<22}{cells}")
+    return summarised(demo)
 
 
 @dataclass(frozen=True)
-class PasskeyRow:
-    """Passkey trials of one way of reading."""
+class Row:
+    """One reading of one text.
+
+    Args:
+        name: of the reading.
+        label: the same, to show.
+        inside: nats per token at the end of the window; None for a truncation.
+        end: nats per token at the end of the text.
+        difference: ``end`` minus that of the best truncation.
+        answer: what it wrote behind the request.
+        seconds: that it took.
+    """
 
     name: str
-    trials: tuple[PasskeyTrial, ...]
+    label: str
+    inside: float | None
+    end: float
+    difference: PairedDifference
+    answer: str
+    seconds: float
+
+    @property
+    def end_of_window(self) -> float:
+        """Nats per token at the end of the window; that of a truncation is the unpatched model's, and not kept."""
+        return math.nan if self.inside is None else self.inside
+
+    @property
+    def is_right(self) -> bool:
+        """True where the answer begins with the fact."""
+        return self.answer.strip().startswith(ANSWER)
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """All readings of one text.
+
+    Args:
+        name: of the text.
+        rows: unpatched, truncations, methods.
+        window: tokens that the best truncation sees.
+        distance: tokens from the fact to the end of the text.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    window: int
+    distance: int
+
+    def of(self, name: str) -> Row:
+        """Return the row of one reading."""
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def extended(self) -> list[Row]:
+        """The rows of methods."""
+        return [row for row in self.rows[1:] if row.inside is not None]
+
+    @property
+    def truncated(self) -> Row:
+        """The row of the best truncation."""
+        return next(row for row in self.rows if row.label == f"last {tokens_label(self.window)}")
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo measured, and what it was measured on.
+    """Everything that the demo measured, and what it was measured on.
 
     Args:
         trained_length: tokens that the checkpoint was trained for.
         length: tokens that were read.
-        series: the references, then the methods.
-        passkeys: of the unpatched model and of one method; empty where none were asked.
-        seconds: of each reading.
-        fingerprints: of the methods' frequencies.
-        provenance: see ``ComparisonResult``.
+        texts: a result for each.
+        provenance: see ``provenance_of``.
     """
 
     trained_length: int
     length: int
-    series: tuple[Series, ...]
-    passkeys: tuple[PasskeyRow, ...]
-    seconds: dict[str, float]
-    fingerprints: dict[str, str]
+    texts: tuple[TextResult, ...]
     provenance: dict[str, Any]
     made_by: str = "ctxext demo"
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """The names of the texts."""
-        return tuple(self.provenance["documents"])
-
-    def of(self, name: str) -> Series:
-        """Return the series of one name."""
-        return next(series for series in self.series if series.name == name)
+    def spans(self) -> tuple[str, str]:
+        """Positions that are scored, inside the window and at the end of the text."""
+        scored = self.trained_length // PART
+        inside, end = (f"{tokens_label(n - scored)}-{tokens_label(n)}" for n in (self.trained_length, self.length))
+        return inside, end
 
     @property
-    def extended(self) -> tuple[Series, ...]:
-        """The series of the methods, without the references."""
-        return tuple(series for series in self.series if not is_reference(series.name))
+    def title(self) -> str:
+        """Checkpoint and lengths."""
+        trained, length = tokens_label(self.trained_length), tokens_label(self.length)
+        return f"{self.provenance['checkpoint']}: trained to {trained}, read to {length}"
 
+    @property
+    def page(self) -> Page:
+        """Tables and sentences."""
+        tables = [self._losses(text) for text in self.texts]
+        return Page(self.title, [*tables, self._answers(), Heading("What you see"), *sentences(self)])
 
-def demo_result(found: ComparisonResult, passkeys: tuple[PasskeyRow, ...], seconds: dict[str, float]) -> DemoResult:
-    """Summarise a comparison at one factor and one length as the demo shows it."""
-    panel = found.panels[-1]
-    names = {row.reading.name: str((row.reading.method or {})["method"]) for row in found.candidates}
-    return DemoResult(
-        trained_length=found.trained_length,
-        length=panel.length,
-        series=tuple(replace(series, name=names.get(series.name, series.name)) for series in panel.series),
-        passkeys=passkeys,
-        seconds=seconds,
-        fingerprints={names[row.reading.name]: row.reading.fingerprint for row in found.candidates},
-        provenance=dict(found.provenance),
-    )
+    @property
+    def figure(self) -> Figure:
+        """Difference of unpatched and extended model to the best truncation, at the end of each text."""
+        rows = [[text.rows[0], *text.extended] for text in self.texts]
+        groups = [
+            (group[0].name.split()[0], group[0].label, [row.difference for row in group])
+            for group in zip(*rows, strict=True)
+        ]
+        title = f"Loss at {self.spans[1]} minus the best truncation's, nats per token"
+        panel = differences_panel([text.name for text in self.texts], groups, title=title, x_label="")
+        return paneled("demo", self.title, [replace(panel, size=(7.2, 4.0))])
 
+    def _losses(self, text: TextResult) -> TextTable:
+        rows = [
+            [
+                row.label,
+                NONE if row.inside is None else _number(math.exp(row.inside)),
+                _number(math.exp(row.end)),
+                "the best" if row is text.truncated else gain(row.difference),
+                f"{row.seconds:.0f} s",
+            ]
+            for row in text.rows
+        ]
+        inside, end = self.spans
+        return TextTable(
+            title=f"{text.name}: perplexity",
+            header=["", inside, end, "gain over the best\ntruncation, nats", "took"],
+            rows=rows,
+            styles={row.label: "reference" for row in text.rows if row not in text.extended},
+        )
 
-def _tell(console: Console, result: DemoResult, seconds: float, output: Path) -> None:
-    page = demo_page(result)
-    page.show(console)
-    _draw(result, output)
-    (output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    (output / TABLE).write_text(page.markdown(), encoding="utf-8")
-    paths = [str(output / name) for name in (FIGURE, DATA, TABLE)]
-    console.print(f"\n{seconds:.0f} s. Written: {', '.join(paths)}")
-
-
-def _prepare(output: Path) -> None:
-    """Make the output folder, and refuse to write over files that an earlier demo did not write.
-
-    Raises:
-        InvalidParameterError: a file in the way, or no right to write.
-    """
-    require_matplotlib()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidParameterError(f"Cannot make the folder {str(output)!r}: {error.strerror}.") from error
-    present = [name for name in (FIGURE, DATA, TABLE) if (output / name).exists()]
-    if present and not _is_ours(output / DATA):
-        raise InvalidParameterError(
-            f"{str(output / present[0])!r} exists and is not an earlier demo's; choose another --output."
+    def _answers(self) -> TextTable:
+        names = [text.name for text in self.texts]
+        rows = [
+            [row.label, *(text.of(row.name).answer.split("\n")[0] for text in self.texts)] for row in self.texts[0].rows
+        ]
+        return TextTable(
+            title=f"Asked at the end for the ticket, {ANSWER}, named in the first tenth of the text; it writes",
+            header=["", *names],
+            rows=rows,
+            prose=True,
         )
 
 
-def _draw(result: DemoResult, output: Path) -> None:
-    loss_figure(result.series, trained_length=result.trained_length, title=_title(result)).save(output / FIGURE)
-
-
-def _title(result: DemoResult) -> str:
-    trained, length = tokens_label(result.trained_length), tokens_label(result.length)
-    return f"{result.provenance['checkpoint']}: trained to {trained}, read to {length}"
-
-
-def demo_page(result: DemoResult) -> Page:
-    """Return both tables and the sentences."""
-    tables = [_loss_table(result), *([_passkey_table(result)] if result.passkeys else [])]
-    return Page(_title(result), [*tables, Heading("What you see"), *sentences(result)])
+def summarised(demo: Demo) -> DemoResult:
+    """Put the finished jobs together."""
+    survey, scored = demo.survey, demo.trained_length // PART
+    lines = survey.journal.finished()
+    losses = {reader: demo.losses(reader) for reader in survey.readers}
+    texts = []
+    for place, passage in enumerate(demo.passages):
+        ends = {reader.window: [losses[reader][place][-scored:]] for reader in survey.readers if reader.window}
+        window = best_window(ends)
+        rows = []
+        for reader in survey.readers:
+            mine = losses[reader][place]
+            [line] = [lines[job.key] for job in survey.jobs if job.reader is reader and job.passage is passage]
+            rows.append(
+                Row(
+                    name=reader.reading.name,
+                    label=reader.reading.label,
+                    inside=None if reader.window else mine[:scored].mean().item(),
+                    end=mine[-scored:].mean().item(),
+                    difference=document_difference([mine[-scored:]], ends[window], baselines=len(ends)),
+                    answer=line["reply"],
+                    seconds=line["seconds"],
+                )
+            )
+        texts.append(TextResult(passage.text.name, tuple(rows), window, passage.distance))
+    provenance = provenance_of(survey.checkpoint, survey.corpus)
+    return DemoResult(demo.trained_length, demo.length, tuple(texts), survey.with_extensions(provenance).to_dict())
 
 
 def sentences(result: DemoResult) -> list[str]:
-    """Return what a newcomer should take away; each sentence depends on what was measured."""
-    lines = [
-        unpatched_sentence(result.of(UNPATCHED), result.trained_length),
-        _methods_sentence(result),
-        _truncation_sentence(result),
-    ]
-    lines += [_passkey_sentence(result)] if result.passkeys else []
-    dynamic = [label_of(series.name) for series in result.extended if series.dynamic]
-    if dynamic:
-        lines.append(
-            f"{capitalised(', '.join(dynamic))} adapts to the length of the text: this single pass uses "
-            f"its {tokens_label(result.length)} frequencies throughout; on texts up to "
-            f"{tokens_label(result.trained_length)} it changes nothing."
-        )
-    return lines
+    """Return what a newcomer should take away, in three sentences that follow from the numbers."""
+    return [_unpatched_sentence(result), _gain_sentence(result), _answer_sentence(result)]
 
 
-def _methods_sentence(result: DemoResult) -> str:
-    flat, costly = [], []
-    inside = result.of(UNPATCHED).buckets[0].perplexity
-    for series in result.extended:
-        if max(bucket.perplexity for bucket in series.buckets[1:]) < FLAT * inside:
-            flat.append(label_of(series.name))
-        if series.in_window_ratio > FLAT:
-            costly.append(f"{label_of(series.name)} {series.in_window_ratio:.2f} times")
-    text = "Without training, no method stays flat to the end"
-    if flat:
-        text = f"Without any training, {all_of(flat)} stay{'s' if len(flat) == 1 else ''} flat to the end"
-    return f"{text}; inside the window, perplexity is {all_of(costly)} the unpatched one." if costly else f"{text}."
-
-
-def _truncation_sentence(result: DemoResult) -> str:
-    best = min(result.extended, key=lambda series: series.versus_truncation[-1].mean)
-    difference = best.versus_truncation[-1]
-    where = difference.scope(len(result.texts))
-    window = tokens_label(result.of(TRUNCATED).windows[-1])
-    windows = [tokens_label(tokens) for series in result.series if (tokens := window_of(series.name))]
-    among = f" (the best of truncations to {all_of(windows)})" if len(windows) > 1 else ""
-    end = result.series[0].buckets[-1]
-    span = f"{tokens_label(end.start)}-{tokens_label(end.stop)}"
-    judged = difference.verdict_of_best(len(result.extended))
-    if judged == "better":
-        verdict = f"so{where} the longer context already pays for itself in perplexity"
-    elif judged == "worse":
-        verdict = (
-            f"so{where}, for plain prediction, dropping the old text is still better than extending without "
-            "training; training at the new length is meant to change that"
-        )
-    else:
-        shown = "this text" if len(result.texts) == 1 else "these texts"
-        verdict = f"so for plain prediction it makes no difference that {shown} can show"
+def _unpatched_sentence(result: DemoResult) -> str:
+    ratios = [math.exp(text.rows[0].difference.mean) for text in result.texts]
+    times = all_of([f"{ratio:.2f} times on {text.name}" for ratio, text in zip(ratios, result.texts, strict=True)])
+    fate = "it breaks" if max(ratios) > BROKEN else "it gets worse" if max(ratios) > WORSE else "it does not break"
+    window = tokens_label(result.trained_length)
     return (
-        f"At {span} the best method here, {label_of(best.name)}, differs by "
-        f"{difference} nats per token from keeping only the last {window} tokens{among}, {verdict}."
+        f"Unpatched, the model's perplexity at {result.spans[1]} is that of the best truncation {times}: {fate} "
+        f"beyond its {window} tokens."
     )
 
 
-def _passkey_sentence(result: DemoResult) -> str:
-    plain, patched = result.passkeys
-    distances = sorted({trial.distance for trial in plain.trials})
-    counts = [f"{row.name} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)]
+def _gain_sentence(result: DemoResult) -> str:
+    """Say where the best method pays, and what methods cost inside the window."""
+    parts: dict[str, list[str]] = {}
+    for text in result.texts:
+        best = min(text.extended, key=lambda row: row.end)
+        verdict = best.difference.verdict_of_best(len(text.extended))
+        gains = ", ".join(f"{row.label} {gain(row.difference)}" for row in text.extended)
+        parts.setdefault(VERDICTS[verdict], []).append(f"{text.name} ({gains})")
+    pays = "; it ".join(f"{verdict} on {all_of(texts)}" for verdict, texts in parts.items())
+    costs = []
+    for row in result.texts[0].extended:
+        losses = [text.of(row.name).end_of_window - text.rows[0].end_of_window for text in result.texts]
+        cost = sum(losses) / len(losses)
+        costs.append(f"{row.label} {f'costs {cost:.3f} nats' if abs(cost) >= 0.0005 else 'changes nothing'}")
+    return f"A longer window {pays}, in nats per token; inside the old one {all_of(costs)}."
+
+
+def _answer_sentence(result: DemoResult) -> str:
+    def right(rows: Sequence[Row]) -> str:
+        return f"{sum(row.is_right for row in rows)} of {len(rows)}"
+
+    counts = [f"{row.label} {right([text.of(row.name) for text in result.texts])}" for row in result.texts[0].extended]
     return (
-        f"A key hidden {all_of([f'{distance:,}' for distance in distances])} tokens back, where no truncation sees "
-        f"it: {counts[0]}, {counts[1]} found."
+        f"Asked for a number that stands {result.texts[0].distance:,} tokens back, {all_of(counts)} answer right; "
+        f"unpatched {right([text.rows[0] for text in result.texts])}, and the best truncation, which is not shown it, "
+        f"{right([text.truncated for text in result.texts])}."
     )
 
 
-def _loss_table(result: DemoResult) -> TextTable:
-    buckets = result.series[0].buckets
-    spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in buckets]
-    return TextTable(
-        title=f"Perplexity by position in {', '.join(result.texts)}",
-        header=["", *spans, "inside", f"{spans[-1]}\nvs best\ntruncation"],
-        rows=[_loss_row(series) for series in result.series],
-        styles=_styles(result),
-        caption="inside: perplexity in the trained window over unpatched; vs best truncation: loss minus that of "
-        "feeding only the last tokens, as many of them as predict those tokens best (in brackets); nats ± s.e.",
-    )
+def gain(difference: PairedDifference) -> str:
+    """Write how much better a reading is than the best truncation, in nats per token."""
+    return f"{-difference.mean + 0.0:+.3f} \N{PLUS-MINUS SIGN} {difference.standard_error:.3f}"
 
 
-def _loss_row(series: Series) -> list[str]:
-    cells = [_number(bucket.perplexity) for bucket in series.buckets]
-    for place, window in enumerate(series.windows, start=1):
-        cells[place] += f" ({tokens_label(window)})"
-    # The last cell must not break in a narrow terminal.
-    versus = "-" if series.name == TRUNCATED else f"{series.versus_truncation[-1]}".replace(" ", NO_BREAK)
-    return [label_of(series.name), *cells, f"x{series.in_window_ratio:.2f}", versus]
+def _number(perplexity: float) -> str:
+    return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.2f}"
 
 
-def _passkey_table(result: DemoResult) -> TextTable:
-    rows = []
-    for row in result.passkeys:
-        cells = [f"{'found' if trial.correct else 'lost'} (loss {trial.loss:.2f})" for trial in row.trials]
-        rows.append([row.name, *cells])
-    return TextTable(
-        title="A five-digit key hidden beyond the trained window",
-        header=["key's distance", *(f"{trial.distance:,}" for trial in result.passkeys[0].trials)],
-        rows=rows,
-        styles=_styles(result),
-    )
+def _write(result: DemoResult, output: Path) -> None:
+    result.figure.save(output / FIGURE)
+    (output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    (output / TABLE).write_text(result.page.markdown(), encoding="utf-8")
 
 
-def _styles(result: DemoResult) -> dict[str, str]:
-    return {label_of(series.name): "reference" for series in result.series if is_reference(series.name)}
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
-    except (OSError, ValueError, AttributeError):
-        return False
+def _saved(checkpoint: Checkpoint, reading: Reading, directory: Path) -> str:
+    """Save the checkpoint as a reading extends it, and say how to go on."""
+    assert reading.method is not None
+    ctxext.patch(checkpoint.model, saved_class(reading.method["method"]).from_dict(reading.method))
+    ctxext.save(checkpoint.model, directory, tokenizer=checkpoint.tokenizer)
+    ctxext.unpatch(checkpoint.model)
+    return f"Saved, extended by {reading.label}: {directory}. Go on: ctxext serve {directory}"

