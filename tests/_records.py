@@ -189,7 +189,8 @@ CASES = {
         within=few_candidates,
     ),
     "demo": Case(
-        f"demo --model llama {texts(2).replace('-t', '--text')} --method yarn --method dynamic_ntk --length 512 --output out",
+        "demo --model llama --text text0.txt --text text1.txt --length 512 --output out"
+        " --method yarn --method dynamic_ntk",
         "out/result.json",
         close=HALF_CLOSE,
     ),

@@ -261,7 +261,7 @@ class Demo:
 
     @property
     def announcement(self) -> str:
-        """What is about to be measured, in a sentence."""
+        """Sentence that says what is about to be measured."""
         texts = all_of([passage.text.name for passage in self.passages])
         return (
             f", trained to {tokens_label(self.trained_length)} tokens, in {self.survey.checkpoint.dtype_note}, reads "
