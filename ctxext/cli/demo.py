@@ -64,7 +64,7 @@ def show(options: DemoOptions) -> None:
         CtxextError: whatever cannot be right, before anything is measured.
     """
     console = terminal()
-    _prepare(options.output, options.save)
+    _prepare(options.output)
     with console.status("Loading the checkpoint ..."):
         checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
     demo = plan(checkpoint, options)
@@ -81,11 +81,9 @@ def show(options: DemoOptions) -> None:
     shutil.rmtree(options.output / UNFINISHED)
 
 
-def _prepare(output: Path, save: Path | None) -> None:
+def _prepare(output: Path) -> None:
     """Make the output folder, and refuse to write over files that an earlier demo did not write."""
     require_matplotlib()
-    if save is not None and save.exists():
-        raise InvalidParameterError(f"--save {save}: it exists already; name a folder that does not.")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -100,7 +100,7 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     assert (description.method or {})["method"] == "self_extend"
     # A second run may replace what a demo wrote, nothing else; and no checkpoint.
     assert call(*arguments, "--method", "pi").exception is None
-    assert "exists already" in refusal(call(*arguments, "--save", saved_model))
+    assert "already exists" in refusal(call(*arguments, "--save", saved_model))
     (output / "result.json").write_text("{}", encoding="utf-8")
     assert "not an earlier demo's" in refusal(call(*arguments))
 
