@@ -49,7 +49,9 @@ FIGURE, DATA, TABLE, UNFINISHED = "demo.png", "result.json", "table.md", "unfini
 PART = 8  # one part in so many of the window is scored, at the end of the text and at the end of the window
 # A folder of code in which one file repeats another some nine thousand tokens later, read up to this token.
 CODE, CODE_END = "models/jamba", 19456
-FACT, REQUEST, ANSWER = "\n# The ticket of this change is {}.\n", "\n# The ticket of this change is", "48213"
+# Hidden in the first text and asked for at its end.
+FACT, ANSWER = "\n# The pass key is {}. Remember it.\n", "48213"
+REQUEST = "\n# What is the pass key? The pass key is"
 HIDDEN = 20  # the fact stands after one part in so many of the text
 WRITTEN = 6  # tokens of an answer
 # Ratios to the best truncation's perplexity from which an unpatched model gets worse, and breaks.
@@ -120,12 +122,12 @@ def faster_dtype() -> str:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """Text with a fact hidden near its beginning, and a request for it.
+    """Text to read, with or without a fact hidden near its beginning, and a request for it.
 
     Args:
         text: one token more than positions are read.
-        request: token ids that ask for the fact behind the text.
-        distance: tokens from the fact to the end of the text.
+        request: token ids that ask for the fact behind the text; none where there is no fact.
+        distance: tokens from the fact to the end of the text; 0 where there is none.
     """
 
     text: TokenisedDocument
@@ -133,16 +135,18 @@ class Passage:
     distance: int
 
     @classmethod
-    def of(cls, text: TokenisedDocument, tokenizer: Any, length: int) -> Passage:
-        """Cut a text to ``length`` positions, the fact among them, which takes a line of its own.
+    def of(cls, text: TokenisedDocument, tokenizer: Any, length: int, *, asks: bool) -> Passage:
+        """Cut a text to ``length`` positions; where it ``asks``, the fact is among them, on a line of its own.
 
         Raises:
             InvalidParameterError: the text is too short.
         """
-        fact = torch.tensor([tokens_behind(tokenizer, FACT.format(ANSWER))])
+        fact = torch.tensor([tokens_behind(tokenizer, FACT.format(ANSWER)) if asks else []], dtype=torch.long)
         room = length + 1 - fact.shape[1]
         skip = {_code_name(): CODE_END - room}.get(text.name, SKIPPED_TOKENS if text.name in _play_names() else 0)
         ids = text.take(room, skip=max(0, skip)).input_ids
+        if not asks:
+            return cls(replace(text, input_ids=ids), torch.tensor([], dtype=torch.long), 0)
         place = max(text.prefix, length // HIDDEN)
         lines = [i for i in range(place, min(2 * place, room)) if "\n" in tokenizer.decode([int(ids[0, i - 1])])]
         place = lines[0] if lines else place
@@ -178,7 +182,7 @@ def default_texts() -> list[Document]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReadAndAnswer(Job):
-    """Read a passage once into a cache, score the ends of window and text, and write an answer behind it.
+    """Read a passage once, score the ends of window and text, and write an answer behind it where it asks.
 
     Args:
         passage: to read.
@@ -215,7 +219,7 @@ def read_and_answer(
         model: a causal language model in eval mode.
         ids: of the text.
         positions: to score.
-        request: token ids that follow the text.
+        request: token ids that follow the text; where there are none, nothing is written.
 
     Raises:
         IncompatibleError: the model takes no cache.
@@ -229,10 +233,10 @@ def read_and_answer(
     ids, positions, request = (tensor.to(causal.device) for tensor in (ids, positions, request))
     # A dynamic method fits its positions to all tokens that the cache will hold.
     reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(causal) else {}
-    output = causal(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=positions, **reach)
+    output = causal(input_ids=ids[:, :-1], use_cache=len(request) > 0, logits_to_keep=positions, **reach)
     losses = F.cross_entropy(output.logits[0].float(), ids[0, positions + 1], reduction="none").cpu()
     step, reply = torch.cat([ids[0, -1:], request])[None], []
-    for _ in range(WRITTEN):
+    for _ in range(WRITTEN if len(request) else 0):
         output = causal(input_ids=step, use_cache=True, logits_to_keep=1, **{argument: output[argument]}, **reach)
         step = output.logits[:, -1:].argmax(dim=-1)
         reply.append(int(step))
@@ -302,10 +306,10 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     texts = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
     corpus = Corpus(texts, prefix_label(tokenizer, prefix), len(texts))
     journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
-    passages = tuple(Passage.of(text, tokenizer, lengths[-1]) for text in texts)
+    passages = _passages(texts, tokenizer, lengths[-1])
     seconds = seconds_by_tokens(checkpoint, passages[0].text.input_ids)
     for length in lengths:
-        passages = tuple(Passage.of(text, tokenizer, length) for text in texts)
+        passages = _passages(texts, tokenizer, length)
         readers = [Reader(reading, readings, (length,)) for reading in found if reading.name != TRUNCATED]
         jobs = [
             ReadAndAnswer(
@@ -327,6 +331,11 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     return Demo(
         Survey("ctxext demo", checkpoint, jobs, corpus=corpus, journal=journal), methods, passages, length, trained
     )
+
+
+def _passages(texts: Sequence[TokenisedDocument], tokenizer: Any, length: int) -> tuple[Passage, ...]:
+    """Cut texts to a length; the first one hides the fact."""
+    return tuple(Passage.of(text, tokenizer, length, asks=text is texts[0]) for text in texts)
 
 
 def seconds_by_tokens(checkpoint: Checkpoint, ids: Int[Tensor, "1 tokens"]) -> Callable[[int], float]:
@@ -366,7 +375,7 @@ class Row:
         inside: nats per token at the end of the window; None for a truncation.
         end: nats per token at the end of the text.
         difference: ``end`` minus that of the best truncation.
-        answer: what it wrote behind the request.
+        answer: what it wrote behind the request; empty on a text that does not ask.
         seconds: that it took.
     """
 
@@ -397,13 +406,11 @@ class TextResult:
         name: of the text.
         rows: unpatched, truncations, methods.
         window: tokens that the best truncation sees.
-        distance: tokens from the fact to the end of the text.
     """
 
     name: str
     rows: tuple[Row, ...]
     window: int
-    distance: int
 
     def of(self, name: str) -> Row:
         """Return the row of one reading."""
@@ -427,12 +434,14 @@ class DemoResult:
     Args:
         trained_length: tokens that the checkpoint was trained for.
         length: tokens that were read.
+        distance: tokens from the fact in the first text to its end.
         texts: a result for each.
         provenance: see ``provenance_of``.
     """
 
     trained_length: int
     length: int
+    distance: int
     texts: tuple[TextResult, ...]
     provenance: dict[str, Any]
     made_by: str = "ctxext demo"
@@ -488,13 +497,11 @@ class DemoResult:
         )
 
     def _answers(self) -> TextTable:
-        names = [text.name for text in self.texts]
-        rows = [
-            [row.label, *(text.of(row.name).answer.split("\n")[0] for text in self.texts)] for row in self.texts[0].rows
-        ]
+        text = self.texts[0]
+        rows = [[row.label, row.answer.split("\n")[0], "right" if row.is_right else "wrong"] for row in text.rows]
         return TextTable(
-            title=f"Asked at the end for the ticket, {ANSWER}, named in the first tenth of the text; it writes",
-            header=["", *names],
+            title=f"{text.name}: asked for the pass key, {ANSWER}, of its first tenth",
+            header=["", "writes", ""],
             rows=rows,
             prose=True,
         )
@@ -524,9 +531,15 @@ def summarised(demo: Demo) -> DemoResult:
                     seconds=line["seconds"],
                 )
             )
-        texts.append(TextResult(passage.text.name, tuple(rows), window, passage.distance))
+        texts.append(TextResult(passage.text.name, tuple(rows), window))
     provenance = provenance_of(survey.checkpoint, survey.corpus)
-    return DemoResult(demo.trained_length, demo.length, tuple(texts), survey.with_extensions(provenance).to_dict())
+    return DemoResult(
+        trained_length=demo.trained_length,
+        length=demo.length,
+        distance=demo.passages[0].distance,
+        texts=tuple(texts),
+        provenance=survey.with_extensions(provenance).to_dict(),
+    )
 
 
 def sentences(result: DemoResult) -> list[str]:
@@ -563,15 +576,15 @@ def _gain_sentence(result: DemoResult) -> str:
 
 
 def _answer_sentence(result: DemoResult) -> str:
-    def right(rows: Sequence[Row]) -> str:
-        return f"{sum(row.is_right for row in rows)} of {len(rows)}"
-
-    counts = [f"{row.label} {right([text.of(row.name) for text in result.texts])}" for row in result.texts[0].extended]
-    return (
-        f"Asked for a number that stands {result.texts[0].distance:,} tokens back, {all_of(counts)} answer right; "
-        f"unpatched {right([text.rows[0] for text in result.texts])}, and the best truncation, which is not shown it, "
-        f"{right([text.truncated for text in result.texts])}."
+    text = result.texts[0]
+    asked = [*text.extended, text.rows[0], text.truncated]
+    right, wrong = (
+        [f"{row.label} (which is not shown it)" if row is text.truncated else row.label for row in asked if row.is_right is is_right]
+        for is_right in (True, False)
     )
+    answers = f"{all_of(right) if right else 'no reading'} answered right"
+    rest = f"; {all_of(wrong)} did not" if right and wrong else ""
+    return f"Asked for a number that stands {result.distance:,} tokens back on {text.name}, {answers}{rest}."
 
 
 def gain(difference: PairedDifference) -> str:
