@@ -30,7 +30,17 @@ from ctxext.evaluation.labels import all_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
-from ctxext.evaluation.report.figures import Figure, differences_panel, paneled, require_matplotlib
+from ctxext.evaluation.report.figures import (
+    COLOURS,
+    DASHED,
+    INK,
+    Figure,
+    Panel,
+    colours_for,
+    draw_grid,
+    paneled,
+    require_matplotlib,
+)
 from ctxext.evaluation.report.page import NONE, Heading, Page, TextTable
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.survey import Answer, Job, Survey
@@ -354,13 +364,13 @@ def _measure(console: Console, demo: Demo) -> DemoResult:
     """Measure, and show each reading as soon as it is finished."""
     survey, pending = demo.survey, demo.survey.begin()
     span = f"{tokens_label(demo.length - demo.trained_length // PART)}-{tokens_label(demo.length)}"
-    names = "".join(f"{passage.text.name[-22:]:>24}" for passage in demo.passages)
+    names = "".join(f"{passage.text.name[-26:]:>28}" for passage in demo.passages)
     console.print(f"{f'perplexity at {span}':<22}{names}", style="dim")
     with StageBar(console, cost_of(pending)) as bar:
         for reader in survey.readers:
             survey.measure([job for job in pending if job.reader is reader], progress=bar)
             ends = [losses[-(demo.trained_length // PART) :] for losses in demo.losses(reader)]
-            cells = "".join(f"{_number(math.exp(losses.mean().item())):>24}" for losses in ends)
+            cells = "".join(f"{_number(math.exp(losses.mean().item())):>28}" for losses in ends)
             console.print(f"{reader.reading.label:<22}{cells}")
     return summarised(demo)
 
@@ -467,15 +477,32 @@ class DemoResult:
 
     @property
     def figure(self) -> Figure:
-        """Difference of unpatched and extended model to the best truncation, at the end of each text."""
-        rows = [[text.rows[0], *text.extended] for text in self.texts]
-        groups = [
-            (group[0].name.split()[0], group[0].label, [row.difference for row in group])
-            for group in zip(*rows, strict=True)
-        ]
-        title = f"Loss at {self.spans[1]} minus the best truncation's, nats per token"
-        panel = differences_panel([text.name for text in self.texts], groups, title=title, x_label="")
-        return paneled("demo", self.title, [replace(panel, size=(7.2, 4.0))])
+        """Perplexity of each reading at the end of each text."""
+        return paneled("demo", self.title, [self._panel(text) for text in self.texts])
+
+    def _panel(self, text: TextResult) -> Panel:
+        """Draw a bar for each reading, with the 95 percent interval of its difference to the best truncation."""
+        rows, best = text.rows, text.truncated
+        values = [math.exp(row.end) for row in rows]
+        colours = colours_for(row.name.split()[0] for row in rows)
+
+        def draw(axes: Any) -> None:
+            places = range(len(rows))
+            ends = [[math.exp(row.end + side * row.difference.margin) for row in rows] for side in (-1, 1)]
+            errors = [[abs(end - value) for end, value in zip(side, values, strict=True)] for side in ends]
+            axes.barh(places, values, color=colours, height=0.62, xerr=errors, error_kw={"ecolor": INK, "lw": 1.2})
+            axes.axvline(math.exp(best.end), color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED)
+            for place, value, end in zip(places, values, ends[1], strict=True):
+                axes.annotate(_number(value), (max(value, end), place), (5, 0), textcoords="offset points", va="center")
+            axes.set_yticks(places, [row.label for row in rows])
+            axes.tick_params(axis="y", length=0)
+            axes.invert_yaxis()
+            axes.margins(x=0.14)
+            axes.set_xlabel(f"perplexity at {self.spans[1]}; dashed: the best truncation")
+            draw_grid(axes, text.name, axis="x")
+
+        words = ", ".join(f"{row.label} {_number(value)}" for row, value in zip(rows, values, strict=True))
+        return Panel(draw, f"{text.name}: {words}", (5.2, 3.2))
 
     def _losses(self, text: TextResult) -> TextTable:
         rows = [
@@ -498,9 +525,9 @@ class DemoResult:
 
     def _answers(self) -> TextTable:
         text = self.texts[0]
-        rows = [[row.label, row.answer.split("\n")[0], "right" if row.is_right else "wrong"] for row in text.rows]
+        rows = [[row.label, row.answer.strip().split("\n")[0], "right" if row.is_right else "wrong"] for row in text.rows]
         return TextTable(
-            title=f"{text.name}: asked for the pass key, {ANSWER}, of its first tenth",
+            title=f"{text.name}: asked for the pass key {ANSWER}, hidden in its first tenth",
             header=["", "writes", ""],
             rows=rows,
             prose=True,
@@ -549,12 +576,12 @@ def sentences(result: DemoResult) -> list[str]:
 
 def _unpatched_sentence(result: DemoResult) -> str:
     ratios = [math.exp(text.rows[0].difference.mean) for text in result.texts]
-    times = all_of([f"{ratio:.2f} times on {text.name}" for ratio, text in zip(ratios, result.texts, strict=True)])
+    times = all_of([f"{ratio:.2f} times (on {text.name})" for ratio, text in zip(ratios, result.texts, strict=True)])
     fate = "it breaks" if max(ratios) > BROKEN else "it gets worse" if max(ratios) > WORSE else "it does not break"
     window = tokens_label(result.trained_length)
     return (
-        f"Unpatched, the model's perplexity at {result.spans[1]} is that of the best truncation {times}: {fate} "
-        f"beyond its {window} tokens."
+        f"Unpatched, the model's perplexity at {result.spans[1]} is {times} that of the best truncation: {fate} beyond "
+        f"its {window} tokens."
     )
 
 
@@ -579,7 +606,11 @@ def _answer_sentence(result: DemoResult) -> str:
     text = result.texts[0]
     asked = [*text.extended, text.rows[0], text.truncated]
     right, wrong = (
-        [f"{row.label} (which is not shown it)" if row is text.truncated else row.label for row in asked if row.is_right is is_right]
+        [
+            f"{row.label} (which lacks it)" if row is text.truncated else row.label
+            for row in asked
+            if row.is_right is is_right
+        ]
         for is_right in (True, False)
     )
     answers = f"{all_of(right) if right else 'no reading'} answered right"

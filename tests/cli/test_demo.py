@@ -191,7 +191,10 @@ def test_what_it_says_follows_what_it_measured() -> None:
         text = TextResult("long", tuple(rows), 512)
         return " ".join(sentences(DemoResult(TRAINED, 2 * TRAINED, 987, (text, replace(text, name="other")), {})))
 
-    assert "7.39 times on long and 7.39 times on other: it breaks beyond its 512" in said(2.0, 0.0)
+    assert (
+        "7.39 times (on long) and 7.39 times (on other) that of the best truncation: it breaks beyond its 512"
+        in said(2.0, 0.0)
+    )
     assert "it gets worse" in said(0.3, 0.0)
     assert "it does not break" in said(0.0, 0.0)
     assert "A longer window pays on long (YaRN +0.500 ± 0.010) and other (YaRN +0.500 ± 0.010)" in said(2.0, -0.5)
@@ -199,7 +202,7 @@ def test_what_it_says_follows_what_it_measured() -> None:
     assert "does not pay on long (YaRN -0.500 ± 0.010)" in said(2.0, 0.5)
     assert "inside the old one YaRN costs 0.030 nats" in said(2.0, 0.0)
     asked = "stands 987 tokens back on long, "
-    assert f"{asked}YaRN answered right; unpatched and last 512 (which is not shown it) did not." in said(2.0, 0.0)
+    assert f"{asked}YaRN answered right; unpatched and last 512 (which lacks it) did not." in said(2.0, 0.0)
     assert f"{asked}no reading answered right." in said(2.0, 0.0, answer="48 213")
 
 

@@ -267,25 +267,27 @@ def differences_panel(
         title: one line.
         x_label: what the columns are.
     """
-    most = [max(abs(difference.mean) for difference in differences) for _, _, differences in groups]
-    limit = max(0.3, 4 * min(most))
+    means = [[difference.mean for difference in differences] for _, _, differences in groups]
+    highest = [max(group) for group in means]
+    limit = max(0.3, 4 * min(max(map(abs, group)) for group in means), -4 * min(map(min, means)))
 
     def draw(axes: Any) -> None:
         colours = colours_for(method for method, _, _ in groups)
-        shown = [(*group, colour) for group, colour, value in zip(groups, colours, most, strict=True) if value <= limit]
-        hidden = [f"{label} {value:+.2f}" for (_, label, _), value in zip(groups, most, strict=True) if value > limit]
+        tops = list(zip(groups, colours, highest, strict=True))
+        shown = [(*group, colour) for group, colour, top in tops if top <= limit]
+        hidden = [f"{label} {top:+.2f}" for (_, label, _), _, top in tops if top > limit]
         axes.axhline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
         for index, (_, _, differences, colour) in enumerate(shown):
             shift = (index - (len(shown) - 1) / 2) * min(0.24, 0.6 / len(shown))
-            means, errors = [change.mean for change in differences], [change.margin for change in differences]
+            y, errors = [change.mean for change in differences], [change.margin for change in differences]
             x = [place + shift for place in range(len(differences))]
-            axes.errorbar(x, means, yerr=errors, fmt="o", ms=5, lw=1.6, color=colour)
+            axes.errorbar(x, y, yerr=errors, fmt="o", ms=5, lw=1.6, color=colour)
         axes.set_xlim(-0.6, len(columns) - 0.4)
         axes.set_xticks(range(len(columns)), columns, fontsize=9)
         axes.margins(y=0.15)
         _name_ends(axes, [(label, colour, differences[-1].mean) for _, label, differences, colour in shown])
         off = f"\noff the scale: {', '.join(hidden)}" if hidden else ""
-        axes.set_xlabel(f"{x_label}; below the line the older text helps{off}")
+        axes.set_xlabel(f"{x_label}{'; ' if x_label else ''}below the line the older text helps{off}")
         draw_grid(axes, title)
 
     words = [f"{label} {', '.join(map(str, differences))}" for _, label, differences in groups]
