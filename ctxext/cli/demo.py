@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
-import ctxext
+from ctxext.checkpoints.save import save
 from ctxext.cli.eval.common import cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -46,6 +46,7 @@ from ctxext.evaluation.statistics import PairedDifference, check_finite, documen
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, best_window
 from ctxext.methods import saved_class
+from ctxext.patching import patch, unpatch
 from ctxext.progress import StageBar, terminal
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.subject import base_model
@@ -376,7 +377,7 @@ def _measure(console: Console, demo: Demo) -> DemoResult:
 
 
 @dataclass(frozen=True)
-class Row:
+class TextReading:
     """One reading of one text.
 
     Args:
@@ -419,20 +420,20 @@ class TextResult:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[TextReading, ...]
     window: int
 
-    def of(self, name: str) -> Row:
+    def of(self, name: str) -> TextReading:
         """Return the row of one reading."""
         return next(row for row in self.rows if row.name == name)
 
     @property
-    def extended(self) -> list[Row]:
+    def extended(self) -> list[TextReading]:
         """The rows of methods."""
         return [row for row in self.rows[1:] if row.inside is not None]
 
     @property
-    def truncated(self) -> Row:
+    def truncated(self) -> TextReading:
         """The row of the best truncation."""
         return next(row for row in self.rows if row.label == f"last {tokens_label(self.window)}")
 
@@ -525,7 +526,9 @@ class DemoResult:
 
     def _answers(self) -> TextTable:
         text = self.texts[0]
-        rows = [[row.label, row.answer.strip().split("\n")[0], "right" if row.is_right else "wrong"] for row in text.rows]
+        rows = [
+            [row.label, row.answer.strip().split("\n")[0], "right" if row.is_right else "wrong"] for row in text.rows
+        ]
         return TextTable(
             title=f"{text.name}: asked for the pass key {ANSWER}, hidden in its first tenth",
             header=["", "writes", ""],
@@ -548,7 +551,7 @@ def summarised(demo: Demo) -> DemoResult:
             mine = losses[reader][place]
             [line] = [lines[job.key] for job in survey.jobs if job.reader is reader and job.passage is passage]
             rows.append(
-                Row(
+                TextReading(
                     name=reader.reading.name,
                     label=reader.reading.label,
                     inside=None if reader.window else mine[:scored].mean().item(),
@@ -636,7 +639,7 @@ def _write(result: DemoResult, output: Path) -> None:
 def _saved(checkpoint: Checkpoint, reading: Reading, directory: Path) -> str:
     """Save the checkpoint as a reading extends it, and say how to go on."""
     assert reading.method is not None
-    ctxext.patch(checkpoint.model, saved_class(reading.method["method"]).from_dict(reading.method))
-    ctxext.save(checkpoint.model, directory, tokenizer=checkpoint.tokenizer)
-    ctxext.unpatch(checkpoint.model)
+    patch(checkpoint.model, saved_class(reading.method["method"]).from_dict(reading.method))
+    save(checkpoint.model, directory, tokenizer=checkpoint.tokenizer)
+    unpatch(checkpoint.model)
     return f"Saved, extended by {reading.label}: {directory}. Go on: ctxext serve {directory}"

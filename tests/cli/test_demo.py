@@ -23,7 +23,7 @@ from ctxext.cli.demo import (
     DemoResult,
     Passage,
     ReadAndAnswer,
-    Row,
+    TextReading,
     TextResult,
     default_texts,
     read_and_answer,
@@ -181,7 +181,7 @@ def test_what_it_says_follows_what_it_measured() -> None:
 
     def said(unpatched: float, method: float, error: float = 0.01, answer: str = ANSWER) -> str:
         rows = [
-            Row(name, label, inside, 3.0 + gap, PairedDifference(gap, error, 512, 8), reply, 1.0)
+            TextReading(name, label, inside, 3.0 + gap, PairedDifference(gap, error, 512, 8), reply, 1.0)
             for name, label, inside, gap, reply in (
                 ("unpatched", "unpatched", 3.0, unpatched, "no"),
                 ("truncated 512", "last 512", None, 0.0, "no"),
