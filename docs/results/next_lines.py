@@ -6,7 +6,8 @@ Every text is cut at twice the trained window. A line counts if it lies among th
 and uses a name of six or more letters that stands somewhere before it, but not within one trained window before it. A
 method reads the whole text once; the unextended model reads the last window of it. Each then writes the line greedily
 from what stands before it, over the same cache, which is cut at the start of the line. Finished texts are kept in the
-output folder, so that the same command goes on after an interruption.
+output folder, so that the same command goes on after an interruption. A checkpoint that is extended already, for example one
+that was trained so, is read by its own method, and without it by the last window.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ctxext.cli.eval.common import Session
 from ctxext.cli.options import SourceOptions, grouped, run_script
 from ctxext.evaluation.statistics import grouped_difference
 from ctxext.files import write_whole
+from ctxext.methods import saved_class
 from ctxext.texts.documents import read_documents
 from scripts.bench import machine, markdown_table
 
@@ -164,13 +166,21 @@ def main(
     text: Annotated[Path, Option(help="A parquet file with the columns name and text.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished, and the table.")],
     documents: Annotated[int, Option("--documents", "-n", min=1, help="Texts, the first of the file.")] = 12,
-    method: Annotated[list[str] | None, Option("--method", "-m", help="Repeatable. Default: self_extend.")] = None,
+    method: Annotated[
+        list[str] | None, Option("--method", "-m", help="Repeatable. Default: the checkpoint's own, or self_extend.")
+    ] = None,
     most: Annotated[int, Option(min=1, help="Lines of a text, at most.")] = 25,
     source: SourceOptions,
 ) -> None:
     """Let each method and the last window complete lines, and print how well."""
     session = Session(source)
     model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
+    own = ctxext.describe(model).method
+    if own is not None:
+        ctxext.unpatch(model)
+    methods = {name: (name, {"factor": 2}) for name in method or (["self_extend"] if own is None else [])}
+    if own is not None:
+        methods[f"its own {own['method']}"] = (saved_class(own["method"]).from_dict(own), {})
     window = model.config.max_position_embeddings
     length = 2 * window
     path = output / "lines.jsonl"
@@ -186,11 +196,12 @@ def main(
         lines = far_lines(document.text[: offsets[-1][1]], offsets, window, most)
         if len(ids) < length or not lines:
             continue
-        for name in (cut_name, *(method or ["self_extend"])):
+        for name in (cut_name, *methods):
             if (document.name, name) not in done:
                 start, extended = time.monotonic(), name != cut_name
                 if extended:
-                    ctxext.patch(model, name, factor=2)
+                    chosen, settings = methods[name]
+                    ctxext.patch(model, chosen, **settings)
                 rows = write_lines(model, tokenizer, ids, lines, 0 if extended else length - window)
                 if extended:
                     ctxext.unpatch(model)
