@@ -6,8 +6,8 @@ Every text is cut at twice the trained window. A line counts if it lies among th
 and uses a name of six or more letters that stands somewhere before it, but not within one trained window before it. A
 method reads the whole text once; the unextended model reads the last window of it. Each then writes the line greedily
 from what stands before it, over the same cache, which is cut at the start of the line. Finished texts are kept in the
-output folder, so that the same command goes on after an interruption. A checkpoint that is extended already, for example one
-that was trained so, is read by its own method, and without it by the last window.
+output folder, so that the same command goes on after an interruption. A checkpoint that is extended already is
+read by its own method, and without it by the last window.
 """
 
 from __future__ import annotations
