@@ -197,7 +197,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
         if settings.merge and table is None:
             whole = with_all_weights(model, settings, output / "adapter")
-            ctxext.save(merged(whole), output / "merged", tokenizer=tokenizer)
+            lines = (f"* {when} training: {summary(found)}" for when, found in report["evaluation"].items() if found)
+            ctxext.save(merged(whole), output / "merged", tokenizer=tokenizer, results="\n".join(lines))
     for when, found in report["evaluation"].items():
         say(f"{when} training: {summary(found)}" if found else f"{when} training nothing was measured")
     kept = "model" if table else f"adapter{' and merged' if settings.merge else ''}"

@@ -142,7 +142,13 @@ def _refuse_gguf(path: Path, *, extending: bool) -> None:
 
 
 def export_config(
-    config: Any, *, to: str, served: Any = None, trust_remote_code: bool = False, guarded: bool = False
+    config: Any,
+    *,
+    to: str,
+    served: Any = None,
+    trust_remote_code: bool = False,
+    guarded: bool = False,
+    checked: bool = False,
 ) -> Export:
     """Export the extension that ``config`` holds.
 
@@ -152,6 +158,7 @@ def export_config(
         served: the config in the files, where it is another one.
         trust_remote_code: allow the code that it names to run.
         guarded: whether the files keep out whoever reads the fields of transformers 4.
+        checked: whether the config is known to be what its ``ctxext`` entry stands for, as ``patch`` has just made it.
 
     Raises:
         CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
@@ -161,9 +168,27 @@ def export_config(
         return longer
     if (alibi := _own_alibi(config, served)) is not None:
         return RUNTIMES[to].export_own_alibi(alibi)
-    exported = RUNTIMES[to].export(replace(_extension_of(config, served, trust_remote_code), guarded=guarded))
+    extension = read_extended(config, served) if checked else _extension_of(config, served, trust_remote_code)
+    exported = RUNTIMES[to].export(replace(extension, guarded=guarded))
     obeyed = tuple(str(field) for field in foreign_fields(config) if to in field.programs)
     return replace(exported, exact=False, notes=(*exported.notes, *obeyed)) if obeyed else exported
+
+
+def exports_of(config: Any, place: str, **known: bool) -> dict[str, Export | str]:
+    """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason.
+
+    Args:
+        config: the extended config.
+        place: where its checkpoint lies, for the commands.
+        **known: arguments of ``export_config``.
+    """
+    exports: dict[str, Export | str] = {}
+    for target in RUNTIMES:
+        try:
+            exports[target] = with_start(export_config(config, to=target, **known), place)
+        except IncompatibleError as error:
+            exports[target] = str(error)
+    return exports
 
 
 def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:

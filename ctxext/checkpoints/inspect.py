@@ -19,7 +19,7 @@ from ctxext.architectures.buckets import Buckets
 from ctxext.architectures.rope_replaced import TRAIN_FIRST
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
-from ctxext.checkpoints.export import export_config, with_start
+from ctxext.checkpoints.export import exports_of
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
@@ -27,7 +27,6 @@ from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
-from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import LLAMA, Description, RopeSpec
@@ -153,7 +152,12 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=_exports(config, os.fspath(place), trust_remote_code, keeps_old_readers_out(place, **location))
+        exports=exports_of(
+            config,
+            os.fspath(place),
+            trust_remote_code=trust_remote_code,
+            guarded=keeps_old_readers_out(place, **location),
+        )
         if extended
         else None,
         notes=_notes(config, model),
@@ -326,14 +330,3 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
         stock=description.stock,
         needs_training=method.needs_training or any(note.endswith(TRAIN_FIRST) for note in description.notes),
     )
-
-
-def _exports(config: Any, place: str, trust_remote_code: bool, guarded: bool) -> dict[str, Export | str]:
-    exports: dict[str, Export | str] = {}
-    for target in RUNTIMES:
-        try:
-            made = export_config(config, to=target, trust_remote_code=trust_remote_code, guarded=guarded)
-            exports[target] = with_start(made, place)
-        except IncompatibleError as error:
-            exports[target] = str(error)
-    return exports

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -15,6 +18,7 @@ from ctxext.adapters import ADAPTER_FILE, ENCODING_FILE, EXTENSION_FILE, save_ad
 from ctxext.architectures import find_architecture
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
+from ctxext.checkpoints.card import MODEL_CARD, write_card
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import REMOTE_MODULE
@@ -27,7 +31,7 @@ from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.rotary import require_as_patched
 from ctxext.surgery.subject import Subject, base_model, unwrapped
 
-MODEL_CARD = "README.md"
+HUB_OPTIONS = ("repo_id", "commit_message", "create_pr", "private", "token")
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 
 
@@ -37,6 +41,7 @@ def save(
     *,
     tokenizer: Any = None,
     remote_code: bool = False,
+    results: str | None = None,
     **saving: Any,
 ) -> None:
     """Save a model so that its extension cannot be lost.
@@ -56,13 +61,21 @@ def save(
         remote_code: write a module of four lines beside a whole model, by which programs that take a path load it as
             ``ctxext.load`` does: those that pass ``trust_remote_code=True`` to transformers, and have ctxext installed.
             Without that argument they refuse the checkpoint as they did.
-        **saving: arguments of ``save_pretrained``, such as ``max_shard_size`` or ``push_to_hub``.
+        results: what was measured of this model, as a report in Markdown (``-o report.md`` of the measuring commands):
+            it stands in the model card.
+        **saving: arguments of ``save_pretrained``, such as ``max_shard_size``. ``push_to_hub=True`` uploads what was
+            written, once it is whole, with ``repo_id`` (default the name of ``directory``), ``commit_message``,
+            ``create_pr``, ``private`` and ``token``.
+
+    The model card, README.md, says in a marked section how the model is extended, loaded and served. What else stands
+    in the card stays, here or on the hub.
 
     The files take their places when all of them are written: a full disk, or a kill, leaves no half of a checkpoint.
 
     Raises:
         PatchStateError: if the model is not extended, or its config or its rotary modules were changed since.
-        CheckpointError: if ``directory`` is a file, or cannot be written; what lay there before is as it was.
+        CheckpointError: if ``directory`` is a file, or cannot be written, or its model card cannot be read: what lay
+            there before is as it was. Or if the upload fails.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
             for ``remote_code`` beside an adapter.
@@ -75,8 +88,9 @@ def save(
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
     if tokenizer is not None:
         require_padding(inner, tokenizer)
-    if saving.get("push_to_hub"):
-        saving = {"repo_id": place.name} | saving
+    hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
+    hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
+    is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
     extension = inner.config.ctxext
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     if remote_code and adapted is not None:
@@ -85,23 +99,59 @@ def save(
     try:
         _require_unchanged(inner)  # which builds rotary modules from a config in a temporary file
         with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
+            if (place / MODEL_CARD).is_file():  # PEFT adds to it, too
+                shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
+            elif is_published:
+                _fetch_card(hub, half)
             if adapted is None:
                 _save_whole(inner, half, module, saving)
             else:
-                if (place / MODEL_CARD).is_file():  # PEFT adds to it
-                    shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
                 save_adapters(adapted, half, **saving)
+            write_card(
+                half,
+                inner,
+                name=hub["repo_id"] if is_published else place.name,
+                base=inner.name_or_path,
+                results=results,
+                adapter=adapted is not None,
+                trusted=remote_code,
+            )
             if tokenizer is not None:
                 longer = copy.deepcopy(tokenizer)
                 longer.model_max_length = max(longer.model_max_length, extension["target_length"])
                 longer.save_pretrained(half)
             raise_limits(place, half, extension["trained_length"], extension["target_length"])
+            written = [path.relative_to(half).as_posix() for path in half.rglob("*") if path.is_file()]
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"Could not save to {place}: {reason}. What lay there before is as it was. Make room, or take another "
             f"place."
         ) from error
+    if is_published:
+        _publish(place, written, hub)
+
+
+def _fetch_card(hub: dict[str, Any], directory: Path) -> None:
+    """Put the model card that is on the hub into a directory, if there is one."""
+    with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError):
+        shutil.copyfile(hf_hub_download(hub["repo_id"], MODEL_CARD, token=hub["token"]), directory / MODEL_CARD)
+
+
+def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:
+    """Upload these files of a directory, and nothing else that lies there."""
+    try:
+        api = HfApi(token=hub["token"])
+        repository = api.create_repo(hub["repo_id"], private=hub.get("private"), exist_ok=True).repo_id
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=place,
+            allow_patterns=files,
+            commit_message=hub.get("commit_message", "Upload model"),
+            create_pr=hub.get("create_pr", False),
+        )
+    except (OSError, HfHubHTTPError) as error:
+        raise CheckpointError(f"{place} is saved, but was not uploaded to {hub['repo_id']}: {error}") from error
 
 
 @own_defaults()

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save
@@ -77,6 +78,7 @@ def patch_checkpoint(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     chosen: dict[str, Any] | None = None,
+    results: str | None = None,
     **arguments: Any,
 ) -> Written:
     """Write an extended copy of a checkpoint directory, without loading its weights where they stay as they are.
@@ -94,6 +96,7 @@ def patch_checkpoint(
         trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
         progress: called with (bytes copied, bytes to copy) while weights are copied.
         chosen: how the method was found, as JSON values, which the config keeps beside it; see ``Choice.record``.
+        results: what was measured, for the model card; see ``ctxext.save``.
         **arguments: those of ``ctxext.patch``, the method's own parameters included.
 
     Raises:
@@ -104,7 +107,7 @@ def patch_checkpoint(
     """
     source, destination = Path(source), Path(destination)
     if source.suffix == ".gguf" and source.is_file():
-        return _unpacked(source, destination, method, link, chosen, arguments)
+        return _unpacked(source, destination, method, link, chosen, results, arguments)
     refuse_source(source)
     _refuse_destination(source, destination)
     contents = checked_contents(source)
@@ -130,6 +133,7 @@ def patch_checkpoint(
                 if is_rewritten:
                     _write_weights(source, partial, contents, method, arguments, trust_remote_code)
                 changed, limits = _write_small_files(source, partial, contents, extended, description)
+                write_card(partial, model, name=destination.name, base=str(source), results=results)
                 _prove_readable(partial, extended, trust_remote_code)
                 weights = [] if is_rewritten else contents.weights
                 linked, cloned = _place_weights(source, partial, weights, link, progress)
@@ -162,6 +166,7 @@ def _unpacked(
     method: str | Method | None,
     link: bool,
     chosen: dict[str, Any] | None,
+    results: str | None,
     arguments: dict[str, Any],
 ) -> Written:
     """Write an extended checkpoint of safetensors out of a GGUF file, its tokenizer included."""
@@ -175,7 +180,7 @@ def _unpacked(
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"The tokenizer in {source} cannot be read: {error}") from error
-    save(model, destination, tokenizer=tokenizer)
+    save(model, destination, tokenizer=tokenizer, results=results)
     description = describe_saved(model.config.ctxext, model.config.model_type)
     return Written(directory=destination, description=description, linked=0, cloned=0, copied=0, unpacked=True)
 

@@ -128,6 +128,15 @@ def patch(
         bool,
         Option("--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."),
     ] = False,
+    results: Annotated[
+        Path | None,
+        Option(
+            help="What was measured, for the model card: a report in Markdown, as -o report.md writes it.",
+            exists=True,
+            dir_okay=False,
+            show_default="none",
+        ),
+    ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -149,6 +158,7 @@ def patch(
             link=link,
             trust_remote_code=trust,
             progress=progress,
+            results=None if results is None else results.read_text(encoding="utf-8"),
             **extension.arguments(),
         )
     _print_json(written) if as_json else show_written(written)

@@ -132,6 +132,7 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
             choice.method,
             trust_remote_code=source.trust,
             chosen=choice.record,
+            results=choice.sentence,
             trained_length=asked.trained_length,
             sliding_window=asked.sliding_window,
         )

@@ -114,8 +114,8 @@ def test_weights_of_an_earlier_save_are_not_left_beside_the_new_ones(first: str,
     (tmp_path / "model/notes.md").write_text("mine")
     model = whole()
     ctxext.save(model, tmp_path / "model", max_shard_size=then)
-    ctxext.save(model, tmp_path / "fresh", max_shard_size=then)
-    assert contents(tmp_path / "model") == contents(tmp_path / "fresh") | {"notes.md": b"mine"}
+    ctxext.save(model, tmp_path / "fresh" / "model", max_shard_size=then)
+    assert contents(tmp_path / "model") == contents(tmp_path / "fresh" / "model") | {"notes.md": b"mine"}
     assert torch.equal(logits(ctxext.load(tmp_path / "model"), tokens()), logits(model, tokens()))
 
 

@@ -1,0 +1,125 @@
+"""Write the model card of an extended checkpoint: a marked section of README.md, and the metadata that the hub reads.
+
+The rest of a card is the user's, or the base model's, and stays.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import yaml
+from huggingface_hub import RepoCard
+from transformers import PreTrainedModel
+
+from ctxext.checkpoints.export import exports_of
+from ctxext.errors import CheckpointError
+from ctxext.methods import known_methods
+from ctxext.patching import describe_saved
+from ctxext.saved import saved_sides
+
+MODEL_CARD = "README.md"
+BEGIN, END = "<!-- ctxext: written anew whenever the checkpoint is saved -->", "<!-- /ctxext -->"
+MARKED = re.compile(rf"\n*{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
+
+
+def write_card(
+    directory: Path,
+    model: PreTrainedModel,
+    *,
+    name: str,
+    base: str = "",
+    results: str | None = None,
+    adapter: bool = False,
+    trusted: bool = False,
+) -> None:
+    """Say in the model card of a directory how its model is extended, what was measured, and how to load and serve it.
+
+    Args:
+        directory: a card that lies there keeps all but the marked section; its metadata are added to.
+        model: extended; on the meta device too.
+        name: of the checkpoint in commands, on the hub or here.
+        base: where the model was loaded from; named if that is on the hub.
+        results: a report in Markdown, as the measuring commands write it.
+        adapter: whether the directory holds an adapter of the model.
+        trusted: whether a module beside the weights lets transformers load it where code is trusted.
+
+    Raises:
+        CheckpointError: the metadata of the card cannot be read.
+    """
+    path = directory / MODEL_CARD
+    card = _read(path)
+    sections = [
+        _description(model),
+        _loading(model, name, adapter, trusted),
+        _serving(model, name) if not adapter else "",
+        _measured(results) if results else "",
+    ]
+    section = "\n\n".join(filter(None, [BEGIN, "## Longer context", *sections, END]))
+    before, after = (part.strip("\n") for part in (*MARKED.split(card.text, maxsplit=1), "")[:2])
+    card.text = "\n\n".join(filter(None, [before or f"# {name}", section, after])) + "\n"
+    saved = model.config.ctxext
+    methods = {side["method"]["method"] for side in saved_sides(saved).values() or (saved,)}
+    tags = card.data.get("tags") or []
+    others = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag not in {"ctxext", *known_methods()}]
+    card.data["tags"] = [*others, "ctxext", *sorted(methods)]
+    if adapter or not (trusted or describe_saved(saved, "").stock):
+        card.data["library_name"] = "ctxext"  # the hub shows how to load it with the library that is named
+    elif card.data.get("library_name") == "ctxext":
+        card.data["library_name"] = "transformers"
+    if on_hub := _name_on_hub(base):
+        card.data["base_model"] = on_hub
+    card.save(path)
+
+
+def _read(path: Path) -> RepoCard:
+    """Read a card; its metadata as they stand, since a table of results that the hub rejects is not ours to drop."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return RepoCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}")
+    except (yaml.YAMLError, ValueError) as error:
+        raise CheckpointError(f"The metadata at the top of {path.name} cannot be read: {error}. Mend them.") from error
+
+
+def _description(model: PreTrainedModel) -> str:
+    return f"```text\n{describe_saved(model.config.ctxext, model.config.model_type)}\n```"
+
+
+def _loading(model: PreTrainedModel, name: str, adapter: bool, trusted: bool) -> str:
+    kind = type(model)
+    lines = ["import ctxext", "", f"model = ctxext.load({json.dumps(name)})"]
+    if not adapter and describe_saved(model.config.ctxext, "").stock and kind.__module__.startswith("transformers."):
+        loaded = f"model = {kind.__name__}.from_pretrained({json.dumps(name)})"
+        lines = [f"from transformers import {kind.__name__}", "", loaded]
+    if trusted:
+        lines.append("# or, in a program that takes a path, with ctxext installed: trust_remote_code=True")
+    return "\n".join(["Load it:", "", "```python", *lines, "```"])
+
+
+def _serving(model: PreTrainedModel, name: str) -> str:
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        return ""
+    exports = exports_of(model.config, name, checked=True)
+    commands = [
+        f"{export.command}  # {target}"
+        for target, export in exports.items()
+        if not isinstance(export, str) and export.exact
+    ]
+    return "\n".join(["Serve it:", "", "```bash", shlex.join(["ctxext", "serve", name]), *commands, "```"])
+
+
+def _measured(results: str) -> str:
+    """Return a report as a part of the section: under its heading, without pictures, which lie elsewhere."""
+    lines = [re.sub(r"^(#+) ", r"##\1 ", line) for line in MARKED.sub("", results).splitlines()]
+    text = "\n".join(line for line in lines if not line.startswith("!["))
+    return "Measured:\n\n" + re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _name_on_hub(place: str) -> str | None:
+    """Return the name on the hub of what was loaded from ``place``; None for anything local but the hub's own cache."""
+    for part in Path(place).parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return place if re.fullmatch(r"[\w.-]+/[\w.-]+", place) and not Path(place).exists() else None
