@@ -257,6 +257,7 @@ def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     saved = json.loads((tmp_path / "extended" / "config.json").read_text(encoding="utf-8"))
     assert saved["ctxext"]["method"] == found["method"] == YaRN.from_dict(found["method"]).to_dict()
     assert saved["ctxext"]["chosen"] == found["record"]
+    assert found["sentences"][0] in (tmp_path / "extended" / "README.md").read_text(encoding="utf-8")
     assert saved["ctxext"]["chosen"]["texts_sha256"] == found["provenance"]["corpus_sha256"]
     assert saved["rope_parameters"] == found["rope_parameters"]
     again = ctxext.load(tmp_path / "extended")

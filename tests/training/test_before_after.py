@@ -33,7 +33,8 @@ def by_position(model: Any, texts: list[Tensor], first: int, stop: int) -> float
 
 @pytest.mark.slow
 def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_path: Path) -> None:
-    given = settings("--evaluation.text", str(corpus), "--evaluation.lengths", "96", "128", "--factor", "8", *PASSKEY)
+    measured = ("--evaluation.text", str(corpus), "--evaluation.lengths", "96", "128", "--factor", "8", *PASSKEY)
+    given = settings(*measured, "--merge")
     recipe.finetune(given)
     report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     plain = load_checkpoint(given.checkpoint, dtype="fp32")
@@ -61,6 +62,8 @@ def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_pat
         window = min(cut, key=cut.__getitem__)
         assert f"beat the best truncation, feeding only the last {window} tokens?" in found["perplexity"]["answer"]
         assert [(cell["length"], cell["trials"]) for cell in found["passkey"]["cells"]] == [(400, 2)]
+        card = (tmp_path / "run" / "merged" / "README.md").read_text(encoding="utf-8")
+        assert f"\n* {when} training: {found['perplexity']['answer']}" in card
     before, after = (report["evaluation"][when]["perplexity"]["readings"][-1] for when in ("before", "after"))
     assert before["in_window"]["mean"] != after["in_window"]["mean"]
 
