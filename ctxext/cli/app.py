@@ -21,6 +21,7 @@ from ctxext.cli.heads import heads
 from ctxext.cli.lab import lab_app
 from ctxext.cli.options import (
     Checkpoint,
+    CopyOptions,
     DemoOptions,
     ExtensionOptions,
     Json,
@@ -124,19 +125,7 @@ def patch(
         ),
     ],
     extension: ExtensionOptions,
-    link: Annotated[
-        bool,
-        Option("--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."),
-    ] = False,
-    results: Annotated[
-        Path | None,
-        Option(
-            help="What was measured, for the model card: a report in Markdown, as -o report.md writes it.",
-            exists=True,
-            dir_okay=False,
-            show_default="none",
-        ),
-    ] = None,
+    copy: CopyOptions,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -155,10 +144,10 @@ def patch(
             source,
             destination,
             method,
-            link=link,
+            link=copy.link,
             trust_remote_code=trust,
             progress=progress,
-            results=None if results is None else results.read_text(encoding="utf-8"),
+            results=None if copy.results is None else copy.results.read_text(encoding="utf-8"),
             **extension.arguments(),
         )
     _print_json(written) if as_json else show_written(written)

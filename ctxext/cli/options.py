@@ -236,6 +236,23 @@ class ExtensionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyOptions:
+    """Contents of an extended copy of a checkpoint, beside its config."""
+
+    link: bool = option(
+        "Hard-link the weights: no space, but what writes into DST then writes into SRC.",
+        "--link/--copy",
+        default=False,
+    )
+    results: Path | None = option(
+        "What was measured, for the model card: a report in Markdown, as -o report.md writes it.",
+        exists=True,
+        dir_okay=False,
+        show_default="none",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MethodOptions:
     """Extensions to measure, and the lengths to measure them at."""
 
