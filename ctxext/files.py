@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 from ctxext.errors import CheckpointError
 
@@ -269,6 +269,11 @@ def read_json_as(path: Path, kind: type, expected: str) -> Any:
     if not isinstance(content, kind):
         raise CheckpointError(f"{path} should hold {expected}; found {json.dumps(content)[:40]}.")
     return content
+
+
+def is_choice(method: object) -> TypeGuard[str]:
+    """Return whether ``method`` is the path of a ``choice.json`` (``ctxext choose``), which ``method_in`` reads."""
+    return isinstance(method, str) and method.endswith(".json")
 
 
 def digest(content: str | bytes) -> str:

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.files import nearest_name, refuse_destination, refuse_missing, refuse_no_source
-from ctxext.quantities import parse_budget, parse_bytes
-from ctxext.registry import method_names, runtime_names
+from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_source
+from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
+from ctxext.registry import method_names, method_parameters, runtime_names
 
 BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
 # Kinds of devices that torch has names of.
@@ -35,6 +35,9 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
         for each in value if isinstance(value, list | tuple) else [value]:
             if each is not None:
                 check(each)
+    method, parameters = given.get("method"), parameters_said(given.get("param") or ())
+    if isinstance(method, str):  # what has an option of its own is told from that one
+        refuse_unknown_parameters(method, [name for name in parameters if name not in given])
 
 
 def refuse_unknown(kind: str, names: Iterable[str] | None, known: Collection[str]) -> None:
@@ -48,12 +51,21 @@ def refuse_unknown_method(words: str) -> None:
     """Refuse a method, perhaps with parameters, that is neither in the folder of methods nor registered.
 
     Raises:
-        UnknownNameError: with the nearest name.
+        UnknownNameError: with the nearest name of a method, or of a parameter of it.
+        InvalidParameterError: a parameter that is not KEY=VALUE.
     """
-    name = words.split()[0] if words.split() else words
+    if words in BESIDE_METHODS or is_choice(words):
+        return
+    name, parameters = method_said(words)
     known = {*method_names(), *getattr(sys.modules.get("ctxext.methods"), "METHODS", ())}
-    if name not in BESIDE_METHODS and not name.endswith(".json"):
-        refuse_unknown("method", [name], known)
+    refuse_unknown("method", [name], known)
+    refuse_unknown_parameters(name, parameters)
+
+
+def refuse_unknown_parameters(method: str, parameters: Iterable[str]) -> None:
+    """Raise ``UnknownNameError`` for the first of some parameters that a method of ctxext's own does not have."""
+    if parameters and (known := method_parameters(method)) is not None:
+        refuse_unknown(f"{method} parameter", parameters, known)
 
 
 def _refuse_unknown_runtime(name: str) -> None:

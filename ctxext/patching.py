@@ -510,7 +510,7 @@ def resolve(
     parameters: dict[str, Any],
 ) -> Method:
     """Turn what the user wrote into one method object, or say which two things contradict each other."""
-    if not isinstance(chosen, Method) and is_choice(chosen):
+    if isinstance(chosen, str) and chosen not in METHODS and is_choice(chosen):
         chosen = method_in(chosen)
     if isinstance(chosen, Method):
         given = {"factor": factor, "target_length": target_length, **parameters}

@@ -19,6 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from ctxext.errors import LeftOutWarning
 
@@ -87,9 +88,11 @@ class StageBar:
     """
 
     def __init__(self, console: Console, total: float, *, report: bool = False) -> None:
-        stage = TextColumn("{task.description:<24}", markup=False)
-        columns = (SpinnerColumn(), stage, BarColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True)
+        # A long stage gives way to the bar and the times, which take 45 columns.
+        name = Column(min_width=24, max_width=max(24, console.width - 45), no_wrap=True, overflow="ellipsis")
+        stage = TextColumn("{task.description}", markup=False, table_column=name)
+        times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
+        self._bar = Progress(SpinnerColumn(), stage, BarColumn(20), *times, console=console, transient=True)
         self._task = self._bar.add_task("", total=total)
         self._report = report
         self._stage: tuple[str, float] | None = None

@@ -1,11 +1,15 @@
-"""Amounts as users write them: bytes of memory, and the time or the passes that a choice may take."""
+"""Amounts and methods as users write them: bytes of memory, time or passes to take, a method with its parameters."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import InvalidParameterError, shown
 
 BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
@@ -50,3 +54,62 @@ def parse_budget(given: str | float | None) -> Budget:
         f"A budget is written like 30min, 2h or 90s, or in passes over the target length, like '25 passes'; found "
         f"{given!r}."
     )
+
+
+class Word(str):
+    """Text of a parameter's value from a command line, which ``Parameter.checked`` converts."""
+
+
+def method_said(text: str) -> tuple[str, dict[str, Word]]:
+    """Parse ``name key=value ...``, split as a shell does, into a method's name and its parameters.
+
+    Raises:
+        InvalidParameterError: as ``parameters_said``, and for a quote that is not closed.
+    """
+    try:
+        name, *rest = shlex.split(text) or [""]
+    except ValueError as error:
+        raise InvalidParameterError(f"The method {shown(text)} cannot be read: {str(error).lower()}.") from error
+    return name, parameters_said(rest)
+
+
+def parameters_said(texts: Iterable[str]) -> dict[str, Word]:
+    """Parse several ``KEY=VALUE`` of a command line, see ``parameter_of``.
+
+    Raises:
+        InvalidParameterError: as ``parameter_of``, and if a parameter is given twice.
+    """
+    parameters: dict[str, Word] = {}
+    for text in texts:
+        name, value = parameter_of(text)
+        if name in parameters:
+            raise InvalidParameterError(f"{name} is given twice, as {parameters[name]} and as {value}. Give it once.")
+        parameters[name] = value
+    return parameters
+
+
+def parameter_of(text: str) -> tuple[str, Word]:
+    """Parse ``KEY=VALUE`` of a command line, or ``KEY=@FILE.json``, which takes the value from a file.
+
+    Raises:
+        InvalidParameterError: if the text has another form, or the file cannot be read or is not JSON.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise InvalidParameterError(f"--param must be KEY=VALUE, such as beta_fast=64; found {shown(text)}.")
+    if value.startswith("@"):
+        path = Path(value[1:])
+        if not path.is_file():
+            raise InvalidParameterError(f"--param {key}: there is no file {path}.")
+        try:
+            value = path.read_text(encoding="utf-8")
+            json.loads(value)
+        except OSError as error:
+            raise InvalidParameterError(f"--param {key}: cannot read the file {path}: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameterError(f"--param {key}: the file {path} is not JSON: {error}.") from error
+    try:
+        quoted = json.loads(value)
+    except (ValueError, RecursionError):
+        quoted = None
+    return key, Word(quoted if isinstance(quoted, str) else value)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+METHODS = ("methods", "laboratory/encodings")
 
 
 def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
@@ -38,7 +41,36 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
 
 def method_names(incomplete: str = "") -> list[str]:
     """Return the names of methods that begin so; torch, which their files import, is not imported for that."""
-    return sorted([*_names_in("methods", incomplete), *_names_in("laboratory/encodings", incomplete)])
+    return sorted(name for folder in METHODS for name in _names_in(folder, incomplete))
+
+
+def method_parameters(name: str) -> set[str] | None:
+    """Return the names of a method's parameters by the source, which is not imported; None for no method of ours."""
+    classes = _classes()
+    family = [kind for kind in classes.values() if _annotated(kind, is_field=False).get("name") == name]
+    if not family:
+        return None
+    for kind in family:  # grows by the bases of each
+        family += [classes[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in classes]
+    return {field for kind in family for field in _annotated(kind, is_field=True)}
+
+
+@cache
+def _classes() -> dict[str, ast.ClassDef]:
+    """Return the classes in the files of methods, none of which is imported."""
+    files = (file for folder in METHODS for file in (Path(__file__).parent / folder).glob("*.py"))
+    nodes = (node for file in files for node in ast.parse(file.read_text("utf-8")).body)
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _annotated(kind: ast.ClassDef, *, is_field: bool) -> dict[str, Any]:
+    """Return the fields of a dataclass, or its class variables, each with its value where that is a constant."""
+    items = (item for item in kind.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name))
+    return {
+        ast.unparse(item.target): getattr(item.value, "value", None)
+        for item in items
+        if ast.unparse(item.annotation).startswith("ClassVar") != is_field
+    }
 
 
 def runtime_names(incomplete: str = "") -> list[str]:

@@ -20,6 +20,7 @@ from ctxext.errors import CtxextError, InvalidParameterError, require_package
 from ctxext.files import refuse_read_only, whole_file, write_whole
 from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
+from ctxext.quantities import parameters_said
 from ctxext.registry import method_names
 from ctxext.texts.documents import require_sources
 
@@ -198,7 +199,11 @@ Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionOptions:
-    """Reach of one method, and its parameters."""
+    """Reach of one method, and its parameters.
+
+    Raises:
+        InvalidParameterError: for a ``--param`` that has an option of its own.
+    """
 
     factor: float | None = option(
         "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target needs"
@@ -219,20 +224,14 @@ class ExtensionOptions:
         show_default="the method's",
     )
 
+    def __post_init__(self) -> None:
+        for name in sorted(vars(self).keys() & parameters_said(self.param or []).keys()):
+            raise InvalidParameterError(f"{name} is not a --param; give it as --{name.replace('_', '-')}.")
+
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``ctxext.patch`` beside the method.
-
-        Raises:
-            InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
-        """
-        from ctxext.methods.parameters import parameters_said
-
+        """Return the arguments of ``ctxext.patch`` beside the method."""
         arguments = {name: value for name, value in vars(self).items() if name != "param"}
-        parameters = parameters_said(self.param or [])
-        taken = sorted(arguments.keys() & parameters.keys())
-        if taken:
-            raise InvalidParameterError(f"{taken[0]} is not a --param; give it as --{taken[0].replace('_', '-')}.")
-        return arguments | parameters
+        return arguments | parameters_said(self.param or [])
 
 
 @dataclass(frozen=True, kw_only=True)

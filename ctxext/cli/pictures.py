@@ -260,11 +260,12 @@ def _text_of(given: str) -> str:
 
 
 def _write_picture(output: Path, picture: Picture, *, quiet: bool = False) -> None:
-    """Write a file that takes the place of ``output`` when it is whole."""
+    """Write a file that takes the place of ``output`` when it is whole, and say so where there was one before."""
+    earlier = os.path.lexists(output)
     try:
         with whole_file(output) as half:
             picture.save(half)
     except OSError as error:
         raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
-    if not quiet:
-        typer.echo(f"Wrote {output}")
+    if earlier or not quiet:
+        typer.echo(f"Wrote {output}{', in place of an earlier file' if earlier else ''}", err=quiet)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.sinusoid import Sinusoids, usable_methods
 from ctxext.architectures.table import LearnedTable
-from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError, shown
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.provenance import versions
@@ -43,9 +42,10 @@ from ctxext.methods import (
     method_in,
     saved_class,
 )
-from ctxext.methods.parameters import checked_tokens, parameters_said
+from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
+from ctxext.quantities import method_said
 from ctxext.saved import already_extended, choices
 from ctxext.spec import AlibiSpec, Description, RopeSpec
 from ctxext.surgery.subject import Subject, base_model
@@ -378,15 +378,11 @@ def named_method(text: str, factor: float) -> Method:
         UnknownNameError: an unknown method or parameter.
         InvalidParameterError: a value out of range.
     """
-    try:
-        name, *rest = shlex.split(text) or [""]
-    except ValueError as error:
-        problem = str(error).lower()
-        raise InvalidParameterError(f"The method {shown(text)} cannot be read: {problem}.") from error
+    name, parameters = method_said(text)
     if method_class(name) is None:
         raise UnknownNameError.of("method", name, known_methods())
-    parameters: dict[str, Any] = {"factor": factor, **parameters_said(rest)}
-    return patching.method(name, **parameters)
+    arguments: dict[str, Any] = {"factor": factor, **parameters}
+    return patching.method(name, **arguments)
 
 
 def name_for(method: Method) -> str:

@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any, cast
 
+from ctxext.files import is_choice
 from ctxext.methods.base import (
     METHODS,
     BiasMethod,
@@ -17,7 +18,6 @@ from ctxext.methods.base import (
     Method,
     RopeMethod,
     TableMethod,
-    is_choice,
     known_methods,
     method_class,
     method_in,

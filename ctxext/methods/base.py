@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -255,11 +255,6 @@ def saved_class(name: str) -> type[Method]:
         f"own, import it and register it first: ctxext.methods.METHODS[{name!r}] = YourClass. Otherwise it belongs to "
         f"another version of ctxext. Install the one that the checkpoint's config names under ctxext.versions."
     )
-
-
-def is_choice(method: object) -> TypeGuard[str]:
-    """Return whether ``method`` is the path of a ``choice.json`` (``ctxext choose``), which ``method_in`` reads."""
-    return isinstance(method, str) and method.endswith(".json")
 
 
 def method_in(path: str | Path) -> Method:

@@ -15,12 +15,11 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ctxext.errors import InvalidParameterError, shown
+from ctxext.quantities import Word
 
 MOST = 10**6
 """Largest value of a parameter whose ``Range`` names no other."""
@@ -35,10 +34,6 @@ MOST_ROWS = 2**24
 """Longest table of positions, in rows."""
 
 YES, NO, NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, {"none", "null"}
-
-
-class Word(str):
-    """Text of a parameter's value from a command line, which ``Parameter.checked`` converts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,45 +257,3 @@ def checked_rows(method: str, rows: int) -> int:
             f"target of {rows:,} tokens. Take a smaller factor."
         )
     return rows
-
-
-def parameters_said(texts: Iterable[str]) -> dict[str, Word]:
-    """Parse several ``KEY=VALUE`` of a command line, see ``parameter_of``.
-
-    Raises:
-        InvalidParameterError: as ``parameter_of``, and if a parameter is given twice.
-    """
-    parameters: dict[str, Word] = {}
-    for text in texts:
-        name, value = parameter_of(text)
-        if name in parameters:
-            raise InvalidParameterError(f"{name} is given twice, as {parameters[name]} and as {value}. Give it once.")
-        parameters[name] = value
-    return parameters
-
-
-def parameter_of(text: str) -> tuple[str, Word]:
-    """Parse ``KEY=VALUE`` of a command line, or ``KEY=@FILE.json``, which takes the value from a file.
-
-    Raises:
-        InvalidParameterError: if the text has another form, or the file cannot be read or is not JSON.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise InvalidParameterError(f"--param must be KEY=VALUE, such as beta_fast=64; found {shown(text)}.")
-    if value.startswith("@"):
-        path = Path(value[1:])
-        if not path.is_file():
-            raise InvalidParameterError(f"--param {key}: there is no file {path}.")
-        try:
-            value = path.read_text(encoding="utf-8")
-            json.loads(value)
-        except OSError as error:
-            raise InvalidParameterError(f"--param {key}: cannot read the file {path}: {error.strerror}.") from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidParameterError(f"--param {key}: the file {path} is not JSON: {error}.") from error
-    try:
-        quoted = json.loads(value)
-    except (ValueError, RecursionError):
-        quoted = None
-    return key, Word(quoted if isinstance(quoted, str) else value)

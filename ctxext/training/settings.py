@@ -25,8 +25,8 @@ from pydantic import (
 )
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.files import refuse_read_only
-from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method
+from ctxext.files import is_choice, refuse_read_only
+from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
 from ctxext.texts.documents import require_sources
 
 Retrieval = Literal["keys", "copies", "chains"]
@@ -82,7 +82,7 @@ class ExtensionSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _chosen(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not str(given.get("method")).endswith(".json"):
+        if not isinstance(given, dict) or not is_choice(given.get("method")):
             return given
         from ctxext.methods import method_in  # here: it imports torch, before which other mistakes are told
 
@@ -425,6 +425,7 @@ def refuse_mistakes(settings: Settings) -> None:
         CtxextError: an unknown method, a checkpoint or a text that is missing, or an output that cannot be written.
     """
     refuse_unknown_method(settings.extension.method)
+    refuse_unknown_parameters(settings.extension.method, settings.extension.parameters)
     if settings.checkpoint is not None:
         refuse_no_checkpoint(settings.checkpoint)
     require_sources([*settings.data.train, *settings.evaluation.text])

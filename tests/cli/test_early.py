@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +27,7 @@ from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
 from ctxext.methods import METHODS, known_methods
 from ctxext.mistakes import DEVICES, refuse_no_checkpoint, refuse_unknown_method
-from ctxext.registry import method_names
+from ctxext.registry import method_names, method_parameters
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
@@ -50,6 +51,11 @@ MISSING = "Cannot read the text './no.txt'"
 # The command line, in which HERE is a checkpoint, and what is said of it.
 MISTAKES = {
     "patch HERE out -m yran -f 2": "Did you mean 'yarn'?",
+    f"patch HERE out {YARN} -p betafast=1": "Unknown yarn parameter 'betafast'. Did you mean 'beta_fast'?",
+    f"patch HERE out {YARN} -p beta_fast": "--param must be KEY=VALUE",
+    f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice",
+    "patch HERE out -m longrope -f 2 -p short_factor=@no.json": "there is no file no.json",
+    f"patch HERE out {YARN} -p trained_length=4": "give it as --trained-length",
     "patch HERE out -m yarn -f 0.5": "factor must be a finite number, at least 1, found 0.5",
     f"patch /no/where out {YARN}": "There is no directory /no/where",
     f"patch HERE HERE {YARN}": "already exists and is never overwritten",
@@ -80,6 +86,8 @@ MISTAKES = {
     "eval perplexity HERE --memory 2": "An amount of memory needs a unit, such as 2GiB",
     "eval compare HERE -m yarn --method yran": "Did you mean 'yarn'?",
     "eval compare HERE -m 'yran ramp=turns'": "Did you mean 'yarn'?",
+    "eval compare HERE -m 'yarn rampe=turns'": "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?",
+    "eval compare HERE -m 'yarn \"'": "cannot be read: no closing quotation",
     "eval compare HERE -o HERE/config.json/report": "HERE/config.json is a file and no directory",
     "eval compare HERE -t ./no.txt": MISSING,
     "eval passkey HERE -m selfextend": "Did you mean 'self_extend'?",
@@ -105,6 +113,7 @@ MISTAKES = {
     "lab run -o HERE/config.json": "HERE/config.json is a file and no directory",
     "show yran": "Did you mean 'yarn'?",
     "show yarn -o x.xls": OUTPUT,
+    "show 'fire widht=3'": "Unknown fire parameter 'widht'. Did you mean 'width'?",
     "show yarn --model /no/where": "There is no checkpoint at /no/where",
     "show yarn --text no.txt": "there is no such file",
     "plot frequencies HERE -m yran": "Did you mean 'yarn'?",
@@ -182,6 +191,12 @@ def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None
     assert {*TASKS} == {"text", *PUZZLES}
     assert {*BASELINES} == {name for name, subject in subjects().items() if subject.kind in ("rotation", "recurrent")}
     assert {*DEVICES} >= {"cpu", "cuda"}
+
+
+def test_parameters_are_read_from_the_source_as_the_classes_have_them() -> None:
+    found = {name: method_parameters(name) for name in known_methods()}
+    assert found == {name: {field.name for field in fields(kind)} for name, kind in known_methods().items()}
+    assert method_parameters("mine") is None
 
 
 def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +288,7 @@ GOOD = {
         (["--data.train", "./no.txt"], "Cannot read the text './no.txt'"),
         (["--evaluation.text", "./no.txt"], "Cannot read the text './no.txt'"),
         (["--method", "yran"], "Did you mean 'yarn'?"),
+        (["--extension.parameters.rampe", "turns"], "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?"),
         (["--checkpoint", "/no/where"], "There is no checkpoint at /no/where"),
         (["--data.trian", "text.txt"], "Did you mean 'data.train'?"),
         (["--dtype", "fp33"], "found 'fp33'"),

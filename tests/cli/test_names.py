@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from ctxext.choosing import budget, choose
 from ctxext.evaluation.report.figures import Figure
 from ctxext.evaluation.report.markdown import code, escaped, table
-from ctxext.evaluation.report.page import Code, Heading, Headline, Page, TextTable
+from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, TextTable
 from ctxext.methods import YaRN
 from ctxext.progress import StageBar, terminal
 from ctxext.texts.documents import Document
@@ -170,6 +171,29 @@ def test_a_bar_and_a_figure_show_a_name_as_it_is(name: str, tmp_path: Path) -> N
     labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
     assert "100,000" in labels
     assert not any("math" in label for label in labels)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_bar_keeps_its_times_beside_a_long_name(width: int) -> None:
+    written = io.StringIO()
+    name = "YaRN (attention_factor=1.020273, divisor=1.5), text32k, part 1, 512 tokens"
+    with StageBar(terminal(file=written, width=width, force_terminal=True, color_system=None), 2.0) as bar:
+        bar(name, 1.0)
+        bar._bar.refresh()
+    line = max(re.sub(r"\x1b\[[\d?;]*[a-zA-Z]", "", written.getvalue()).split("\r"), key=len).rstrip()
+    assert len(line) <= width
+    assert re.search(r"YaRN .*\W+ 0:00:00 -:--:-- left$", line)
+    assert ("…" in line) is (width < 120)
+
+
+def test_a_table_does_not_part_a_number_from_its_error() -> None:
+    rows = [["YaRN (attention_factor=1.020273, divisor=1.5)", "-0.044 ± 0.006", "0.051 ± 0.016", NONE, "worse here"]]
+    console = terminal(record=True, width=60)
+    console.print(TextTable(header=["", "inside the window", "beyond", "end", "came to"], rows=rows).for_terminal())
+    shown = console.export_text()
+    assert "-0.044 ± 0.006  0.051 ± 0.016" in shown
+    assert max(map(len, shown.splitlines())) <= 60
+    assert "worse here" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("name", NAMES)

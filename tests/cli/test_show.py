@@ -49,6 +49,18 @@ def test_a_picture_of_each_kind(cli: Cli, tmp_path: Path, asked: str) -> None:
     assert place.stat().st_size > 20_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_an_earlier_picture_is_not_replaced_silently(cli: Cli, tmp_path: Path, more: tuple[str, ...]) -> None:
+    place = tmp_path / "picture.png"
+    place.write_bytes(b"mine")
+    said = cli("show", "yarn", "-f", 2, "-o", place, *more)
+    assert f"Wrote {place}, in place of an earlier file\n" in (said.stderr if more else said.stdout)
+    assert place.read_bytes() != b"mine"
+    if more:
+        json.loads(said.stdout)
+
+
 def test_numbers_without_a_picture(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = json.loads(cli("show", "yarn", "--model", llama, "--json").stdout)

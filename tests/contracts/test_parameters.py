@@ -19,7 +19,8 @@ import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation.readings import named_method
 from ctxext.methods import METHODS, Method, known_methods
-from ctxext.methods.parameters import MOST, Parameter, parameter_of, parameters_of
+from ctxext.methods.parameters import MOST, Parameter, parameters_of
+from ctxext.quantities import parameter_of
 from ctxext.spec import RopeSpec
 from tests._models import tiny
 

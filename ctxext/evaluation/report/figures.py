@@ -147,7 +147,8 @@ def saved_figure(file: Path | BytesIO, size: tuple[float, float], title: str) ->
 
     with matplotlib.rc_context(STYLE):
         canvas = figure.Figure(figsize=size, layout="constrained")
-        canvas.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        lines = textwrap.fill(title, int(9.5 * size[0]), break_on_hyphens=False)
+        canvas.suptitle(lines, x=0.012, ha="left", fontsize=12, fontweight="bold")
         yield canvas
         _without_formulas(canvas)
         canvas.savefig(file, dpi=160, format="png")

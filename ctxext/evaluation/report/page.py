@@ -6,6 +6,8 @@ import base64
 import html
 import io
 import itertools
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,9 @@ from ctxext.version import __version__
 FIGURES = "figures"  # the folder of a report's pictures
 NONE = "\N{EN DASH}"
 """Cell of a table where nothing was measured."""
+
+
+DIFFERENCE = re.compile(r"[-+]?[\d.,]+ ± [\d.,]+")
 
 
 class Heading(str):
@@ -64,7 +69,15 @@ class TextTable:
         """Return the table, without title and caption, as rich prints it."""
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
         for index, name in enumerate(self.header):
-            shown.add_column(name, justify="right" if index and not self.prose else "left", overflow="fold")
+            lines = [line for row in self.rows for line in row[index].split("\n")]
+            widest = max(lines, key=len, default="")
+            whole = DIFFERENCE.fullmatch(widest) is not None  # a number is not parted from its error
+            shown.add_column(
+                textwrap.fill(name, len(widest)) if whole else name,
+                justify="right" if index and not self.prose else "left",
+                overflow="fold",
+                no_wrap=whole,
+            )
         for row in self.rows:
             shown.add_row(*row, style={"best": "bold", "reference": "dim"}.get(self.styles.get(row[0], "")))
         return shown
