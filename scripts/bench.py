@@ -123,18 +123,19 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def medians(timers: Sequence[Callable[[], float]], rounds: int) -> list[float]:
-    """Let timers take turns, round after round, and return the median of each; the first round warms up.
+def medians(timers: Sequence[Callable[[], float]], rounds: int, *, warm: bool = False) -> list[float]:
+    """Let timers take turns for some rounds, and return the median of each; unless ``warm``, a round before warms up.
 
     A busy machine slows all of them alike, so that ratios of the medians hold.
     """
-    times: list[list[float]] = [[timer() for timer in timers] for _ in range(rounds + 1)][1:]
+    times: list[list[float]] = [[timer() for timer in timers] for _ in range(rounds + (not warm))]
+    times = times[-rounds:]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def in_turns(calls: Sequence[Callable[[], object]], rounds: int, device: str) -> list[float]:
+def in_turns(calls: Sequence[Callable[[], object]], rounds: int, device: str, *, warm: bool = False) -> list[float]:
     """Return the median seconds of each call; see ``medians``."""
-    return medians([partial(seconds_of, call, device) for call in calls], rounds)
+    return medians([partial(seconds_of, call, device) for call in calls], rounds, warm=warm)
 
 
 # Memory

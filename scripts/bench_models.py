@@ -132,7 +132,8 @@ def batches(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.R
     for name in names:
         extend(model, name, setting)
         turns = [partial(serve, model, setting, together) for together in (True, False)]
-        batch, alone = bench.in_turns(turns, rounds, setting.device)
+        serve(model, replace(setting, length=64), together=True)  # warm: a round takes minutes
+        batch, alone = bench.in_turns(turns, rounds, setting.device, warm=True)
         if name != STOCK:
             ctxext.unpatch(model)
         head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
