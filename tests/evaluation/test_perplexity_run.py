@@ -417,6 +417,21 @@ def test_of_conversations_the_answers_alone_are_scored(model: LlamaForCausalLM, 
     perplexity_page(found).figures[0].save(tmp_path / "loss.png")
 
 
+@pytest.mark.parametrize(("mode", "says"), [("yarn", "all of their tokens are scored"), ("sliding", "answers alone")])
+def test_published_protocols_score_whole_conversations(
+    model: LlamaForCausalLM, tmp_path: Path, mode: str, says: str
+) -> None:
+    trained_for(model, TRAINED)
+    tokenizer = chat_tokenizer(PLAIN)
+    corpus = corpus_of(read_documents([chats(tmp_path)]), tokenizer, tokens=65, whole=True)
+    plan = make_plan(model, mode=mode, lengths=[64], stride=32)
+    found = run(Checkpoint("tiny", model, tokenizer), corpus, plan)
+    assert any(says in note for note in found.notes)
+    everything, answers = (sum(getattr(text, of) for text in corpus.documents) for of in ("tokens", "answered"))
+    scored = found.readings[-1].at(LENGTH)[0].tokens
+    assert scored == (everything - len(corpus.documents) if mode == "yarn" else answers)
+
+
 def test_bad_plans(make: Make) -> None:
     model = make(20)[0].model
     for options, error, message in (
