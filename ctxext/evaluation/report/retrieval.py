@@ -211,18 +211,20 @@ def _kept(length: int | None) -> str:
 
 
 def _choice_panel(report: RetrievalReport, task: str) -> Panel:
-    """Return the share of right choices by length, one line per reading."""
+    """Return the margin of right answers by length, one line per reading, within one standard error over texts."""
     lines = []
     for reading in report.readings:
         cells = [reading.only(task=task, length=length) for length in reading.lengths]
-        points = [(cell.trials[0].length, cell.score) for cell in cells]
-        lines.append(Line(reading.reading.split()[0], reading.label, points))
-    chance, lengths = 100 * report.readings[0].chance, _lengths(report)
+        margins = [cell.margin for cell in cells]
+        points = [(cell.trials[0].length, margin.mean) for cell, margin in zip(cells, margins, strict=True)]
+        band = [(each.mean - each.standard_error, each.mean + each.standard_error) for each in margins]
+        lines.append(Line(reading.reading.split()[0], reading.label, points, band))
+    lengths = _lengths(report)
     return lines_panel(
         lines,
-        title=f"{task} (guessing: {chance:.0f}%)",
+        title=f"{task}: margin of the right answer (guessing: 0)",
         x_label="tokens of prompt and answer",
-        y_label="right choices, percent",
+        y_label="nats, within one standard error",
         ticks=lengths,
         doubling=lengths[-1] >= 2 * lengths[0],
         log=False,
