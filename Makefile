@@ -12,7 +12,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly docs docs-test notebooks llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
+.PHONY: demo core test nightly docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 4 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -30,7 +30,7 @@ test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
 	$(BIN)/python -m pytest $(CORE) --most-seconds 3
 	$(BIN)/python -m pytest $(SLOW)
 
-nightly: $(INSTALLED) wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
+nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
 	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search needs a server: python -m http.server -d site)
@@ -41,6 +41,9 @@ docs-test: $(INSTALLED) $(DOCS)/installed ## the site in a headless Chromium: er
 
 notebooks: $(INSTALLED) ## the notebooks of examples/, from its scripts
 	$(BIN)/jupytext --quiet --update --to ipynb --update-metadata '$(NOTEBOOK)' examples/*.py
+
+tools: $(INSTALLED) ## TRL, lm-evaluation-harness and mergekit beside ctxext, for their tests (docs/works-with.md)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt trl==1.16.0 lm-eval==0.4.13 mergekit==0.1.5
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/serving/test_real_servers.py \
