@@ -263,7 +263,7 @@ def draw(
 ) -> None:
     """Both tables' differences side by side, each where there is one."""
     labels = labels_of(checkpoints)
-    colours = dict(zip(checkpoints, colours_for(checkpoints), strict=True))
+    colours = dict(zip(checkpoints, colours_for(labels.values()), strict=True))
     parts = [bool(gaps), bool(ends)]
     title = "Checkpoints on the same long texts, nats per token"
     with saved_figure(path, (5.2 * sum(parts), 4.5), title) as figure:
@@ -272,7 +272,8 @@ def draw(
             groups = [(name, labels[name], some) for name, some in gaps.items()]
             columns = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in spans]
             heading = f"Loss minus that of {labels[checkpoints[0]]}, 95 %"
-            differences_panel(columns, groups, title=heading).draw(next(panels))
+            how = {"below": "it predicts better", "colours": [colours[name] for name in gaps]}
+            differences_panel(columns, groups, title=heading, **how).draw(next(panels))
         if ends:
             axes = next(panels)
             draw_grid(axes, "Ends of whole texts minus a truncation's, 95 %")

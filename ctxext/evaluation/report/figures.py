@@ -257,6 +257,8 @@ def differences_panel(
     *,
     title: str = "",
     x_label: str = "positions, tokens",
+    below: str = "the older text helps",
+    colours: Sequence[str] | None = None,
 ) -> Panel:
     """Return a panel of mean differences with 95 percent intervals, above and below a line at 0.
 
@@ -267,14 +269,16 @@ def differences_panel(
         groups: method, label and a difference for each column.
         title: one line.
         x_label: what the columns are.
+        below: what a difference below the line says.
+        colours: one for each group; by default those of the methods.
     """
     means = [[difference.mean for difference in differences] for _, _, differences in groups]
     highest = [max(group) for group in means]
     limit = max(0.3, 4 * min(max(map(abs, group)) for group in means), -4 * min(map(min, means)))
 
     def draw(axes: Any) -> None:
-        colours = colours_for(method for method, _, _ in groups)
-        tops = list(zip(groups, colours, highest, strict=True))
+        hues = colours or colours_for(method for method, _, _ in groups)
+        tops = list(zip(groups, hues, highest, strict=True))
         shown = [(*group, colour) for group, colour, top in tops if top <= limit]
         hidden = [f"{label} {top:+.2f}" for (_, label, _), _, top in tops if top > limit]
         axes.axhline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
@@ -288,7 +292,7 @@ def differences_panel(
         axes.margins(y=0.15)
         _name_ends(axes, [(label, colour, differences[-1].mean) for _, label, differences, colour in shown])
         off = f"\noff the scale: {', '.join(hidden)}" if hidden else ""
-        axes.set_xlabel(f"{x_label}{'; ' if x_label else ''}below the line the older text helps{off}")
+        axes.set_xlabel(f"{x_label}{'; ' if x_label else ''}below the line {below}{off}")
         draw_grid(axes, title)
 
     words = [f"{label} {', '.join(map(str, differences))}" for _, label, differences in groups]
