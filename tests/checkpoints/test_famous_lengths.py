@@ -56,7 +56,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Inspect:
             place = famous_checkpoint(name, tmp_path_factory.mktemp("published") / "model")
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {})
-                patched.setattr("ctxext.checkpoints.inspect.RUNTIMES", {name: RUNTIMES[name] for name in SERVERS})
+                patched.setattr("ctxext.checkpoints.export.RUNTIMES", {name: RUNTIMES[name] for name in SERVERS})
                 kept[name] = inspect_checkpoint(place)
         return kept[name]
 
