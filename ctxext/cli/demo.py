@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
 from ctxext.evaluation.forward import Progress, follows_length, ticking
 from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.labels import all_of, tokens_label
+from ctxext.evaluation.labels import all_of, perplexity_label, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
@@ -59,7 +59,9 @@ METHODS = ("self_extend", "yarn")
 FIGURE, DATA, TABLE, UNFINISHED = "demo.png", "result.json", "table.md", "unfinished"
 PART = 8  # one part in so many of the window is scored, at the end of the text and at the end of the window
 # A folder of code in which one file repeats another some nine thousand tokens later, read up to this token.
-CODE, CODE_END = "models/jamba", 19456
+CODE = "models/jamba"
+# Of the code, and of the play, whose list of persons is left out.
+DEFAULT_CUTS: Sequence[Mapping[str, int]] = ({"stop": 19456}, {"skip": SKIPPED_TOKENS})
 # Hidden in the first text and asked for at its end.
 FACT, ANSWER = "\n# The pass key is {}. Remember it.\n", "48213"
 REQUEST = "\n# What is the pass key? The pass key is"
@@ -146,16 +148,25 @@ class Passage:
     distance: int
 
     @classmethod
-    def of(cls, text: TokenisedDocument, tokenizer: Any, length: int, *, asks: bool) -> Passage:
+    def of(
+        cls, text: TokenisedDocument, tokenizer: Any, length: int, *, asks: bool, skip: int = 0, stop: int | None = None
+    ) -> Passage:
         """Cut a text to ``length`` positions; where it ``asks``, the fact is among them, on a line of its own.
+
+        Args:
+            text: to cut.
+            tokenizer: of the model.
+            length: positions.
+            asks: whether to hide the fact.
+            skip: tokens left out at its start.
+            stop: token up to which to read; None reads on from ``skip``.
 
         Raises:
             InvalidParameterError: the text is too short.
         """
         fact = torch.tensor([tokens_behind(tokenizer, FACT.format(ANSWER)) if asks else []], dtype=torch.long)
         room = length + 1 - fact.shape[1]
-        skip = {_code_name(): CODE_END - room}.get(text.name, SKIPPED_TOKENS if text.name in _play_names() else 0)
-        ids = text.take(room, skip=max(0, skip)).input_ids
+        ids = text.take(room, skip=skip if stop is None else max(0, stop - room)).input_ids
         if not asks:
             return cls(replace(text, input_ids=ids), torch.tensor([], dtype=torch.long), 0)
         place = max(text.prefix, length // HIDDEN)
@@ -164,14 +175,6 @@ class Passage:
         whole = torch.cat([ids[:, :place], fact, ids[:, place:]], dim=1)
         request = torch.tensor(tokens_behind(tokenizer, REQUEST))
         return cls(replace(text, input_ids=whole), request, length + 1 - place)
-
-
-def _code_name() -> str:
-    return f"transformers/{CODE}"
-
-
-def _play_names() -> set[str]:
-    return {path.stem for path in installed_texts()}
 
 
 def default_texts() -> list[Document]:
@@ -188,7 +191,7 @@ def default_texts() -> list[Document]:
             f"transformers {metadata.version('transformers')} has no {CODE}, which the demo reads; give a --text."
         )
     parts = [f"# File: {path.relative_to(package.parent).as_posix()}\n\n{path.read_text('utf-8')}\n" for path in files]
-    return [Document(_code_name(), "\n".join(parts)), next(iter(read_documents(installed_texts()[:1])))]
+    return [Document(f"transformers/{CODE}", "\n".join(parts)), next(iter(read_documents(installed_texts()[:1])))]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -317,10 +320,11 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     texts = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
     corpus = Corpus(texts, prefix_label(tokenizer, prefix), len(texts))
     journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
-    passages = _passages(texts, tokenizer, lengths[-1])
+    cuts = [{} for _ in texts] if options.text else DEFAULT_CUTS
+    passages = _passages(texts, tokenizer, lengths[-1], cuts)
     seconds = seconds_by_tokens(checkpoint, passages[0].text.input_ids)
     for length in lengths:
-        passages = _passages(texts, tokenizer, length)
+        passages = _passages(texts, tokenizer, length, cuts)
         readers = [Reader(reading, readings, (length,)) for reading in found if reading.name != TRUNCATED]
         jobs = [
             ReadAndAnswer(
@@ -344,9 +348,13 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     )
 
 
-def _passages(texts: Sequence[TokenisedDocument], tokenizer: Any, length: int) -> tuple[Passage, ...]:
-    """Cut texts to a length; the first one hides the fact."""
-    return tuple(Passage.of(text, tokenizer, length, asks=text is texts[0]) for text in texts)
+def _passages(
+    texts: Sequence[TokenisedDocument], tokenizer: Any, length: int, cuts: Sequence[Mapping[str, int]]
+) -> tuple[Passage, ...]:
+    """Cut texts to a length, each from or up to its own token; the first one hides the fact."""
+    return tuple(
+        Passage.of(text, tokenizer, length, asks=text is texts[0], **cut) for text, cut in zip(texts, cuts, strict=True)
+    )
 
 
 def seconds_by_tokens(checkpoint: Checkpoint, ids: Int[Tensor, "1 tokens"]) -> Callable[[int], float]:
@@ -371,7 +379,7 @@ def _measure(console: Console, demo: Demo) -> DemoResult:
         for reader in survey.readers:
             survey.measure([job for job in pending if job.reader is reader], progress=bar)
             ends = [losses[-(demo.trained_length // PART) :] for losses in demo.losses(reader)]
-            cells = "".join(f"{_number(math.exp(losses.mean().item())):>28}" for losses in ends)
+            cells = "".join(f"{perplexity_label(math.exp(losses.mean().item())):>28}" for losses in ends)
             console.print(f"{reader.reading.label:<22}{cells}")
     return summarised(demo)
 
@@ -494,7 +502,9 @@ class DemoResult:
             axes.barh(places, values, color=colours, height=0.62, xerr=errors, error_kw={"ecolor": INK, "lw": 1.2})
             axes.axvline(math.exp(best.end), color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED)
             for place, value, end in zip(places, values, ends[1], strict=True):
-                axes.annotate(_number(value), (max(value, end), place), (5, 0), textcoords="offset points", va="center")
+                axes.annotate(
+                    perplexity_label(value), (max(value, end), place), (5, 0), textcoords="offset points", va="center"
+                )
             axes.set_yticks(places, [row.label for row in rows])
             axes.tick_params(axis="y", length=0)
             axes.invert_yaxis()
@@ -502,15 +512,15 @@ class DemoResult:
             axes.set_xlabel(f"perplexity at {self.spans[1]}; dashed: the best truncation")
             draw_grid(axes, text.name, axis="x")
 
-        words = ", ".join(f"{row.label} {_number(value)}" for row, value in zip(rows, values, strict=True))
+        words = ", ".join(f"{row.label} {perplexity_label(value)}" for row, value in zip(rows, values, strict=True))
         return Panel(draw, f"{text.name}: {words}", (5.2, 3.2))
 
     def _losses(self, text: TextResult) -> TextTable:
         rows = [
             [
                 row.label,
-                NONE if row.inside is None else _number(math.exp(row.inside)),
-                _number(math.exp(row.end)),
+                NONE if row.inside is None else perplexity_label(math.exp(row.inside)),
+                perplexity_label(math.exp(row.end)),
                 "the best" if row is text.truncated else gain(row.difference),
                 f"{row.seconds:.0f} s",
             ]
@@ -624,10 +634,6 @@ def _answer_sentence(result: DemoResult) -> str:
 def gain(difference: PairedDifference) -> str:
     """Write how much better a reading is than the best truncation, in nats per token."""
     return f"{-difference.mean + 0.0:+.3f} \N{PLUS-MINUS SIGN} {difference.standard_error:.3f}"
-
-
-def _number(perplexity: float) -> str:
-    return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.2f}"
 
 
 def _write(result: DemoResult, output: Path) -> None:
