@@ -4,6 +4,7 @@
     python scripts/bench_models.py --what decode --lengths 2048,8192,32768
     python scripts/bench_models.py --model bloom --lengths 32768 --only alibi --memory
     python scripts/bench_models.py --model smollm2 --what batch --lengths 1024 --dtypes fp32
+    python scripts/bench_models.py --model llama-8b --what prefill,decode --lengths 32768 --device cuda
 
 One model is patched and unpatched in place, and its variants take turns. Peak memory is what a fresh process adds for
 one call, weights not counted. ``batch`` reads 8 prompts of half the length and generates the other half: in one
@@ -34,6 +35,7 @@ TRAINED_LENGTH = 2048
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom-560m", {"vocab_size": 4096}),
     "llama": ("llama-1b", {"vocab_size": 4096, "max_position_embeddings": TRAINED_LENGTH}),
+    "llama-8b": ("llama-8b", {"max_position_embeddings": TRAINED_LENGTH}),
     "smollm2": ("smollm2", {"max_position_embeddings": TRAINED_LENGTH}),
 }
 KINDS = ("prefill", "decode", "train", "batch")
@@ -44,6 +46,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         STOCK: {},
         "yarn": {"method": "yarn"},
         "dynamic_yarn doubling": {"method": "dynamic_yarn", "growth": "doubling"},
+        "alibi": {"method": "alibi"},
+    },
+    "llama-8b": {
+        STOCK: {},
+        "yarn": {"method": "yarn"},
+        "self_extend": {"method": "self_extend"},
+        "dual_chunk": {"method": "dual_chunk"},
         "alibi": {"method": "alibi"},
     },
     "smollm2": {

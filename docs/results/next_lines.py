@@ -192,7 +192,10 @@ def main(
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number, document in enumerate(list(read_documents([text]))[:documents]):
         encoding = tokenizer(document.text[: 8 * length], return_offsets_mapping=True)
-        ids, offsets = torch.tensor(encoding["input_ids"][:length]), encoding["offset_mapping"][:length]
+        ids, offsets = (
+            torch.tensor(encoding["input_ids"][:length], device=model.device),
+            encoding["offset_mapping"][:length],
+        )
         lines = far_lines(document.text[: offsets[-1][1]], offsets, window, most)
         if len(ids) < length or not lines:
             continue
@@ -210,9 +213,7 @@ def main(
                 write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
                 print(f"{document.name}, {name}: {len(rows)} lines, {time.monotonic() - start:.0f} s", flush=True)
             found[name] += [row | {"text": number} for row in done[document.name, name]]
-    title = (
-        f"{session.checkpoint.name}, {session.checkpoint.dtype_note}; {len(found[cut_name])} lines; {machine('cpu')}"
-    )
+    title = f"{session.checkpoint.name}, {session.checkpoint.dtype_note}; {len(found[cut_name])} lines; {machine(model.device.type)}"
     table = tables(found, title)
     (output / "table.md").write_text(table, encoding="utf-8")
     print(table)
