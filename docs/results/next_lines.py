@@ -213,7 +213,8 @@ def main(
                 write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
                 print(f"{document.name}, {name}: {len(rows)} lines, {time.monotonic() - start:.0f} s", flush=True)
             found[name] += [row | {"text": number} for row in done[document.name, name]]
-    title = f"{session.checkpoint.name}, {session.checkpoint.dtype_note}; {len(found[cut_name])} lines; {machine(model.device.type)}"
+    place = machine(model.device.type)
+    title = f"{session.checkpoint.name}, {session.checkpoint.dtype_note}; {len(found[cut_name])} lines; {place}"
     table = tables(found, title)
     (output / "table.md").write_text(table, encoding="utf-8")
     print(table)
