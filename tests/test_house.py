@@ -58,7 +58,7 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 287,
-    "lines of scripts/": 4_550,
+    "lines of scripts/": 4_560,
     "parameters of the widest command": 6,
 }
 
