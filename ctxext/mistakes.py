@@ -126,16 +126,16 @@ def why_unreachable(url: str) -> str | None:
         return f"{asked.netloc} does not answer ({error.strerror or error})"
 
 
-CHECKS: dict[str, Callable[[Any], object]] = {
+CHECKS: dict[str, Callable[[Any], object]] = {  # typer before 0.29 gives a path as a string
     "method": refuse_unknown_method,
     "factor": _refuse_shrinking,
     "to": _refuse_unknown_runtime,
     "device": _refuse_unknown_device,
     "budget": parse_budget,
     "memory": parse_bytes,
-    "source": refuse_no_source,
-    "destination": refuse_destination,
-    "save": refuse_destination,
+    "source": lambda place: refuse_no_source(Path(place)),
+    "destination": lambda place: refuse_destination(Path(place)),
+    "save": lambda place: refuse_destination(Path(place)),
     "checkpoint": refuse_no_checkpoint,
     "model": refuse_no_checkpoint,
     "reference": refuse_no_checkpoint,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the test suite in an environment of its own: "floor" on the oldest transformers that pyproject.toml allows,
+# Run the test suite in an environment of its own: "floor" on the oldest transformers and typer of pyproject.toml,
 # "newest" on the newest release of everything, torch included. What follows is handed on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,9 +10,11 @@ venv=.venv-$kind
 constraints=$venv/constraints.txt
 case $kind in
 floor)
-    transformers="transformers~=$(sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml).0"
+    oldest() { sed -n "s/.*\"\($1\)>=\([0-9.]*\)\".*/\1~=\2.0/p" pyproject.toml; }
+    transformers=$(oldest transformers)
     # Whatever transformers itself pins follows its own version.
-    grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors)==' .ci/constraints.txt >"$constraints"
+    grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors|typer)==' .ci/constraints.txt >"$constraints"
+    oldest typer >>"$constraints"
     ;;
 newest)
     transformers=transformers

@@ -149,8 +149,8 @@ def plays(most: int) -> Iterator[Text]:
         yield Text(name, "plays", f"{TEXT_PACKAGE} {metadata.version(TEXT_PACKAGE)}", text)
 
 
-def repetitive(text: Text, tokens: int, tokenizer: Any) -> Text:
-    """Return the part of a text whose second half repeats most of what stands half the tokens or more before.
+def repetitive(text: Text, tokens: int, tokenizer: Any, each: int) -> list[tuple[float, Text]]:
+    """Return parts of a text whose second half repeats most of what stands half the tokens or more before, with shares.
 
     Raises:
         BadParameter: if the text is too short.
@@ -159,21 +159,28 @@ def repetitive(text: Text, tokens: int, tokenizer: Any) -> Text:
     starts = range(0, len(ids) - tokens + 1, half)
     if not starts:
         raise BadParameter(f"{text.name} has {len(ids):,} tokens, not {tokens:,}")
-    best = max(starts, key=lambda start: (far_repeats(ids[start : start + tokens], half, half), start))
-    return text._replace(text=tokenizer.decode(ids[best : best + tokens + SPARE]))
+    parts: list[tuple[float, int]] = []
+    for part in sorted(((far_repeats(ids[s : s + tokens], half, half), s) for s in starts), reverse=True):
+        if len(parts) < each and all(abs(part[1] - other) >= tokens for _, other in parts):
+            parts.append(part)
+    return [(share, text._replace(text=tokenizer.decode(ids[s : s + tokens + SPARE]))) for share, s in parts]
 
 
 def main(
     output: Annotated[Path, Option("--output", "-o", help="the parquet file")],
     python: Annotated[list[str], Option(help="folder below site-packages, such as transformers/generation")] = [],  # noqa: B006
     excerpt: Annotated[int, Option(min=0, help="tokens of the part that repeats most; 0 for all of a text")] = 0,
+    each: Annotated[int, Option(min=1, help="such parts of a text, at most, which do not overlap")] = 1,
+    keep: Annotated[int, Option(min=0, help="parts of all texts, those that repeat most; 0 for all")] = 0,
     characters: Annotated[int, Option(min=1, help="characters of a text, at most")] = 260_000,
 ) -> None:
     """Write one row (name, kind, package, text) a text, and print their sizes."""
     texts = list(code_texts(python, characters)) if python else [*debian_texts(characters), *plays(characters)]
     if excerpt:
         tokenizer = load_checkpoint(None).tokenizer
-        texts = [repetitive(text, excerpt, tokenizer) for text in texts]
+        parts = [part for text in texts for part in repetitive(text, excerpt, tokenizer, each)]
+        kept = sorted(parts, key=lambda part: -part[0])[:keep] if keep else parts
+        texts = [text for _, text in kept]
     parquet.write_table(pa.Table.from_pylist([text._asdict() for text in texts]), output)
     for text in texts:
         print(f"{text.kind}: {text.name} ({text.package}), {len(text.text):,} characters")

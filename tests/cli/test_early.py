@@ -26,7 +26,7 @@ from ctxext.files import refuse_read_only
 from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
 from ctxext.methods import METHODS, known_methods
-from ctxext.mistakes import DEVICES, refuse_no_checkpoint, refuse_unknown_method
+from ctxext.mistakes import DEVICES, refuse_mistakes, refuse_no_checkpoint, refuse_unknown_method
 from ctxext.registry import method_names, method_parameters
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
@@ -327,3 +327,21 @@ def test_an_interrupted_recipe_names_resume(
         said = capsys.readouterr().err
         assert says in said
         assert ("--resume" in said) is kept
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("source", "no", "There is no directory"),
+        ("destination", "here", "already exists"),
+        ("save", "here", "already exists"),
+    ],
+)
+def test_a_path_may_be_a_string(
+    name: str, place: str, message: str, kind: type[str] | type[Path], tmp_path: Path
+) -> None:
+    """As typer before 0.29 hands it to a command's class."""
+    (tmp_path / "here").mkdir()
+    with pytest.raises(CheckpointError, match=message):
+        refuse_mistakes({name: kind(tmp_path / place)})
