@@ -15,14 +15,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
-from ctxext.evaluation.perplexity import (
-    POSITIONS,
-    PerplexityPlan,
-    PerplexityResult,
-    inside_survey,
-    make_plan,
-    prepare,
-)
+from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
+from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.evaluation.survey import Survey
 from ctxext.files import write_json
 from ctxext.progress import StageBar, terminal

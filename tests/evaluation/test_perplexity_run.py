@@ -34,14 +34,8 @@ from ctxext.evaluation.loss import (
     truncation_windows,
     yarn_windows,
 )
-from ctxext.evaluation.perplexity import (
-    LENGTH,
-    POSITIONS,
-    PerplexityResult,
-    inside_survey,
-    make_plan,
-    prepare,
-)
+from ctxext.evaluation.perplexity import inside_survey, make_plan, prepare
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
 from ctxext.evaluation.report.perplexity import perplexity_page
 from ctxext.progress import terminal
 from ctxext.texts.corpus import Corpus, corpus_of
