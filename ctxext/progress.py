@@ -81,20 +81,21 @@ class DelayedBar:
 class StageBar:
     """Progress bar to call with (stage, work done since the last call): shows stage, time and time left.
 
+    Where no terminal can show a bar, each finished stage is a line with its seconds.
+
     Args:
         console: console of the bar, which vanishes at the end.
         total: work of all stages.
-        report: whether to print a line with the seconds of each finished stage.
     """
 
-    def __init__(self, console: Console, total: float, *, report: bool = False) -> None:
+    def __init__(self, console: Console, total: float) -> None:
         # A long stage gives way to the bar and the times, which take 45 columns.
         name = Column(min_width=24, max_width=max(24, console.width - 45), no_wrap=True, overflow="ellipsis")
         stage = TextColumn("{task.description}", markup=False, table_column=name)
         times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
         self._bar = Progress(SpinnerColumn(), stage, BarColumn(20), *times, console=console, transient=True)
         self._task = self._bar.add_task("", total=total)
-        self._report = report
+        self._report = not console.is_terminal
         self._stage: tuple[str, float] | None = None
 
     def __enter__(self) -> StageBar:

@@ -315,7 +315,8 @@ def _refuse_without_method(arguments: ExtensionArguments) -> None:
 
 def _read_config(place: str, loading: dict[str, Any]) -> Any:
     if loading.get("gguf_file"):
-        require_package("gguf", "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
+        for package in ("gguf", "accelerate"):
+            require_package(package, "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
     location = {key: loading[key] for key in LOCATION if key in loading}
     return read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
 

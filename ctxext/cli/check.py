@@ -25,7 +25,7 @@ from ctxext.cli.options import (
 )
 from ctxext.errors import VerificationError
 from ctxext.mistakes import why_unreachable
-from ctxext.progress import terminal
+from ctxext.progress import StageBar, terminal
 from ctxext.registry import method_names
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def check(
     """Ask a running server whether its model is extended as the files say, and which window it accepts.
 
     Works with vLLM, SGLang, llama.cpp's server, transformers' and ctxext's. Its answers to long prompts are compared
-    with the extended model, the plain one, and the usual mistakes, which all run here. It exits with status 1 if the
-    server is not right.
+    with the extended model, the plain one, and the usual mistakes, which all run here, in up to ten passes over the
+    longest prompt (--length shortens it). It exits with status 1 if the server is not right.
 
     [bold]Example[/]: ctxext check Llama-3-8B-32k --url http://127.0.0.1:8000
     """
@@ -89,7 +89,8 @@ def check(
     window = describe(served.checkpoint.model).target_length or asked.length
     tokens = min(window, asked.length)
     ids = text.read(served.checkpoint, tokens=tokens).documents[0].input_ids
-    found = check_server(client, served.checkpoint.model, served.checkpoint.tokenizer, ids)
+    with StageBar(terminal(stderr=True), 1.0) as bar:
+        found = check_server(client, served.checkpoint.model, served.checkpoint.tokenizer, ids, progress=bar)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2, default=str))
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.evaluation.forward import follows_length, logits_in_chunks
+from ctxext.evaluation.forward import Progress, follows_length, logits_in_chunks, ticking
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
@@ -35,6 +35,7 @@ ANSWER = 12  # tokens of an answer, where a server gives text alone
 INSIDE, BEYOND = 2, 4  # prompts within the trained window, and longer ones
 STEPS = 6  # halvings of the interval in which the window lies
 USUAL_BASE = 10_000.0
+READINGS = 6  # of a model whose extension is a table: as it is extended, not extended, and by four mistakes
 # A server is taken to compute a reading that is this close to its answers, in nats, if every other is twice as far.
 NEAR, FLOOR = 0.3, 0.02
 AS_SAID, PLAIN = "as extended", "not extended"
@@ -173,7 +174,13 @@ def _top(logprobs: Any) -> tuple[float, ...]:
 
 @torch.no_grad()
 def check_server(
-    client: Client, model: nn.Module, tokenizer: Any, ids: Tensor, *, base: float = USUAL_BASE
+    client: Client,
+    model: nn.Module,
+    tokenizer: Any,
+    ids: Tensor,
+    *,
+    base: float = USUAL_BASE,
+    progress: Progress = lambda stage, done: None,
 ) -> ServerCheck:
     """Compare a server's answers with those of a model as it was extended, and as servers get it wrong.
 
@@ -183,6 +190,7 @@ def check_server(
         tokenizer: its tokenizer.
         ids: tokens of a text, [1, tokens], longer than the trained window; the prompts are its beginnings.
         base: the base that a server falls back on.
+        progress: called with the stage and the share of the work done since the last call.
 
     Raises:
         IncompatibleError: a config that does not say the trained length.
@@ -199,9 +207,18 @@ def check_server(
     lengths = [trained * part // (INSIDE + 1) for part in range(1, INSIDE + 1)]
     first = min(trained * 6 // 5, longest)
     lengths += [first + (longest - first) * part // (BEYOND - 1) for part in range(BEYOND)]
-    answers, accepted, refused = _answers(client, tokenizer, ids, lengths)
+    state = patched_state(base_model(model))
+    part = 1 / (1 + (READINGS if state is None or _is_table(state.method) else 2))  # the server's, and each reading's
+    answers, accepted, refused = _answers(
+        client, tokenizer, ids, lengths, lambda length: progress(f"server, {length:,} tokens", part / len(lengths))
+    )
+
+    def read(label: str) -> dict[int, Tensor]:
+        with ticking(model, f"here, {label}", part, progress, passes=1):
+            return _log_probabilities(model, ids, answers)
+
     inside, beyond = {}, {}
-    for label, logs in _readings(model, ids, answers, base):
+    for label, logs in _readings(model, read, base):
         distances = {answer.length: _distance(answer, logs[answer.length]) for answer in answers}
         inside[label] = _mean([value for length, value in distances.items() if length <= trained])
         beyond[label] = _mean([value for length, value in distances.items() if length > trained])
@@ -238,7 +255,7 @@ def _lengths(model: nn.Module) -> tuple[int, int]:
 
 
 def _answers(
-    client: Client, tokenizer: Any, ids: Tensor, lengths: Sequence[int]
+    client: Client, tokenizer: Any, ids: Tensor, lengths: Sequence[int], asking: Callable[[int], None]
 ) -> tuple[list[Continuation], int, int | None]:
     """Ask for continuations of longer and longer prompts, and find where the server stops to give any.
 
@@ -253,6 +270,7 @@ def _answers(
         length, text = _stable(tokenizer, ids[0], waiting.pop(0) if waiting else (least + (refused or least)) // 2)
         if not least < length < (refused or length + 1):
             break
+        asking(length)
         why, answer = _asked(client, tokenizer, ids[0, :length].tolist(), text)
         if answer is not None:
             answers.append(answer)
@@ -291,15 +309,15 @@ def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[s
 
 
 def _readings(
-    model: nn.Module, ids: Tensor, answers: Sequence[Continuation], base: float
+    model: nn.Module, read: Callable[[str], dict[int, Tensor]], base: float
 ) -> Iterator[tuple[str, dict[int, Tensor]]]:
     """Yield each reading of the model with its log-probabilities at the end of each prompt, and after its answer."""
     trained, target = _lengths(model)
-    yield AS_SAID, _log_probabilities(model, ids, answers)
+    yield AS_SAID, read(AS_SAID)
     state = patched_state(base_model(model))
     if state is not None:
         unpatch(model)
-        yield PLAIN, _log_probabilities(model, ids, answers)
+        yield PLAIN, read(PLAIN)
     method = None if state is None else state.method
     subject = Subject.of(model)
     if not subject.rotaries or (method is not None and not _is_table(method)):
@@ -321,7 +339,7 @@ def _readings(
             attention_factor=wrong.attention_scale,
         )
         with patched(model, as_wrong, trained_length=trained, scaling=scaling):
-            yield label, _log_probabilities(model, ids, answers)
+            yield label, read(label)
 
 
 def _mistakes(method: Method | None, rope: RopeSpec, base: float) -> dict[str, Frequencies]:

@@ -141,7 +141,9 @@ class BeforeAndAfter:
     def _finish(self, survey: Survey[Any]) -> None:
         """Do all jobs with a bar. Every process does all of them, since engines may share weights."""
         jobs = survey.begin()
-        with self._arithmetic(), _bar(sum(job.cost for job in jobs)) as progress:
+        console = terminal(stderr=True, quiet=not PartialState().is_main_process)
+        console.print(f"Measuring: {len(jobs)} readings of long texts.")
+        with self._arithmetic(), StageBar(console, sum(job.cost for job in jobs)) as progress:
             survey.measure(jobs, progress=progress)
 
     def _arithmetic(self) -> torch.autocast:
@@ -149,11 +151,6 @@ class BeforeAndAfter:
         dtype = self.settings.dtype
         device = base_model(self.checkpoint.model).device.type
         return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
-
-
-def _bar(total: float) -> StageBar:
-    """Build a progress bar that only the first process shows."""
-    return StageBar(terminal(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
 def summary(measurement: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``pip install ctxext`` without extras: every verb works, or names the extra that it needs."""
+"""``pip install ctxext`` without extras: every verb works, or names an extra; with that one it works."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests._models import byte_model
 from tests._tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -37,19 +38,31 @@ print("FOUND" + json.dumps(found))
 """
 
 
-def without_extras(place: Path) -> dict[str, str]:
-    """The environment of an interpreter that has what ``pip install ctxext`` brings, and nothing else."""
+def installed(place: Path, *extras: str) -> dict[str, str]:
+    """The environment of an interpreter that has what ``pip install ctxext[EXTRAS]`` brings, and nothing else."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        waiting = [Requirement(text) for text in tomllib.load(file)["project"]["dependencies"]]
+        project = tomllib.load(file)["project"]
+    waiting = [Requirement(text) for text in project["dependencies"]]
+    waiting += [Requirement(f"ctxext[{extra}]") for extra in extras]
     linked: set[str] = set()
     while waiting:
-        name = canonicalize_name(waiting.pop().name)
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if name == "ctxext":
+            waiting += [
+                Requirement(text) for extra in wanted.extras for text in project["optional-dependencies"][extra]
+            ]
+            continue
         if name in linked:
             continue
         linked.add(name)
         distribution = metadata.distribution(name)
         needed = (Requirement(text) for text in distribution.requires or ())
-        waiting += [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+        waiting += [
+            one
+            for one in needed
+            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))
+        ]
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (place / top).exists():
                 (place / top).symlink_to(distribution.locate_file(top))
@@ -84,11 +97,29 @@ def adapter(place: Path, base: Path) -> Path:
     return place
 
 
+def asked(
+    commands: dict[str, list[str]], place: Path, *extras: str, absent: tuple[str, ...] = ()
+) -> dict[str, tuple[int, str, str, str]]:
+    """What commands say where ctxext was installed with some extras, all asked in one process."""
+    (place / "site").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", PROGRAM, json.dumps([commands, absent])],
+        env=installed(place / "site", *extras),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: dict[str, tuple[int, str, str, str]] = json.loads(done.stdout.rpartition("FOUND")[2])
+    assert answers.keys() == commands.keys()
+    return answers
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What every verb says there, all asked in one process."""
+    """What every verb says without extras."""
     place = tmp_path_factory.mktemp("bare")
-    (place / "site").mkdir()
     tiny = str(checkpoint(place / "tiny"))
     lora = str(adapter(place / "lora", place / "tiny"))
     (place / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
@@ -123,19 +154,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "eval compare default": ["eval", "compare"],
         "demo": ["demo"],
     }
-    asked = json.dumps([commands, EXTRAS_ONLY])
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM, asked],
-        env=without_extras(place / "site"),
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: dict[str, Any] = json.loads(done.stdout.rpartition("FOUND")[2])
-    assert answers.keys() == commands.keys()
-    return answers
+    return asked(commands, place, absent=EXTRAS_ONLY)
 
 
 @pytest.mark.slow
@@ -186,6 +205,57 @@ def test_it_names_the_extra(found: dict[str, Any], verb: str, extra: str) -> Non
     assert complained.startswith("Error: ")
     assert f"pip install 'ctxext[{extra}]'" in re.sub(r"\s+", " ", complained)
     assert "Traceback" not in complained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["demo", "eval", "train"])
+def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
+    from tests._gguf import write_gguf
+
+    tiny, gguf = checkpoint(tmp_path / "tiny"), tmp_path / "tiny.gguf"
+    write_gguf(byte_model(), gguf)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
+    read, yarn = ["--text", str(tmp_path / "text.txt")], ["--method", "yarn", "--factor", "8"]
+    task = ["--samples", "1", "--task", "vt", "--length", "2048"]
+    commands = {
+        "demo": {
+            "inspect": ["inspect", str(gguf)],
+            "patch": ["patch", str(gguf), str(tmp_path / "long"), *yarn],
+            "perplexity": [
+                "eval",
+                "perplexity",
+                str(gguf),
+                *read,
+                *yarn,
+                "--length",
+                "64",
+                "-o",
+                str(tmp_path / "a.png"),
+            ],
+            "export": ["export", str(gguf), "--to", "llama.cpp", *yarn, "--gguf", str(gguf), str(tmp_path / "x.gguf")],
+        },
+        "eval": {
+            "perplexity": [
+                "eval",
+                "perplexity",
+                str(tiny),
+                *read,
+                *yarn,
+                "--length",
+                "300",
+                "-o",
+                str(tmp_path / "b.png"),
+            ],
+            "ruler": ["eval", "ruler", str(tiny), *yarn, *task],
+            "frequencies": ["plot", "frequencies", str(tiny), "-o", str(tmp_path / "plot.png")],
+        },
+        "train": {
+            "plan": ["plan", str(tiny), "--memory", "1GiB"],
+            "adapter": ["inspect", str(adapter(tmp_path / "lora", tiny))],
+        },
+    }
+    for name, (code, _, complained, error) in asked(commands[extra], tmp_path, extra).items():
+        assert (code, error) == (0, "None"), f"{name}: {complained}"
 
 
 def test_every_extra_that_is_named_exists() -> None:

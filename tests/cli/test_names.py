@@ -153,8 +153,8 @@ def test_markdown_shows_a_name_as_it_is(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bar_and_a_figure_show_a_name_as_it_is(name: str, tmp_path: Path) -> None:
-    console = terminal(record=True, width=100, force_terminal=True)
-    with StageBar(console, 1.0, report=True) as bar:
+    console = terminal(record=True, width=100, file=io.StringIO())
+    with StageBar(console, 1.0) as bar:
         bar(name, 1.0)
     assert name in console.export_text()
 

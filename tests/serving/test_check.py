@@ -78,7 +78,15 @@ MISTAKES = ["temperature ignored", "temperature alone", "every frequency divided
 @pytest.mark.parametrize("computed", [AS_SAID, PLAIN, *MISTAKES, "base 10000 in place of 500000", "another"])
 def test_what_a_server_computes_is_found_out(computed: str, text: bool) -> None:
     model = ctxext.patch(plain(), "yarn", factor=FACTOR)
-    found = check_server(Computing(served(computed), text=text), model, LETTERS, IDS)
+    shares: dict[str, float] = {}
+
+    def progress(stage: str, done: float) -> None:
+        shares[stage] = shares.get(stage, 0.0) + done
+
+    found = check_server(Computing(served(computed), text=text), model, LETTERS, IDS, progress=progress)
+    assert next(iter(shares)).startswith("server, ")
+    assert {f"here, {reading}" for reading in found.beyond} < shares.keys()
+    assert sum(shares.values()) == pytest.approx(1)
     assert found.computes == (None if computed == "another" else computed), found
     assert found.right == (computed == AS_SAID)
     assert found.compared == ("text" if text else "log-probabilities")

@@ -103,8 +103,7 @@ class Session:
 
         It is quiet in all processes but the main one.
         """
-        console = terminal(stderr=True, quiet=self.console.quiet)
-        return StageBar(console, total, report=not console.is_terminal)
+        return StageBar(terminal(stderr=True, quiet=self.console.quiet), total)
 
     def measure(self, survey: Survey[Any]) -> None:
         """Do the jobs of a survey that are not finished yet, with a bar and the time left.
