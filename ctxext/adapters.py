@@ -348,9 +348,9 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     carried = None if path.is_file() else _carried_by_base(adapter)
     if not (path.is_file() or carried or plain):
         raise CheckpointError(
-            f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. If it was trained "
-            f"on a plain model, load it with PeftModel.from_pretrained(base, path); otherwise what it was trained with "
-            f"is unknown: patch the base model yourself first, and save it with ctxext.save."
+            f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. Name the one to "
+            f"take, as in ctxext.load(path, method='yarn', factor=4), or load it plain: PeftModel.from_pretrained(base, "
+            f"path)."
         )
     if not (directory / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(

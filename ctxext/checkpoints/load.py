@@ -119,6 +119,7 @@ def load(
     Args:
         path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
         method: as for ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is restored.
+            An adapter of a plain model is put on its base, and both are extended.
         factor: as for ``ctxext.patch``.
         target_length: as for ``ctxext.patch``.
         trained_length: as for ``ctxext.patch``.
@@ -166,7 +167,11 @@ def load(
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
     if is_adapter(place):
-        raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
+        if read_extension(Path(place), plain=True).extension:
+            raise CheckpointError(f"{place} is an adapter that carries its own extension; leave method out.")
+        plain_class = auto_class or True
+        plain = load_saved(place, plain_class=plain_class, base=base, auto_class=auto_class, **loading)
+        return extend(plain, arguments)
     _refuse_base(base, place)
     return _extended(place, arguments, loading, auto_class)
 
@@ -208,8 +213,9 @@ def load_saved(
 
     Args:
         path: as for ``load``.
-        plain_class: the class that reads a checkpoint without an extension, also as the base of an adapter; None
-            refuses such a checkpoint. Where a class is given, weights that lack any of its tensors are refused.
+        plain_class: the class that reads a checkpoint without an extension, also as the base of an adapter; True
+            takes the one that it was saved from, None refuses such a checkpoint. Weights that lack any of the class's
+            tensors are refused.
         base: as for ``load``.
         attention: the backend that an extension is restored on; None for the one that was saved.
         auto_class: as for ``load``; it reads a checkpoint that carries an extension.
@@ -232,7 +238,7 @@ def load_saved(
         model.config._name_or_path = leads_to_it
         return model
     if plain_class is not None:
-        return _read_model(place, config, loading, plain_class, complete=True)
+        return _read_model(place, config, loading, None if plain_class is True else plain_class, complete=True)
     scaling_there = already_extended(config)
     if loading.get("gguf_file") and scaling_there is not None:
         raise CheckpointError(
@@ -557,7 +563,8 @@ def _load_adapter(
         extra = [*loading, *(name for name, value in given.items() if value is not None)]
         if extra:
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
-        require_trained_on(adapter.extension, directory, base)
+        if adapter.extension:
+            require_trained_on(adapter.extension, directory, base)
         model, drawn = base, False
     else:
         place = base_of(directory) if base is None else os.fspath(base)

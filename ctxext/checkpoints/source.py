@@ -216,8 +216,8 @@ def refuse_source(source: Path) -> None:
     checked_path(source, {})
     if is_adapter(source):
         raise CheckpointError(
-            f"{source} holds an adapter and not a whole model. Patch its base model, then train or load the adapter "
-            f"on that; an adapter saved by ctxext.save brings its extension along in ctxext.load({str(source)!r})."
+            f"{source} holds an adapter and not a whole model. From Python, ctxext.load({str(source)!r}, method=..., "
+            f"factor=...) extends it with its base; one that ctxext saved extended needs no method there."
         )
 
 

@@ -104,8 +104,8 @@ def _require_whole(source: str, trained_length: int | None) -> None:
     if is_adapter(source):
         raise CheckpointError(
             f"{source} is an adapter on {base_of(source)}, perhaps of another extension. A run begins from a whole "
-            f"checkpoint: name that one itself, or merge the adapter into it first. To go on with the run that wrote "
-            f"it, --resume."
+            f"checkpoint: name that one itself, or merge the adapter into it first (PEFT's merge_and_unload, then "
+            f"save_pretrained). To go on with the run that wrote it, --resume."
         )
     checked_path(source, {})
     saved = saved_extension(read_any_config(source), source)

@@ -216,6 +216,14 @@ def test_a_plain_adapter(tmp_path: Path) -> None:
     assert load_checkpoint(str(place), device="cpu").dtype_note == "bf16 (stored in float32)"
     with pytest.raises(CheckpointError, match="it was saved without an extension"):
         ctxext.load(place)
+    for given in (None, base, plain(base, "fp32")):
+        extended = ctxext.load(place, "self_extend", factor=2, base=given)
+        expected = ctxext.patch(PeftModel.from_pretrained(plain(base, "fp32"), place), "self_extend", factor=2)
+        require_same(extended.eval(), expected.eval())
+    extended.save_pretrained(tmp_path / "extended")
+    require_same(ctxext.load(tmp_path / "extended").eval(), expected.eval())
+    with pytest.raises(CheckpointError, match="carries its own extension"):
+        ctxext.load(tmp_path / "extended", "yarn", factor=2)
     with pytest.raises(CheckpointError, match="is an adapter"):
         load_checkpoint(str(place), device="cpu", masked=True)
     with pytest.raises(CheckpointError, match="is an adapter on"):
