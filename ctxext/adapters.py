@@ -349,8 +349,7 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     if not (path.is_file() or carried or plain):
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. Name the one to "
-            f"take, as in ctxext.load(path, method='yarn', factor=4), or load it plain: PeftModel.from_pretrained(base, "
-            f"path)."
+            f"take, as in ctxext.load(path, method='yarn', factor=4), or load it plain with PeftModel."
         )
     if not (directory / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(
