@@ -56,15 +56,6 @@ def refuse_read_only(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: you may not write to {nearest}. Give another place.")
 
 
-def refuse_no_source(source: Path) -> None:
-    """Raise ``CheckpointError`` if a checkpoint that is to be copied is not there."""
-    if not source.exists():
-        raise CheckpointError(
-            f"There is no directory {source}. A checkpoint on the hub is fetched first: "
-            f"hf download {source} --local-dir NAME."
-        )
-
-
 def refuse_missing(place: str) -> None:
     """Raise ``CheckpointError`` if a checkpoint's path is a local one where nothing is; a name on the hub passes."""
     local = Path(place)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_source
+from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
 from ctxext.registry import method_names, method_parameters, runtime_names
 
@@ -133,7 +133,7 @@ CHECKS: dict[str, Callable[[Any], object]] = {  # typer before 0.29 gives a path
     "device": _refuse_unknown_device,
     "budget": parse_budget,
     "memory": parse_bytes,
-    "source": lambda place: refuse_no_source(Path(place)),
+    "source": lambda place: refuse_no_checkpoint(str(place)),
     "destination": lambda place: refuse_destination(Path(place)),
     "save": lambda place: refuse_destination(Path(place)),
     "checkpoint": refuse_no_checkpoint,

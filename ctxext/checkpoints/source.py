@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
@@ -20,7 +21,7 @@ from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, ru
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
-from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing, refuse_no_source
+from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
 from ctxext.saved import checked_extension, extended_texts
 from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
 from ctxext.surgery.guard import GUARD
@@ -206,13 +207,27 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
     return str(file.parent), named | loading
 
 
+def fetched(source: Path) -> Path:
+    """Return the directory or file of a checkpoint; one of the hub is downloaded into its cache.
+
+    Raises:
+        CheckpointError: there is no such directory, and the hub gives none of this name.
+    """
+    refuse_missing(str(source))
+    if source.exists():
+        return source
+    try:
+        return Path(snapshot_download(source.as_posix(), ignore_patterns=[f"*{suffix}" for suffix in OTHER_WEIGHTS]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(_unreadable(source, error)) from error
+
+
 def refuse_source(source: Path) -> None:
     """Refuse what is not the directory of a whole model.
 
     Raises:
         CheckpointError: with what was found instead and what to do.
     """
-    refuse_no_source(source)
     checked_path(source, {})
     if is_adapter(source):
         raise CheckpointError(

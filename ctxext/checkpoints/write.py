@@ -22,7 +22,7 @@ from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save
-from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
+from ctxext.checkpoints.source import Contents, checked_contents, fetched, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
 from ctxext.methods import Method
@@ -86,8 +86,8 @@ def patch_checkpoint(
     ``destination`` appears at the end, whole, or not at all: the work happens in a hidden directory beside it.
 
     Args:
-        source: a directory with config.json and safetensors weights, or a ``.gguf`` file, whose weights are
-            dequantised to bfloat16; stays as it is.
+        source: a directory with config.json and safetensors weights, a name on the hub, or a ``.gguf`` file, whose
+            weights are dequantised to bfloat16; stays as it is.
         destination: a path where nothing exists yet.
         method: as for ``ctxext.patch``.
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
@@ -105,7 +105,7 @@ def patch_checkpoint(
         IncompatibleError: the method cannot be right on this model.
         InvalidParameterError: ``link`` where the extension changes weights, or where they are in a GGUF file.
     """
-    source, destination = Path(source), Path(destination)
+    name, source, destination = str(source), fetched(Path(source)), Path(destination)
     if source.suffix == ".gguf" and source.is_file():
         return _unpacked(source, destination, method, link, chosen, results, arguments)
     refuse_source(source)
@@ -133,7 +133,7 @@ def patch_checkpoint(
                 if is_rewritten:
                     _write_weights(source, partial, contents, method, arguments, trust_remote_code)
                 changed, limits = _write_small_files(source, partial, contents, extended, description)
-                write_card(partial, model, name=destination.name, base=str(source), results=results)
+                write_card(partial, model, name=destination.name, base=name, results=results)
                 _prove_readable(partial, extended, trust_remote_code)
                 weights = [] if is_rewritten else contents.weights
                 linked, cloned = _place_weights(source, partial, weights, link, progress)

@@ -113,7 +113,9 @@ def inspect(
 @grouped
 def patch(
     *,
-    source: Annotated[Path, Argument(help="A directory with safetensors weights, or a .gguf file.", metavar="SRC")],
+    source: Annotated[
+        Path, Argument(help="A directory with safetensors weights, a name on the hub, or a .gguf file.", metavar="SRC")
+    ],
     destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
     method: Annotated[
         str,

@@ -399,9 +399,37 @@ def test_weights_that_lack_nothing_under_another_name_pass(llama: Path, tmp_path
     assert type(chosen).__name__ == "LlamaForSequenceClassification", "a new head was asked for"
 
 
+def test_a_name_on_the_hub(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    blobs = snapshot.parents[1] / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(llama, blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+
+    def download(name: str, *, ignore_patterns: list[str]) -> str:
+        assert "*.bin" in ignore_patterns
+        if name != "org/name":
+            raise FileNotFoundError("no such model there")
+        return str(snapshot)
+
+    monkeypatch.setattr("ctxext.checkpoints.source.snapshot_download", download)
+    patch_checkpoint("org/name", tmp_path / "long", "yarn", factor=2.0)
+    patch_checkpoint(llama, tmp_path / "local", "yarn", factor=2.0)
+    found, expected = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("long", "local"))
+    assert found.config.rope_parameters == expected.config.rope_parameters
+    assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in found.state_dict().items())
+    assert not any(path.is_symlink() for path in (tmp_path / "long").iterdir())
+    assert "base_model: org/name" in (tmp_path / "long" / "README.md").read_text()
+    with pytest.raises(
+        CheckpointError, match=r"no directory org/other\. The hub did not give it either: no such model"
+    ):
+        patch_checkpoint("org/other", tmp_path / "longer", "yarn", factor=2.0)
+
+
 def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="hf download org/name"):
-        patch_checkpoint("org/name", tmp_path / "long", "pi", factor=2.0)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        patch_checkpoint(tmp_path / "none", tmp_path / "long", "pi", factor=2.0)
     with pytest.raises(CheckpointError, match="is a file"):
         patch_checkpoint(llama / "config.json", tmp_path / "long", "pi", factor=2.0)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")

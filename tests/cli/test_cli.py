@@ -245,7 +245,7 @@ def test_patch_refuses_what_exists_and_what_does_not(cli: Cli, llama: Path, tmp_
     cli("patch", llama, tmp_path / "long", "-m", "pi", "-f", 2)
     for source, message in (
         (llama, "already exists"),
-        (tmp_path / "missing", "There is no directory"),
+        (tmp_path / "missing", "There is no checkpoint at"),
     ):
         result = cli("patch", source, tmp_path / "long", "-m", "pi", "-f", 2)
         assert result.exit_code == 1

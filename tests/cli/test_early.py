@@ -57,7 +57,7 @@ MISTAKES = {
     "patch HERE out -m longrope -f 2 -p short_factor=@no.json": "there is no file no.json",
     f"patch HERE out {YARN} -p trained_length=4": "give it as --trained-length",
     "patch HERE out -m yarn -f 0.5": "factor must be a finite number, at least 1, found 0.5",
-    f"patch /no/where out {YARN}": "There is no directory /no/where",
+    f"patch /no/where out {YARN}": "There is no checkpoint at /no/where",
     f"patch HERE HERE {YARN}": "already exists and is never overwritten",
     f"patch HERE /no/where/out {YARN}": "there is no directory /no/where",
     f"patch HERE HERE/config.json/out {YARN}": "there is no directory HERE/config.json",
@@ -333,7 +333,7 @@ def test_an_interrupted_recipe_names_resume(
 @pytest.mark.parametrize(
     ("name", "place", "message"),
     [
-        ("source", "no", "There is no directory"),
+        ("source", "no", "There is no checkpoint at"),
         ("destination", "here", "already exists"),
         ("save", "here", "already exists"),
     ],
