@@ -268,8 +268,11 @@ def _masked(layout: Layout, regions: Sequence[Region], size: int) -> list[Tile]:
         parts = []
         for index, region in enumerate(regions):
             mask = visible & region.holds(queries, keys)
-            if bool(mask.any()):
-                parts.append(Part(index, (start, stop), (0, layout.key_length), FULL, mask))
+            seen = mask.flatten(0, 2).any(0).nonzero()
+            if len(seen):
+                slots = int(seen[0]), int(seen[-1]) + 1
+                mask = mask[..., slice(*slots)]
+                parts.append(Part(index, (start, stop), slots, FULL, None if bool(mask.all()) else mask))
         if parts:  # queries that see nothing, such as padding, are 0 already
             plan.append(Tile((0, layout.batch), (start, stop), tuple(parts)))
     return plan
@@ -314,7 +317,7 @@ def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
     if call.need.order == "external":
         return call.need
     plan = _plan(call, pieces, None)
-    is_masked = bool(plan) and any(part.mask is not None for part in plan[0].parts)  # all parts have a mask, or none
+    is_masked = any(part.mask is not None for tile in plan for part in tile.parts)
     return replace(call.need, sees="past", order="free" if is_masked else call.need.order)
 
 

@@ -152,10 +152,11 @@ class Sdpa(AttentionBackend):
             out, lse = self.with_lse(*evened(q, k, v), scale=scale, causal=causal, mask=mask)
             return out[..., : v.shape[3]], lse
         heads, kv_heads = q.shape[1], k.shape[1]
-        if not causal and mask is None and q.shape[2] <= self.dense_rows and heads > kv_heads:
+        is_shared = mask is None or mask.shape[1:3] == (1, 1)  # by all query heads of a key head
+        if not causal and is_shared and q.shape[2] <= self.dense_rows and heads > kv_heads:
             # Query heads that share a key head become rows of one block of queries, so that keys are read once for all.
             folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
-            out, lse = _fused(folded, k, v, scale, False, None)
+            out, lse = _fused(folded, k, v, scale, False, mask)
             return out.reshape(*q.shape[:3], v.shape[3]), lse.reshape(q.shape[:3])
         return _fused(q, k, v, scale, causal, mask)
 

@@ -95,14 +95,15 @@ class PositionedForward(ForwardOverride):
             **kwargs: keyword arguments of the decoder.
         """
         given = self.given(args, kwargs)
-        if getattr(self.module.config, "_attn_implementation", None) == ATTENTION:
+        by_layout = getattr(self.module.config, "_attn_implementation", None) == ATTENTION
+        if by_layout:
             kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
         call = _DecoderCall(None, None) if outer is None else outer
         if cache_in(given) is not None:
             call = replace(call, cache=cache_in(given))
         if isinstance(call.cache, PagedAttentionCache) and call.batch is None:
-            call = replace(call, batch=PagedBatch.of(call.cache, given))
+            call = replace(call, batch=PagedBatch.of(call.cache, given, by_layout=by_layout))
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
         if given.get("encoder_hidden_states") is not None:
@@ -521,8 +522,11 @@ def _attention(
             f"ctxext.patch or ctxext.load."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    rows, heads, tokens = query.shape[:3]
     if (batch := paged_batch()) is not None:
         ctxext_layout = batch.mask(module, query)
+        count = ctxext_layout.layout.batch
+        query, key, value = (x.view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (query, key, value))
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
     if ctxext_layout is None and mask.window != sliding_window and getattr(attend, "checks_window", True):
         raise IncompatibleError(
@@ -534,7 +538,7 @@ def _attention(
         given["sliding_window"] = sliding_window
     own = {"module": module, "given": given}
     out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout, **own)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous().view(rows, tokens, heads, -1), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

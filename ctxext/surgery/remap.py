@@ -35,6 +35,7 @@ from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.layout_mask import LayoutMask
+from ctxext.surgery.paged_batch import PADDING
 from ctxext.surgery.positions import cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import Rebuild
@@ -317,8 +318,15 @@ def _place(token: str, where: PositionMap) -> str:
 
 
 def _analysed(layout: Layout) -> Layout:
-    """Return the layout with its spans of consecutive positions, which cheap constructors leave out."""
+    """Return the layout with its spans of consecutive positions, which cheap constructors leave out.
+
+    On a CPU, single queries of rows with little padding do without: one masked call is faster than one for each row.
+    """
     if layout.spans is not None or layout.external_causality:
+        return layout
+    documents = layout.key_documents
+    tokens = 0 if documents is None or documents.device.type != "cpu" else int((documents >= 0).sum())
+    if layout.query_length == 1 < layout.batch and layout.batch * layout.key_length <= PADDING * tokens:
         return layout
     analysed = Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
     return replace(analysed, sees=layout.sees)

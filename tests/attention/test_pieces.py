@@ -49,6 +49,7 @@ def _padded_gaps() -> Layout:
 
 
 KEEP = torch.arange(LENGTH)[None] >= torch.tensor([[0], [37]])
+DECODING = torch.arange(LENGTH)[None] >= LENGTH - torch.tensor([[1], [LENGTH], [30], [2], [150]])
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "causal": lambda: Layout.causal(2, LENGTH),
     "chunk of a prefill": lambda: Layout.causal(2, 53, LENGTH),
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "continuous batch": lambda: Layout.packed([50, 103, 50], queries=[1, 53, 50]),
     "padded": lambda: Layout.padded(KEEP),
     "padded, decoding": lambda: Layout.padded(KEEP, query=1),
+    "rows that decode": lambda: Layout.padded(DECODING, query=1, analyse=False),
     "static cache": lambda: Layout.cached(2, 7, LENGTH, filled=150),
     "not from the start": lambda: Layout.of(*[torch.arange(5, 5 + LENGTH).expand(2, -1)] * 2),
     "gaps": _gaps,

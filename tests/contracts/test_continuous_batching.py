@@ -125,6 +125,15 @@ def test_a_batch_gives_the_tokens_of_each_request_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["olmo3", "gpt_oss"])
+@paged_in_layers
+def test_requests_that_have_not_filled_their_windows_yet(model_type: str) -> None:
+    """They have fewer keys than others in layers with a window of 16 tokens."""
+    model, prompts = extended(model_type, SELF_EXTEND, WINDOWS), [PROMPTS[0], PROMPTS[1][:9], PROMPTS[2][:5], [7]]
+    assert_same(batched(model, prompts), alone(model, prompts))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [SELF_EXTEND, BY_REQUEST[0]], ids=lambda method: method.name)
 @paged_in_layers
 def test_requests_that_lose_their_blocks_begin_again(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
