@@ -56,6 +56,13 @@ def parse_budget(given: str | float | None) -> Budget:
     )
 
 
+def duration(seconds: float) -> str:
+    """Write seconds in a unit that suits them."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 class Word(str):
     """Text of a parameter's value from a command line, which ``Parameter.checked`` converts."""
 

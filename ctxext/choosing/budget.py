@@ -9,6 +9,7 @@ from ctxext.choosing.halving import Sizes
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import pass_cost
 from ctxext.evaluation.truncation import tails_cost
+from ctxext.quantities import duration
 
 # Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
 ENOUGH = 4096
@@ -126,11 +127,12 @@ class Costs:
             total += key + 3 * search.accepting + sizes.keys
         return total
 
-    def sizes(self, allowed: float | None) -> tuple[Sizes, SearchSizes | None]:
+    def sizes(self, allowed: float | None, seconds: float | None = None) -> tuple[Sizes, SearchSizes | None]:
         """Return the largest sizes that a budget lasts for; a search gets half of it, or as much as it can use.
 
         Args:
             allowed: passes; None for no limit.
+            seconds: that as many passes take here, for the message; None where nothing was timed.
 
         Raises:
             InvalidParameterError: not even the smallest sizes, with the shortest search, fit.
@@ -149,10 +151,12 @@ class Costs:
                 return sizes, search
         steps = "" if least is None else f" and {FEWEST} steps of a search from each of {STARTS} starts"
         way = "for a smaller target" if least is None else "without --search"
+        least_passes = self.most(ladder[-1], least)
+        time = "" if seconds is None else f", some {duration(seconds * least_passes / allowed)} here"
         raise InvalidParameterError(
             f"The budget is too small: it comes to {allowed:.1f} passes over {self.length:,} tokens. Choosing among "
-            f"{self.judged + self.others} candidates{steps} takes {self.most(ladder[-1], least):.1f} at least. Allow "
-            f"more (--budget), or choose {way}."
+            f"{self.judged + self.others} candidates{steps} takes {least_passes:.1f} at least{time}. Allow more "
+            f"(--budget), or choose {way}."
         )
 
     def _ladder(self) -> list[Sizes]:

@@ -16,7 +16,7 @@ from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import Method, saved_class
-from ctxext.quantities import parse_budget
+from ctxext.quantities import duration, parse_budget
 from ctxext.spec import RopeSpec
 
 ROUNDS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
@@ -322,13 +322,6 @@ def _dropped(choice: Choice) -> str:
     same = f" ({twins} more have the frequencies of one of them)" if twins else ""
     dropped = "; ".join(f"{count} {where}" for where, count in kinds.items())
     return f"Of {len(choice.candidates)} candidates{same} these were dropped: {dropped or 'none'}."
-
-
-def duration(seconds: float) -> str:
-    """Write seconds in a unit that suits them."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _spent(choice: Choice) -> str:

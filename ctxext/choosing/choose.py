@@ -204,7 +204,7 @@ class PlannedChoice:
             progress=self.progress,
         )
         allowed, costs = self._allowed(losses)
-        sizes, search_sizes = costs.sizes(allowed)
+        sizes, search_sizes = costs.sizes(allowed, self.budget.seconds)
         losses.sizes = sizes
         losses.split = replace(self.split, choosing=self.split.choosing[: sizes.texts])
         halving = Halving(
@@ -268,7 +268,7 @@ class PlannedChoice:
         judged = [name for name, candidate in self.candidates.items() if candidate.reach.is_judged_inside]
         inside = losses.seconds_of_inside(judged[:TIMED])
         # What is far too small is said before a whole text is read.
-        self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix))
+        self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix), self.budget.seconds)
         whole = losses.seconds_of_whole()
         return self.budget.seconds / whole, self.costs.timed(inside, whole)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ctxext.choosing.choice import Candidate, Choice, duration, sentences
+from ctxext.choosing.choice import Candidate, Choice, sentences
 from ctxext.choosing.halving import INSIDE, MORE, SEARCH, WHOLE
 from ctxext.choosing.search import SearchResult
 from ctxext.evaluation.labels import few_of, tokens_label
@@ -15,6 +15,7 @@ from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, P
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import known_methods
 from ctxext.methods.recommended import to_take
+from ctxext.quantities import duration
 
 CHOSEN, USUAL, LEFT = COLOURS["yarn"], COLOURS["truncated"], "#B5B5B5"
 # Rows of the short table of candidates.
