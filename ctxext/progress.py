@@ -37,6 +37,17 @@ def terminal(**options: Any) -> Console:
 
 
 @contextlib.contextmanager
+def status(console: Console, text: str) -> Iterator[None]:
+    """Say what is done meanwhile: beside a spinner, or in a line where no terminal can show one."""
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(text)
+        yield
+
+
+@contextlib.contextmanager
 def saying_what_is_left_out(say: Callable[[str], None]) -> Iterator[None]:
     """Print each ``LeftOutWarning`` by ``say``, in one line; show other warnings as usual."""
     with warnings.catch_warnings():

@@ -47,7 +47,7 @@ from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, best_window
 from ctxext.methods import saved_class
 from ctxext.patching import patch, unpatch
-from ctxext.progress import StageBar, terminal
+from ctxext.progress import StageBar, status, terminal
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind
@@ -80,9 +80,10 @@ def show(options: DemoOptions) -> None:
     """
     console = terminal()
     _prepare(options.output)
-    with console.status("Loading the checkpoint ..."):
+    with status(terminal(stderr=True), "Loading the checkpoint ..."):
         checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
-    demo = plan(checkpoint, options)
+    with status(terminal(stderr=True), "Reading two short texts, to tell how long the others take ..."):
+        demo = plan(checkpoint, options)
     console.print(Text.assemble((checkpoint.name, "bold"), demo.announcement))
     began = time.perf_counter()
     with ending_on_interrupt(console, demo.survey):

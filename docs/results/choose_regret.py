@@ -150,7 +150,7 @@ def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Cor
     journal = Journal(folder / "cells.jsonl", identity=folder / "study.json")
     survey = Survey("choose_regret.py", session.checkpoint, all_jobs, corpus=others, journal=journal)
     mine = survey.begin()
-    bar = StageBar(session.console, cost_of(mine), report=not session.console.is_terminal)
+    bar = StageBar(session.console, cost_of(mine))
     with ending_on_interrupt(session.console, survey), bar:
         survey.measure(mine, progress=bar)
     lines = journal.finished()

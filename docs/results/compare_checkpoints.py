@@ -146,7 +146,7 @@ def read(
     windows = [reading.windows(one.prefix) for one in missing]
     costs = [pass_cost(one.positions, point) for own in windows for one in own]
     told = label if reading.window is None else f"{label}, last {tokens_label(reading.window)}"
-    with StageBar(console, math.fsum(costs), report=not console.is_terminal) as bar:
+    with StageBar(console, math.fsum(costs)) as bar:
         for document, own in zip(missing, windows, strict=True):
             name, parts = f"{told}, {document.name}", []
             for window in own:

@@ -338,7 +338,7 @@ def main(
     survey = Survey("zero_shot.py", checkpoint, jobs, journal=journal, group=session.group)
     mine = survey.begin()
     console.print(f"{len(methods)} methods, {len(corpus.documents)} texts, {amount_of_work(survey, mine)}.")
-    with ending_on_interrupt(console, survey), StageBar(console, cost_of(mine), report=not console.is_terminal) as bar:
+    with ending_on_interrupt(console, survey), StageBar(console, cost_of(mine)) as bar:
         survey.measure(mine, progress=bar)
     if session.group.is_main:
         write(console, Results(study, readings, journal), output, session)
