@@ -192,10 +192,8 @@ def main(
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number, document in enumerate(list(read_documents([text]))[:documents]):
         encoding = tokenizer(document.text[: 8 * length], return_offsets_mapping=True)
-        ids, offsets = (
-            torch.tensor(encoding["input_ids"][:length], device=model.device),
-            encoding["offset_mapping"][:length],
-        )
+        ids = torch.tensor(encoding["input_ids"][:length], device=model.device)
+        offsets = encoding["offset_mapping"][:length]
         lines = far_lines(document.text[: offsets[-1][1]], offsets, window, most)
         if len(ids) < length or not lines:
             continue
