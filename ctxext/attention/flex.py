@@ -179,13 +179,14 @@ def _compiled(device: str) -> Callable[..., Any]:
 
     ``fullgraph`` makes too many recompilations an error; otherwise torch would silently go on in plain Python with full
     score matrices. torch's limit of eight is below the number of kinds of calls: dtypes, documents or none, one query
-    or many, a window, grouped heads. The CPU code generator is wrong for dynamic shapes (an undeclared variable, torch
-    2.13).
+    or many, a window, grouped heads. Scales and caps stay constants: the kernels for CUDA take no number as an input
+    (``unbacked_bindings``, torch 2.11). The CPU code generator is wrong for dynamic shapes (an undeclared variable,
+    torch 2.13).
     """
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=KINDS):
+        with torch._dynamo.config.patch(recompile_limit=KINDS, specialize_float=True):
             return compiled(*args, **kwargs)
 
     return kernel

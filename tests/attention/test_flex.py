@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -163,6 +164,29 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
         assert error(out, right) <= 2 * error(plain, right) + 1e-6
         found += 1
     assert found > limit
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("change", [{"softcap": 30.0}, {"scale": 0.3}], ids=["cap", "scale"])
+def test_numbers_are_constants_of_the_kernel(change: dict, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a number an input after its second value; its kernels for CUDA cannot take one (torch 2.11)."""
+    taken: list[torch.Tensor] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        taken.extend(x for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 0)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=look))
+    torch._dynamo.reset()
+    kernel = flex._compiled.__wrapped__("cuda")
+    monkeypatch.setattr(flex, "_compiled", lambda _: kernel)
+    one = cases.case("causal", torch.float32, biased=biased)
+    how = {"scale": one.scale, "softcap": 0.7}
+    with torch.no_grad():
+        for more in ({}, change):
+            Flex().attend(Call.of(*one.tensors(), one.layout, slopes=one.slopes, **how | more))
+            Flex().with_lse(*one.tensors(), causal=True, **how | more)
+    assert not taken
 
 
 @pytest.mark.parametrize(

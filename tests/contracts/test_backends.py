@@ -64,7 +64,7 @@ def _refuses(backend: AttentionBackend, case: Case, *, backward: bool) -> bool:
 
 def _rounding(found: torch.Tensor) -> float:
     """Largest error in parts of a naive run's. CUDA's fused float32 kernels make a product of three in TF32."""
-    return 5 if found.is_cuda and found.dtype == torch.float32 else 2  # at most 3.9 on an H100
+    return 8 if found.is_cuda and found.dtype == torch.float32 else 2  # at most 3.9 on an H100, 6.0 on an H200
 
 
 def _check(backend: AttentionBackend, case: Case) -> None:
