@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests._products import some
 from tests._records import CASES, FOLDER, arithmetic, differences, measured, results, stored
 
 
@@ -37,7 +38,7 @@ def changed(report: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, *(CASES.keys() - {"choose", "choose_search"})))
 def test_a_command_gives_what_it_gave(name: str) -> None:
     if name == "passages":
         pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="needs ctxext[embed], recent")

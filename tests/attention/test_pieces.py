@@ -18,7 +18,7 @@ from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Piece, PositionMap
-from tests._products import crossed
+from tests._products import crossed, some
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 
 LENGTH = 203
@@ -179,7 +179,7 @@ def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "layout"), crossed(VARIED, list(LAYOUTS)))
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", some(VARIANTS, "all"))
 def test_sinks_caps_and_other_values_are_those_of_dense_attention(
     variant: str, method: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def lines(output: Path) -> list[str]:
     return [line for path in sorted(output.glob("cells*")) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
