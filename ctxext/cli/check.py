@@ -40,7 +40,7 @@ class AskedOptions:
     name: str = option("Name of the model there.", default="", show_default="the first that it lists")
     api_key: str | None = option("Key of the server.", envvar="CTXEXT_API_KEY", show_default="none")
     length: int = token_option(
-        "Tokens of the longest prompt, if the window is longer.", "--length", "-l", default=16384, least=32
+        "Tokens of the longest prompt, if the window is longer.", "--length", "-l", default="16K", least=32
     )
 
 
