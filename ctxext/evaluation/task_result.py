@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.evaluation.truncation import UNPATCHED
 
 KEPT = 0.85
+
+# Not typing.Self, as in methods/base.py.
+ResultT = TypeVar("ResultT", bound="TaskResult")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class TaskResult:
         return 100 * low, 100 * high
 
     @property
-    def cells(self) -> dict[tuple[str, int], Self]:
+    def cells(self: ResultT) -> dict[tuple[str, int], ResultT]:
         """The answers of each task at each length that was measured."""
         trials_of: dict[tuple[str, int], list[Any]] = {}
         for trial in self.trials:
