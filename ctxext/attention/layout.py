@@ -28,7 +28,6 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -55,7 +54,7 @@ class Span(NamedTuple):
 class Layout:
     """Positions and documents of queries and keys. Build it once per forward; all layers share it.
 
-    Use a constructor: ``causal``, ``padded``, ``packed``, ``resets``, ``cached``, ``shard``; ``of`` for anything else.
+    Use a constructor: ``causal``, ``padded``, ``packed``, ``cached``, ``shard``; ``of`` for anything else.
 
     Args:
         query_positions: ``[batch, query]``, tokens from the start of the document, at least 0 for a token.
@@ -193,18 +192,6 @@ class Layout:
         batch, length = positions.shape
         span = Span((0, batch), (0, length), (0, length))
         return cls(positions, positions, spans=(span,), external_causality=True)
-
-    @classmethod
-    def resets(cls, positions: Tensor, *, analyse: bool = True) -> Layout:
-        """Return the layout of packed documents, each of which begins where the position does not increase.
-
-        Args:
-            positions: ``[batch, seq]``. Gaps inside a document are allowed.
-            analyse: see ``of``.
-        """
-        _require_shapes(positions, positions, None, None)
-        documents = F.pad((positions.diff(dim=1) <= 0).long().cumsum(1), (1, 0))
-        return cls.of(positions, positions, documents, documents, analyse=analyse)
 
     @classmethod
     def of(

@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ctxext.adapters import is_adapter
@@ -103,6 +103,18 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         refuse_idle_scaling(config, os.fspath(place))
         refuse_lost_fields(config, os.fspath(place), raw)
     return config
+
+
+def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
+    """Read the tokenizer of a checkpoint; ``location`` as in ``read_any_config``.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(place), **location)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CheckpointError(f"{place} has no tokenizer that can be read: {error}") from error
 
 
 def _gguf_file(place: str | os.PathLike[str], gguf_file: str | None = None, **location: Any) -> GGUFFile | None:

@@ -16,13 +16,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save
-from ctxext.checkpoints.source import Contents, checked_contents, fetched, read_any_config, refuse_source
+from ctxext.checkpoints.source import (
+    Contents,
+    checked_contents,
+    fetched,
+    read_any_config,
+    read_tokenizer,
+    refuse_source,
+)
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
 from ctxext.methods import Method
@@ -176,11 +183,7 @@ def _unpacked(
     model = load(source, method, dtype=torch.bfloat16, **arguments)
     if chosen is not None:
         model.config.ctxext = model.config.ctxext | {"chosen": chosen}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CheckpointError(f"The tokenizer in {source} cannot be read: {error}") from error
-    save(model, destination, tokenizer=tokenizer, results=results)
+    save(model, destination, tokenizer=read_tokenizer(source.parent, gguf_file=source.name), results=results)
     description = describe_saved(model.config.ctxext, model.config.model_type)
     return Written(directory=destination, description=description, linked=0, cloned=0, copied=0, unpacked=True)
 

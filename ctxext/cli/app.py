@@ -77,36 +77,51 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
 
 @app.command(cls=StrictCommand)
 def inspect(
-    checkpoint: Checkpoint, trained_length: Trained = None, trust: Trust = False, as_json: Json = False
+    checkpoint: Checkpoint,
+    text: Annotated[
+        list[str] | None,
+        Option(
+            "--text",
+            "-t",
+            help="Also say what a longer window has to offer this file. Repeatable.",
+            show_default="none",
+        ),
+    ] = None,
+    trained_length: Trained = None,
+    trust: Trust = False,
+    as_json: Json = False,
 ) -> None:
     """Say what a checkpoint's positions are and which methods extend it. No weights are loaded.
 
-    Reads a directory, an adapter directory, a GGUF file or a name on the hub.
+    Reads a directory, an adapter directory, a GGUF file or a name on the hub. A longer window pays where a text comes
+    back to what it said long before: --text counts how much of it does.
 
-    [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B
+    [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B --text mine.txt
     """
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-    from ctxext.cli.show import show_inspection
+    from ctxext.checkpoints.source import read_tokenizer
+    from ctxext.cli.show import repeats_in, show_inspection, show_repeats
 
     place = Path(checkpoint)
     if is_adapter(place):
+        if text:
+            raise typer.BadParameter("an adapter has no tokenizer; name its base checkpoint", param_hint="--text")
         description = inspect_adapter(place)
         _print_json(description) if as_json else typer.echo(str(description))
         return
     gguf = place.suffix == ".gguf"
+    folder, location = (place.parent, {"gguf_file": place.name}) if gguf else (checkpoint, {})
+    where: dict[str, Any] = {"trust_remote_code": trust, **location}
+    tokenizer = read_tokenizer(folder, **where) if text else None
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
-        inspection = inspect_checkpoint(
-            place.parent if gguf else checkpoint,
-            trained_length=trained_length,
-            trust_remote_code=trust,
-            progress=progress,
-            **({"gguf_file": place.name} if gguf else {}),
-        )
+        inspection = inspect_checkpoint(folder, trained_length=trained_length, progress=progress, **where)
+    repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
     if as_json:
-        _print_json(inspection)
-    else:
-        show_inspection(inspection, checkpoint, terminal())
+        _print_json(asdict(inspection) | ({"texts": [one._asdict() for one in repeats]} if text else {}))
+        return
+    show_inspection(inspection, checkpoint, terminal())
+    show_repeats(repeats, terminal())
 
 
 @app.command(cls=StrictCommand)

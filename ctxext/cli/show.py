@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import typer
 from rich import box
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
+from ctxext.errors import InvalidParameterError
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.recommended import RECOMMENDED, to_take
 from ctxext.methods.remap import RemapMethod
@@ -24,8 +26,16 @@ from ctxext.progress import terminal
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA
+from ctxext.texts.corpus import tokenise
+from ctxext.texts.documents import read_documents
+from ctxext.texts.repeats import Repeats, repeats_of
 
 COLUMNS = ("method", "group", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
+# Below the text of ``--text``; the counts are those of docs/results/zero-shot.md.
+GUIDE = (
+    "They are in strings of six tokens that stand more than a window before, and nowhere nearer. By twice the window, "
+    "16 measured texts with 5 % or more gained 0.38 nats per token in the mean, and 35 with less 0.02."
+)
 # What a method extends, then what an encoding changes, in the order of listings. A method of several groups stands with
 # the first.
 GROUPS = ("rotary", "remapping", "ALiBi", "tables", "buckets", "input", "scores", "attention", "other")
@@ -225,6 +235,30 @@ def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -
             console.print(f"  cannot: {export}")
         else:
             show_export(export, console)
+
+
+def repeats_in(texts: Sequence[str], tokenizer: Any, window: int | None) -> list[Repeats]:
+    """Return how much each text repeats from beyond the window.
+
+    Raises:
+        InvalidParameterError: nothing says how long the window is.
+    """
+    if window is None:
+        raise InvalidParameterError("The config names no trained length to look beyond. Give --trained-length.")
+    documents = (tokenise(document, tokenizer, prefix=()) for document in read_documents(texts))
+    return [repeats_of(one.name, one.input_ids[0].tolist(), window) for one in documents]
+
+
+def show_repeats(repeats: Sequence[Repeats], console: Console) -> None:
+    """Print the share of repeats of each text that is longer than the window, the largest first."""
+    longer = sorted((one for one in repeats if one.beyond), key=lambda one: -one.share)
+    for one in longer:
+        told = f"of {one.beyond:,} tokens beyond the window {one.share:.1%} repeat from afar"
+        console.print(Text.assemble((one.name, "bold"), f": {told}"))
+    if longer:
+        console.print(GUIDE)
+    if fitting := len(repeats) - len(longer):
+        console.print(f"Within the window, where a longer one has nothing to offer: {fitting} of {len(repeats)} texts.")
 
 
 def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Console) -> None:

@@ -169,7 +169,7 @@ def _top(logprobs: Any) -> tuple[float, ...]:
     else:
         first = (logprobs.get("top_logprobs") or [None])[0]
         values = list(first.values()) if isinstance(first, dict) else []
-    return tuple(sorted(values, reverse=True)[:TOP])
+    return tuple(sorted(map(float, values), reverse=True)[:TOP])
 
 
 @torch.no_grad()

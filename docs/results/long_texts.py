@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.cli.options import run_script
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.texts.documents import TEXT_PACKAGE, installed_texts
-from docs.results.need_for_length import far_repeats
+from ctxext.texts.repeats import far_repeats
 
 SHORTEST_FILE = 400
 """Characters below which a file, such as an empty __init__.py, is left out."""

@@ -31,10 +31,8 @@ from ctxext.cli.options import run_script
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, draw_grid, saved_figure
 from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, grouped_difference
+from ctxext.texts.repeats import far_repeats
 from scripts.bench import markdown_table
-
-STRING = 6
-"""Tokens of a string that is looked for in the far part of a text."""
 
 METHODS = {
     "self_extend x2": "Self-Extend",
@@ -61,18 +59,6 @@ class Text(NamedTuple):
     need: float
     repeats: float
     gains: dict[str, float]
-
-
-def far_repeats(ids: list[int], window: int, last: int) -> float:
-    """Return the share of the last tokens in strings that stand more than ``window`` before, and nowhere nearer."""
-    seen: dict[tuple[int, ...], int] = {}
-    covered = torch.zeros(len(ids), dtype=torch.bool)
-    for start in range(len(ids) - STRING + 1):
-        string = tuple(ids[start : start + STRING])
-        if start >= len(ids) - last and start - seen.get(string, start) > window:
-            covered[start : start + STRING] = True
-        seen[string] = start
-    return covered[-last:].float().mean().item()
 
 
 def texts_of(study: Path, file: Path, kind: str | None, skip: int, tokenizer: Any, window: int) -> list[Text]:

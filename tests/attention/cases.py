@@ -32,6 +32,12 @@ def _packed_cache() -> Layout:
     return Layout.of(positions[:, -20:], positions, documents[:, -20:], documents)
 
 
+def _packed_skipping() -> Layout:
+    positions = torch.cat([torch.arange(40), torch.arange(0, 2 * (N - 40), 2)])[None]
+    documents = (torch.arange(N) >= 40).long()[None]
+    return Layout.of(positions, positions, documents, documents)
+
+
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "causal": lambda: Layout.causal(2, N),
     "left padded": lambda: Layout.padded(_keep((0, N), (N // 2, N), (7, N))),
@@ -39,7 +45,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "an empty row": lambda: Layout.padded(_keep((0, N), (0, 0))),
     "nothing but padding": lambda: Layout.padded(_keep((0, 0))),
     "packed": lambda: Layout.packed([30, 1, 50, N - 81]),
-    "packed by resets": lambda: Layout.resets(torch.cat([torch.arange(40), torch.arange(0, 2 * (N - 40), 2)])[None]),
+    "packed, skipping positions": _packed_skipping,
     "skipping positions": lambda: Layout.of(torch.arange(N)[None] * 7 + 3, torch.arange(N)[None] * 7 + 3),
     "permuted": _permuted,
     "decode": lambda: Layout.causal(2, 1, N),

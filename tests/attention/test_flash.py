@@ -114,7 +114,7 @@ def test_arguments_mean_what_the_call_asked(
     reason = backend.why_not(Need(**(vars(call.need) | there)))
     if reason is not None:
         has_columns = biased and layout.startswith("both ways") and backend.name != "flash"
-        assert has_columns or layout.endswith(("permuted", "skipping positions", "packed by resets", "ways, skipping"))
+        assert has_columns or layout.endswith(("permuted", "skipping positions", "ways, skipping"))
         return
     inputs = one.tensors()
     with torch.set_grad_enabled(training):

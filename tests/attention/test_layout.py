@@ -56,13 +56,6 @@ def test_full_rows_are_one_span() -> None:
     assert Layout.padded(torch.ones(3, 4, dtype=torch.bool)).whole
 
 
-def test_position_resets_begin_documents_and_skips_do_not() -> None:
-    layout = Layout.resets(torch.tensor([[0, 1, 50, 0, 9]]))
-    assert layout.query_documents is not None
-    assert layout.query_documents.tolist() == [[0, 0, 0, 1, 1]]
-    assert not layout.consecutive
-
-
 def test_a_window_hides_the_far() -> None:
     assert Layout.causal(1, 4).visible(2)[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 

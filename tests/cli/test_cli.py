@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ctxext.spec import LLAMA, RopeSpec
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 from tests._programs import command
+from tests._tokenizer import make_tokenizer
 
 Cli = Callable[..., Result]
 
@@ -77,6 +80,30 @@ def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path])
     assert mistral["window_caps"]
     assert "would limit the reach" in mistral["window"]
     assert mistral["verdicts"][-1]["refused"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
+def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    bare = config_only(tmp_path / "bare", LlamaConfig.from_pretrained(llama))
+    twice, short = tmp_path / "twice.txt", tmp_path / "short.txt"
+    said = "".join(random.Random(0).choices(string.ascii_letters, k=300))
+    twice.write_text(said * 2)
+    short.write_text("few words")
+    result = cli("inspect", bare, "--text", twice)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no tokenizer that can be read" in result.stderr
+    make_tokenizer(bos=True).save_pretrained(bare)
+    told = " ".join(cli("inspect", bare, "--text", twice, "-t", short).stdout.split())
+    beyond = 600 - TRAINED
+    assert f"twice: of {beyond} tokens beyond the window {300 / beyond:.1%} repeat from afar" in told
+    assert told.endswith("nothing to offer: 1 of 2 texts.")
+    found = json.loads(cli("inspect", bare, "-t", twice, "--json").stdout)["texts"]
+    assert found == [{"name": "twice", "tokens": 600, "beyond": beyond, "share": pytest.approx(300 / beyond)}]
+    linear = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    unsaid = config_only(tmp_path / "unsaid", linear)
+    make_tokenizer(bos=True).save_pretrained(unsaid)
+    assert "Give --trained-length." in " ".join(cli("inspect", unsaid, "-t", twice).stderr.split())
 
 
 def tried_at_four(found: Any) -> list[Any]:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ctxext.checkpoints.load import load, load_saved, meta_model, model_class
-from ctxext.checkpoints.source import checked_path, read_any_config
-from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.readings import known_trained_length
 from ctxext.methods import EncodingMethod, Method, saved_class
 from ctxext.methods.encoding import Encoding
@@ -141,10 +141,7 @@ class PictureRequest:
 
     def tokens(self, text: str) -> tuple[Int[Tensor, "1 seq"], Any]:
         """Tokenise a text as the checkpoint does; return its tokens and the tokenizer."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.checkpoint), trust_remote_code=self.trust)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.checkpoint} has no tokenizer to read --text with: {error}") from error
+        tokenizer = read_tokenizer(str(self.checkpoint), trust_remote_code=self.trust)
         tokens: Tensor = tokenizer(text, return_tensors="pt").input_ids
         if not tokens.shape[1]:
             raise InvalidParameterError("--text holds no token. Give a sentence, or a file with one.")

@@ -1,0 +1,56 @@
+"""Measure, without a model, the share of a text that a longer window could predict better: repeats from afar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ctxext.errors import InvalidParameterError
+
+STRING = 6
+"""Tokens of a string that is looked for in the far part of a text."""
+
+
+class Repeats(NamedTuple):
+    """Tokens of a text beyond the window of a model, and the share of them that repeats from afar.
+
+    Args:
+        name: of the text.
+        tokens: of the text.
+        beyond: tokens behind the first window.
+        share: of those, the share that repeats from afar, 0 to 1; 0 where no token is beyond.
+    """
+
+    name: str
+    tokens: int
+    beyond: int
+    share: float
+
+
+def far_repeats(ids: Sequence[int], window: int, last: int) -> float:
+    """Return the share of the last tokens in strings that stand more than ``window`` before, and nowhere nearer.
+
+    Args:
+        ids: tokens of a text.
+        window: tokens that a model reads without an extension, at least 1.
+        last: tokens at the end that are looked at, 1 to all.
+
+    Raises:
+        InvalidParameterError: a number outside its range.
+    """
+    if window < 1 or not 1 <= last <= len(ids):
+        raise InvalidParameterError(f"Need window >= 1 and 1 <= last <= {len(ids)}, found {window} and {last}.")
+    seen: dict[tuple[int, ...], int] = {}
+    covered = bytearray(len(ids))
+    for start in range(len(ids) - STRING + 1):
+        string = tuple(ids[start : start + STRING])
+        if start >= len(ids) - last and start - seen.get(string, start) > window:
+            covered[start : start + STRING] = b"\1" * STRING
+        seen[string] = start
+    return sum(covered[-last:]) / last
+
+
+def repeats_of(name: str, ids: Sequence[int], window: int) -> Repeats:
+    """Return the repeats of a text beyond a window of ``window`` tokens, see ``far_repeats``."""
+    beyond = max(0, len(ids) - window)
+    return Repeats(name, len(ids), beyond, far_repeats(ids, window, beyond) if beyond else 0.0)
