@@ -35,7 +35,7 @@ from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.layout_mask import LayoutMask
-from ctxext.surgery.paged_batch import PADDING
+from ctxext.surgery.paged_batch import pads_little
 from ctxext.surgery.positions import cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import Rebuild
@@ -324,9 +324,9 @@ def _analysed(layout: Layout) -> Layout:
     """
     if layout.spans is not None or layout.external_causality:
         return layout
-    documents = layout.key_documents
+    documents, rows = layout.key_documents, layout.batch
     tokens = 0 if documents is None or documents.device.type != "cpu" else int((documents >= 0).sum())
-    if layout.query_length == 1 < layout.batch and layout.batch * layout.key_length <= PADDING * tokens:
+    if layout.query_length == 1 < rows and pads_little(rows, layout.key_length, tokens, layout.key_positions.device):
         return layout
     analysed = Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
     return replace(analysed, sees=layout.sees)
