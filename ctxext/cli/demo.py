@@ -192,7 +192,9 @@ def default_texts() -> list[Document]:
             f"transformers {metadata.version('transformers')} has no {CODE}, which the demo reads; give a --text."
         )
     parts = [f"# File: {path.relative_to(package.parent).as_posix()}\n\n{path.read_text('utf-8')}\n" for path in files]
-    return [Document(f"transformers/{CODE}", "\n".join(parts)), next(iter(read_documents(installed_texts()[:1])))]
+    play = next(iter(read_documents(installed_texts()[:1])))
+    code = Document(f"the code of transformers/{CODE}", "\n".join(parts))
+    return [code, replace(play, name=f"the play {play.name}")]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -510,7 +512,8 @@ class DemoResult:
             axes.tick_params(axis="y", length=0)
             axes.invert_yaxis()
             axes.margins(x=0.14)
-            axes.set_xlabel(f"perplexity at {self.spans[1]}; dashed: the best truncation")
+            marks = "dashed: the best truncation; black: 95 % interval of the gap"
+            axes.set_xlabel(f"perplexity at {self.spans[1]}, less is better\n{marks}")
             draw_grid(axes, text.name, axis="x")
 
         words = ", ".join(f"{row.label} {perplexity_label(value)}" for row, value in zip(rows, values, strict=True))

@@ -212,7 +212,7 @@ def test_the_texts_of_its_own() -> None:
     code, play = default_texts()
     assert code.text.count("\nclass JambaAttentionDecoderLayer(") == 2, "the second file repeats the first"
     assert "# File: transformers/models/jamba/modeling_jamba.py\n" in code.text
-    assert play.name == "edward-iii"
+    assert (code.name, play.name) == ("the code of transformers/models/jamba", "the play edward-iii")
 
 
 @pytest.mark.parametrize(
