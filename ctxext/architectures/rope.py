@@ -90,14 +90,14 @@ class Rope(Architecture):
             follow_length(subject, form, before, edits)
         _prove(subject, form)
         notes = _notes(text, form)
-        if form.is_guarded_elsewhere:
-            field = guarded_field(subject, "would load it without the extension")
-            original[field] = getattr(subject.config, field)
-            edits.set_unchecked(subject.config, field, GUARD)
         attention = request.attention
         if isinstance(method, RemapMethod):
             attention = attention or "auto"
             notes = (*install_pieces(subject, method, sites[0], layers, form.rebuild, attention, edits), *notes)
+        if form.is_guarded_elsewhere:
+            field = guarded_field(subject, "would load it without the extension")
+            original[field] = getattr(subject.config, field)
+            edits.set_unchecked(subject.config, field, GUARD)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if layers.failure:

@@ -25,7 +25,7 @@ from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiB
 from ctxext.runtimes.llama_cpp import architecture_of, in_file
 from ctxext.saved import already_extended, choices, plain_config, saved_extension, saved_method, saved_sides
 from ctxext.surgery.config import is_windowed, rope_dicts, same_rope, scaling_of
-from ctxext.surgery.guard import GUARDED_FIELD
+from ctxext.surgery.guard import GUARD, GUARDED_FIELD
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.subject import base_model, field_of, text_of
 
@@ -241,6 +241,8 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
     for name in saved["original"]:
         (here, leaf), (there, _) = (field_of(one if "." in name else text_of(one), name) for one in (config, again))
         value, expected = getattr(here, leaf, None), getattr(there, leaf, None)
+        if expected == GUARD and value in (GUARD, saved["original"][name]):  # in memory, or as a config is read
+            continue
         if not same_rope(value, expected):
             raise CheckpointError(
                 f"The config of this {config.model_type} contradicts itself: its ctxext entry stands for {name}="
@@ -281,6 +283,11 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         raise IncompatibleError(
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
             f"for it. Serve it with transformers."
+        )
+    if saved is not None and not saved["stock"] and all(rope["rope_type"] in STOCK_TYPES for _, rope in reaching):
+        raise IncompatibleError(
+            f"Only ctxext reads {saved['method']['method']!r} from the config of this {config.model_type}. Serve it "
+            f"with ctxext serve, or with transformers."
         )
     layer_type = reaching[0][0]
     trained_length, target_length, windows = _lengths(config)

@@ -108,9 +108,9 @@ def logits_as_read(
 def logits_of_answers(
     model: nn.Module,
     text: Int[Tensor, " text"],
-    requests: Sequence[Int[Tensor, " request"]],
-    answers: Sequence[Int[Tensor, " answer"]],
-) -> list[list[Float[Tensor, "answer vocab"]]]:
+    requests: Sequence[Int[Tensor, " _"]],
+    answers: Sequence[Int[Tensor, " _"]],
+) -> list[list[Float[Tensor, "_ vocab"]]]:
     """Compute the logits that predict each of several answers behind each of several requests; the text is read once.
 
     The layers keep the text in a KV cache, and every request goes on from a copy of that. A dynamic method fits its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection
 from typing import Any
@@ -22,6 +23,7 @@ from ctxext.surgery.rotary import RotarySite
 from ctxext.surgery.subject import Subject
 
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
+ROTATING = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")  # as transformers has them
 ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1
 
 
@@ -88,19 +90,24 @@ def rotation_form(
 
 
 def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refusal: str) -> Tensor:
-    """Rotate one vector to positions 0 and ``FAR`` by ``apply_rotary_pos_emb`` of the model's module.
+    """Rotate one vector to positions 0 and ``FAR`` by the function of the model's module that rotates.
 
     This serves models whose weights are not in memory, or whose code another program replaced by kernels.
 
     Raises:
         IncompatibleError: if the model's module has no such function.
     """
-    rotate = original_code(type(layer).__module__).get("apply_rotary_pos_emb")
+    code = original_code(type(layer).__module__)
+    rotate = next((code[name] for name in ROTATING if name in code), None)
     vector = torch.randn(site.spec.rotary_dim, generator=torch.Generator().manual_seed(0)).expand(1, 1, 2, -1)
     try:
         with torch.device("cpu"), torch.no_grad():
             cos, sin = (part[None] for part in site.output(Rebuild(subject).rotary(site.path), torch.tensor([0, FAR])))
-            rotated: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
+            takes = [*inspect.signature(rotate).parameters]  # type: ignore[arg-type]
+            angles = (torch.complex(cos, sin),) if "freqs_cis" in takes else (cos, sin)
+            if takes[1] == "cos":  # one tensor at a time
+                return rotate(vector, *angles)  # type: ignore[misc, no-any-return]
+            rotated: Tensor = rotate(vector, vector, *angles)[0]  # type: ignore[misc]
     except FAILURES as error:
         raise IncompatibleError(
             f"{refusal}: ctxext has to run its first layer, and some weights are offloaded, sharded or not loaded. "

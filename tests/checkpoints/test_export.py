@@ -32,13 +32,14 @@ from ctxext.errors import (
     UnknownNameError,
 )
 from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.runtimes.llama_cpp import TABLE, flags_of, verdict
 from ctxext.runtimes.vllm import CLASSES, REMAPPED
 from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, TRAINED
-from tests._models import FOR_LLAMA
+from tests._models import FOR_LLAMA, tiny
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 TARGET = 4 * TRAINED
@@ -673,3 +674,14 @@ def test_result_is_frozen(llama: Path, tmp_path: Path) -> None:
     assert dataclasses.is_dataclass(made)
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.exact = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("to", RUNTIMES)
+@pytest.mark.parametrize("saved", [True, False], ids=["on disk", "in memory"])
+def test_what_no_field_says_to_others_is_refused(to: str, saved: bool, tmp_path: Path) -> None:
+    """A Phi-3 in pieces keeps its rope as it was: by that, a runtime would read it as the plain model."""
+    model = ctxext.patch(tiny("phi3"), "self_extend", factor=4.0, trained_length=TRAINED)
+    if saved:
+        ctxext.save(model, tmp_path / "long")
+    with pytest.raises(IncompatibleError, match="Only ctxext reads 'self_extend' from the config of this phi3"):
+        export(tmp_path / "long" if saved else model, to=to)

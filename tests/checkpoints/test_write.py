@@ -25,7 +25,7 @@ from ctxext.files import write_whole
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 from tests._checkpoints import TRAINED, contents
-from tests._models import FOR_LLAMA, byte_model
+from tests._models import FOR_LLAMA, byte_model, tiny
 from tests._programs import ran
 from tests.walk.check import Stock
 
@@ -77,6 +77,20 @@ def test_config_is_what_a_patched_model_saves(llama: Path, tmp_path: Path) -> No
         disk.pop(old)
         memory.pop(old, None)
     assert disk == memory
+
+
+@pytest.mark.parametrize("method", ["self_extend", "rerope", "streaming"])
+@pytest.mark.parametrize("model_type", ["phi3", "phimoe", "phi4_multimodal"])
+def test_types_whose_rope_says_nothing_to_stock_code(model_type: str, method: str, tmp_path: Path) -> None:
+    """Where no rope type keeps plain transformers out, another field does, and is read while weights are on disk."""
+    model, plain, long = tiny(model_type), tmp_path / "plain", tmp_path / "long"
+    model.save_pretrained(plain)
+    extension = METHODS[method].example(SPEC)
+    patch_checkpoint(plain, long, extension, trained_length=TRAINED)
+    ctxext.patch(model, extension, trained_length=TRAINED)
+    ids = torch.randint(5, 90, (1, TRAINED + 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ctxext.load(long)(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
 def test_weights_are_copied_and_source_stays(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,7 +460,7 @@ from ctxext.cli.show import method_rows, methods_markdown
 import ctxext
 
 assert ctxext.methods()["doublings"].__module__ == "ctxext.laboratory.encodings.doublings"
-assert "| `doublings` | a learned number for each doubling" in methods_markdown(method_rows(to_train=True))
+assert "| `doublings` | scores | a learned number for each doubling" in methods_markdown(method_rows(to_train=True))
 
 from typer.testing import CliRunner
 

@@ -72,7 +72,7 @@ def test_every_method_was_asked_about() -> None:
                 continue
             method = kind.example(spec_of(PLAIN[model_type]))
             with pytest.raises(CtxextError):
-                extended_config(PLAIN[model_type], method, trained_length=TRAINED)
+                export_config(extended_config(PLAIN[model_type], method, trained_length=TRAINED), to="exllamav3")
     exact = [case for case in CASES if "stops" not in case]
     assert len(exact) > 70
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 import ctxext
 from ctxext.surgery import positions
@@ -22,9 +23,9 @@ KIND = "full_attention"
 def cache_of(lengths: list[int], kind: str = KIND) -> tuple[Any, Tensor, dict[str, Any]]:
     """A paged cache in name only, the slots of all keys in their order, and what its decoder is given for a step."""
     allocator = SimpleNamespace(index=0, layer_type=kind, read_trash_index=0)
-    cache = SimpleNamespace(
-        cache_allocators={kind: allocator}, layer_to_allocator={0: allocator}, cache_tensor=torch.empty(0)
-    )
+    cache = object.__new__(PagedAttentionCache)
+    parts = {"cache_allocators": {kind: allocator}, "layer_to_allocator": {0: allocator}}
+    vars(cache).update(parts, cache_tensor=torch.empty(0))
     slots = 1 + torch.randperm(sum(lengths), generator=torch.Generator().manual_seed(0))
     given = {"cu_seq_lens_q": torch.arange(len(lengths) + 1), "position_ids": torch.tensor([lengths]) - 1}
     ends = torch.tensor([0, *lengths]).cumsum(0)

@@ -198,7 +198,7 @@ def lines_panel(
     title: str = "",
     x_label: str,
     y_label: str = "",
-    ticks: Mapping[int, str] | Sequence[int],
+    ticks: Mapping[int, str] | Mapping[float, str] | Sequence[int],
     doubling: bool = False,
     log: bool | None = None,
     trained_length: int | None = None,
