@@ -21,6 +21,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
 from tests._checkpoints import contents
 from tests._models import bert, logits, tokens
+from tests._products import some
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
 
@@ -48,7 +49,7 @@ def blocks(place: Path, language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+@pytest.mark.parametrize("method", some(["yarn", "self_extend"], "self_extend"))
 def test_what_the_card_says_is_so(method: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code gives the saved model, and its commands are those of ``export``."""
     model = ctxext.load(plain, method, factor=4)

@@ -25,6 +25,7 @@ import ctxext
 from ctxext.serving.server import Gate, fit
 from ctxext.surgery.continuous import PAGED_IN_LAYERS
 from tests._models import byte_model
+from tests._products import some
 from tests._programs import command
 from tests._tokenizer import make_letters
 from tests.serving._running import KEY, Running, running
@@ -319,7 +320,7 @@ def test_the_work_for_a_client_that_went_away_ends(server: Running, model: Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dynamic_yarn", None])
+@pytest.mark.parametrize("method", some(["dynamic_yarn", None], "dynamic_yarn"))
 def test_every_method_is_served_and_ctrl_c_finishes_what_runs(tmp_path: Path, method: str | None) -> None:
     """A plain checkpoint is extended at start; a dynamic method that was saved keeps the positions of a request."""
     place = saved(tmp_path / "model", method)
