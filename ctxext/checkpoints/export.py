@@ -284,7 +284,8 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
             f"for it. Serve it with transformers."
         )
-    if saved is not None and not saved["stock"] and all(rope["rope_type"] in STOCK_TYPES for _, rope in reaching):
+    types = {rope.get("rope_type", "default") for _, rope in reaching}
+    if saved is not None and not saved["stock"] and types <= {*STOCK_TYPES}:
         raise IncompatibleError(
             f"Only ctxext reads {saved['method']['method']!r} from the config of this {config.model_type}. Serve it "
             f"with ctxext serve, or with transformers."

@@ -106,7 +106,7 @@ def inspect(
     place = Path(checkpoint)
     if is_adapter(place):
         if text:
-            raise typer.BadParameter("an adapter has no tokenizer; name its base checkpoint", param_hint="--text")
+            raise typer.BadParameter("name the base checkpoint, whose window it is", param_hint="--text")
         description = inspect_adapter(place)
         _print_json(description) if as_json else typer.echo(str(description))
         return

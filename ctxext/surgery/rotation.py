@@ -105,7 +105,7 @@ def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refus
             cos, sin = (part[None] for part in site.output(Rebuild(subject).rotary(site.path), torch.tensor([0, FAR])))
             takes = [*inspect.signature(rotate).parameters]  # type: ignore[arg-type]
             angles = (torch.complex(cos, sin),) if "freqs_cis" in takes else (cos, sin)
-            if takes[1] == "cos":  # one tensor at a time
+            if takes[1:2] == ["cos"]:  # one tensor at a time
                 return rotate(vector, *angles)  # type: ignore[misc, no-any-return]
             rotated: Tensor = rotate(vector, vector, *angles)[0]  # type: ignore[misc]
     except FAILURES as error:
