@@ -1,16 +1,16 @@
-"""``ctxext demo``: where a longer context pays and where not, and a question that only a longer context answers."""
+"""``ctxext demo``: what a longer context is worth on source code, and a question that only a longer context answers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +22,14 @@ from torch import Tensor, nn
 from ctxext.checkpoints.save import save
 from ctxext.cli.eval.common import cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
-from ctxext.evaluation.forward import Progress, follows_length, ticking
+from ctxext.evaluation.forward import Progress, follows_length, layers_of, ticking
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import all_of, perplexity_label, tokens_label
-from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
-from ctxext.evaluation.report.figures import (
-    COLOURS,
-    DASHED,
-    INK,
-    Figure,
-    Panel,
-    colours_for,
-    draw_grid,
-    paneled,
-    require_matplotlib,
-)
+from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import NONE, Heading, Page, TextTable
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.survey import Answer, Job, Survey
@@ -48,27 +37,28 @@ from ctxext.evaluation.truncation import TRUNCATED, best_window
 from ctxext.methods import saved_class
 from ctxext.patching import patch, unpatch
 from ctxext.progress import StageBar, status, terminal
+from ctxext.quantities import duration
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind
-from ctxext.texts.documents import SKIPPED_TOKENS, Document, installed_texts, package_folders, read_documents
+from ctxext.texts.documents import Document, package_folders, read_documents
 
-SECONDS = 210.0  # four minutes, of which loading takes some
-STEPS = (512, 2048)  # tokens of the two passes by which the time of longer ones is told
 METHODS = ("self_extend", "yarn")
 FIGURE, DATA, TABLE, UNFINISHED = "demo.png", "result.json", "table.md", "unfinished"
-PART = 8  # one part in so many of the window is scored, at the end of the text and at the end of the window
-# A folder of code in which one file repeats another some nine thousand tokens later, read up to this token.
-CODE = "models/jamba"
-# Of the code, and of the play, whose list of persons is left out.
-DEFAULT_CUTS: Sequence[Mapping[str, int]] = ({"stop": 19456}, {"skip": SKIPPED_TOKENS})
-# Hidden in the first text and asked for at its end.
+PART = 8  # 1/8 of the window is scored at the end of the window and of the text, and read beyond the window
+# A folder of code up to the end of a class that an earlier file has too, some 8,300 tokens before.
+CODE, AFTERWARDS = "models/gemma2", "class Gemma2RMSNorm(GemmaRMSNorm)"
+DEFAULT = f"the code of transformers/{CODE}"
+# Hidden in the text and asked for at its end.
 FACT, ANSWER = "\n# The pass key is {}. Remember it.\n", "48213"
-REQUEST = "\n# What is the pass key? The pass key is"
-HIDDEN = 20  # the fact stands after one part in so many of the text
+REQUEST = "\n# Remember the pass key. The pass key is"
+HIDDEN = 20  # the fact is 1/20 of the text after its beginning, or soon after that
 WRITTEN = 6  # tokens of an answer
 # Ratios to the best truncation's perplexity from which an unpatched model gets worse, and breaks.
 WORSE, BROKEN = 1.05, 2.0
+BUSY = 0.75  # share of the processor's time below which a CPU is called busy
+# Nats over the best truncation on a text that repeats nothing, of 1,024 tokens: docs/results/demo.md.
+PLAY = {"self_extend": "+0.021 ± 0.015", "yarn": "-0.017 ± 0.019"}
 VERDICTS = {"better": "pays", "no difference": "makes no sure difference", "worse": "does not pay"}
 
 
@@ -82,18 +72,21 @@ def show(options: DemoOptions) -> None:
     _prepare(options.output)
     with status(terminal(stderr=True), "Loading the checkpoint ..."):
         checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
-    with status(terminal(stderr=True), "Reading two short texts, to tell how long the others take ..."):
-        demo = plan(checkpoint, options)
-    console.print(Text.assemble((checkpoint.name, "bold"), demo.announcement))
+    demo = plan(checkpoint, options)
+    with status(terminal(stderr=True), "Timing two layers ..."):
+        announcement = demo.announcement(seconds_of(checkpoint.model, demo))
+    console.print(Text.assemble((checkpoint.name, "bold"), announcement))
     began = time.perf_counter()
     with ending_on_interrupt(console, demo.survey):
         result = _measure(console, demo)
     result.page.show(console)
-    _write(result, options.output)
+    result.figure.save(options.output / FIGURE)
+    (options.output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    (options.output / TABLE).write_text(result.page.markdown(), encoding="utf-8")
     paths = ", ".join(str(options.output / name) for name in (FIGURE, DATA, TABLE))
-    console.print(f"\n{time.perf_counter() - began:.0f} s. Written: {paths}")
+    console.print(f"\n{duration(time.perf_counter() - began)}. Written: {paths}")
     if options.save is not None:
-        console.print(_saved(checkpoint, demo.survey.readers[-len(demo.methods)].reading, options.save))
+        console.print(_saved(checkpoint, demo.methods[0], options.save))
     shutil.rmtree(options.output / UNFINISHED)
 
 
@@ -136,70 +129,73 @@ def faster_dtype() -> str:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """Text to read, with or without a fact hidden near its beginning, and a request for it.
+    """End of a text with a fact hidden near its beginning, and a request for the fact.
 
     Args:
         text: one token more than positions are read.
-        request: token ids that ask for the fact behind the text; none where there is no fact.
-        distance: tokens from the fact to the end of the text; 0 where there is none.
+        request: token ids that ask for the fact behind the text.
+        answer: token ids of the right answer.
+        distance: tokens from the fact to the end of the text.
     """
 
     text: TokenisedDocument
     request: Int[Tensor, " request"]
+    answer: Int[Tensor, " answer"]
     distance: int
 
     @classmethod
-    def of(
-        cls, text: TokenisedDocument, tokenizer: Any, length: int, *, asks: bool, skip: int = 0, stop: int | None = None
-    ) -> Passage:
-        """Cut a text to ``length`` positions; where it ``asks``, the fact is among them, on a line of its own.
-
-        Args:
-            text: to cut.
-            tokenizer: of the model.
-            length: positions.
-            asks: whether to hide the fact.
-            skip: tokens left out at its start.
-            stop: token up to which to read; None reads on from ``skip``.
+    def of(cls, text: TokenisedDocument, tokenizer: Any, length: int) -> Passage:
+        """Cut the last ``length`` positions out of a text, the fact among them, on a line of its own.
 
         Raises:
             InvalidParameterError: the text is too short.
         """
-        fact = torch.tensor([tokens_behind(tokenizer, FACT.format(ANSWER)) if asks else []], dtype=torch.long)
-        room = length + 1 - fact.shape[1]
-        ids = text.take(room, skip=skip if stop is None else max(0, stop - room)).input_ids
-        if not asks:
-            return cls(replace(text, input_ids=ids), torch.tensor([], dtype=torch.long), 0)
+        fact, request, answer = (
+            torch.tensor(tokens_behind(tokenizer, words)) for words in (FACT.format(ANSWER), REQUEST, f" {ANSWER}")
+        )
+        room = length + 1 - len(fact)
+        ids = text.take(room, skip=max(0, text.tokens - room)).input_ids
         place = max(text.prefix, length // HIDDEN)
         lines = [i for i in range(place, min(2 * place, room)) if "\n" in tokenizer.decode([int(ids[0, i - 1])])]
         place = lines[0] if lines else place
-        whole = torch.cat([ids[:, :place], fact, ids[:, place:]], dim=1)
-        request = torch.tensor(tokens_behind(tokenizer, REQUEST))
-        return cls(replace(text, input_ids=whole), request, length + 1 - place)
+        whole = torch.cat([ids[:, :place], fact[None], ids[:, place:]], dim=1)
+        return cls(replace(text, input_ids=whole), request, answer, length + 1 - place)
 
 
-def default_texts() -> list[Document]:
-    """Return source code that repeats itself, and a play, which does not.
+def default_text() -> Document:
+    """Return source code that repeats itself.
 
     Raises:
-        InvalidParameterError: one of them is not installed.
+        InvalidParameterError: the installed transformers has none of it.
     """
     [package] = package_folders("transformers")
-    folder = package / CODE
-    files = sorted(folder.rglob("*.py"))
-    if not files:
-        raise InvalidParameterError(
-            f"transformers {metadata.version('transformers')} has no {CODE}, which the demo reads; give a --text."
-        )
+    files = sorted((package / CODE).rglob("*.py"))
     parts = [f"# File: {path.relative_to(package.parent).as_posix()}\n\n{path.read_text('utf-8')}\n" for path in files]
-    play = next(iter(read_documents(installed_texts()[:1])))
-    code = Document(f"the code of transformers/{CODE}", "\n".join(parts))
-    return [code, replace(play, name=f"the play {play.name}")]
+    text, found, _ = "\n".join(parts).partition(AFTERWARDS)
+    if not found:
+        raise InvalidParameterError(
+            f"transformers {metadata.version('transformers')} lacks {AFTERWARDS!r} in {CODE}, which the demo reads; "
+            f"give a --text."
+        )
+    return Document(DEFAULT, text)
+
+
+class Reply(NamedTuple):
+    """Words of a model behind a request.
+
+    Args:
+        ids: the likeliest tokens.
+        margin: nats by which the tokens of the right answer lead all others, at the least of them; below zero the
+            nats by which the first wrong token leads.
+    """
+
+    ids: list[int]
+    margin: float
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReadAndAnswer(Job):
-    """Read a passage once, score the ends of window and text, and write an answer behind it where it asks.
+    """Read a passage once, score the ends of window and text, and write an answer behind it.
 
     Args:
         passage: to read.
@@ -211,6 +207,11 @@ class ReadAndAnswer(Job):
     tokenizer: Any
     trained_length: int
 
+    @property
+    def tokens(self) -> int:
+        """Positions that are read."""
+        return self.reader.window or self.passage.text.tokens - 1
+
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
         """Return the answer, and the losses inside the window, where it is read, and at the end."""
         text, window, scored = self.passage.text, self.reader.window, self.trained_length // PART
@@ -221,22 +222,23 @@ class ReadAndAnswer(Job):
         ends = [last] if window is not None else [self.trained_length, last]
         positions = torch.cat([torch.arange(end - scored, end) for end in ends])
         with ticking(model, self.name, self.cost, progress, passes=1):
-            losses, reply = read_and_answer(model, ids, positions, self.passage.request)
+            losses, reply = read_and_answer(model, ids, positions, self.passage)
         check_finite(losses, self.name)
-        return Answer({"item": text.name, "reply": self.tokenizer.decode(reply, skip_special_tokens=True)}, losses)
+        words = self.tokenizer.decode(reply.ids, skip_special_tokens=True)
+        return Answer({"item": text.name, "reply": words, "margin": reply.margin}, losses)
 
 
 @torch.no_grad()
 def read_and_answer(
-    model: nn.Module, ids: Int[Tensor, "1 tokens"], positions: Int[Tensor, " scored"], request: Int[Tensor, " request"]
-) -> tuple[Float[Tensor, " scored"], list[int]]:
-    """Read a text once; return the losses at some positions, and the likeliest tokens behind a request.
+    model: nn.Module, ids: Int[Tensor, "1 tokens"], positions: Int[Tensor, " scored"], asked: Passage
+) -> tuple[Float[Tensor, " scored"], Reply]:
+    """Read a text once; return the losses at some positions, and the likeliest words behind a request.
 
     Args:
         model: a causal language model in eval mode.
         ids: of the text.
         positions: to score.
-        request: token ids that follow the text; where there are none, nothing is written.
+        asked: whose request follows the text.
 
     Raises:
         IncompatibleError: the model takes no cache.
@@ -247,17 +249,22 @@ def read_and_answer(
         raise IncompatibleError(
             f"{type(causal).__name__} takes no cache; the demo needs one. Use `ctxext eval compare`."
         )
-    ids, positions, request = (tensor.to(causal.device) for tensor in (ids, positions, request))
+    ids, positions, request = (tensor.to(causal.device) for tensor in (ids, positions, asked.request))
     # A dynamic method fits its positions to all tokens that the cache will hold.
     reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(causal) else {}
-    output = causal(input_ids=ids[:, :-1], use_cache=len(request) > 0, logits_to_keep=positions, **reach)
+    output = causal(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=positions, **reach)
     losses = F.cross_entropy(output.logits[0].float(), ids[0, positions + 1], reduction="none").cpu()
-    step, reply = torch.cat([ids[0, -1:], request])[None], []
-    for _ in range(WRITTEN if len(request) else 0):
+    step, reply, margin, right = torch.cat([ids[0, -1:], request])[None], [], math.inf, asked.answer.tolist()
+    for _ in range(WRITTEN):
         output = causal(input_ids=step, use_cache=True, logits_to_keep=1, **{argument: output[argument]}, **reach)
-        step = output.logits[:, -1:].argmax(dim=-1)
+        logits = output.logits[0, -1].float()
+        if reply == right[: len(reply)] and len(reply) < len(right):  # so far it is right
+            others = logits.clone()
+            others[right[len(reply)]] = -math.inf
+            margin = min(margin, float(logits[right[len(reply)]] - others.max()))
+        step = logits.argmax()[None, None]
         reply.append(int(step))
-    return losses, reply
+    return losses, Reply(reply, margin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,37 +272,37 @@ class Demo:
     """Planned demo.
 
     Args:
-        survey: its jobs, reader by reader: unpatched, truncations, methods.
+        survey: its jobs: unpatched, truncations, methods.
         methods: extensions that are compared.
-        passages: that are read.
+        passage: to read.
         length: tokens that are read.
         trained_length: tokens that the checkpoint was trained for.
     """
 
     survey: Survey[ReadAndAnswer]
     methods: tuple[Reading, ...]
-    passages: tuple[Passage, ...]
+    passage: Passage
     length: int
     trained_length: int
 
-    @property
-    def announcement(self) -> str:
-        """Sentence that says what is about to be measured."""
-        texts = all_of([passage.text.name for passage in self.passages])
+    def announcement(self, pace: Pace) -> str:
+        """Return the sentence that says what is about to be measured."""
+        there = duration(pace.seconds)
+        if pace.idle < BUSY * pace.seconds:
+            there = f"busy: {there}, on an idle machine {duration(pace.idle)}"
         return (
             f", trained to {tokens_label(self.trained_length)} tokens, in {self.survey.checkpoint.dtype_note}, reads "
-            f"{tokens_label(self.length)} tokens of {texts}. About {max(1, round(cost_of(self.survey.jobs) / 60))} min "
-            f"here, by two measured steps.\n"
+            f"{tokens_label(self.length)} tokens of {self.passage.text.name} in {len(self.survey.jobs)} ways. "
+            f"About {there}.\n"
         )
 
-    def losses(self, reader: Reader) -> list[Tensor]:
-        """Return a finished reader's losses, a tensor for each passage."""
-        finished = self.survey.journal.finished()
-        return [self.survey.journal.losses(finished[job.key]) for job in self.survey.jobs if job.reader is reader]
+    def losses(self, job: ReadAndAnswer) -> Tensor:
+        """Return a finished job's losses."""
+        return self.survey.journal.losses(self.survey.journal.finished()[job.key])
 
 
 def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
-    """Plan the demo: as far beyond the window as four minutes allow, or to the length that was asked for.
+    """Plan the demo: the same on every machine.
 
     Raises:
         UnknownNameError: an unknown method.
@@ -309,87 +316,102 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
     methods = tuple(reading for reading in found if reading.is_candidate)
-    reach = min(reading.reach or 0 for reading in methods)
-    lengths = [trained * quarters // 4 for quarters in (8, 6, 5) if trained * quarters // 4 <= reach]
-    if options.length is not None:
-        lengths = [options.length]
-    if not lengths or not trained < lengths[0] <= reach:
+    reach, length = min(reading.reach or 0 for reading in methods), options.length or trained + trained // PART
+    if not trained < length <= reach:
         raise InvalidParameterError(
             f"length must be above the trained length of {trained:,} tokens and at most {reach:,} (factor "
-            f"{options.factor:g} times it), found {lengths[0] if lengths else reach:,}. Raise --factor to go further."
+            f"{options.factor:g} times it), found {length:,}. Raise --factor to go further."
         )
-    documents = read_documents(options.text) if options.text else default_texts()
+    [document] = read_documents([options.text]) if options.text else [default_text()]
     tokenizer, prefix = checkpoint.tokenizer, special_prefix(checkpoint.tokenizer)
-    texts = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
-    corpus = Corpus(texts, prefix_label(tokenizer, prefix), len(texts))
+    text = tokenise(document, tokenizer, prefix=prefix)
+    corpus = Corpus((text,), prefix_label(tokenizer, prefix), 1)
     journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
-    cuts = [{} for _ in texts] if options.text else DEFAULT_CUTS
-    passages = _passages(texts, tokenizer, lengths[-1], cuts)
-    seconds = seconds_by_tokens(checkpoint, passages[0].text.input_ids)
-    for length in lengths:
-        passages = _passages(texts, tokenizer, length, cuts)
-        readers = [Reader(reading, readings, (length,)) for reading in found if reading.name != TRUNCATED]
-        jobs = [
-            ReadAndAnswer(
-                key=readings.key(
-                    [reader.reading.name, reader.reading.method, reader.reading.fingerprint], text=passage.text.sha256
-                ),
-                cost=seconds(reader.window or length),
-                reader=reader,
-                name=f"{reader.reading.label}, {passage.text.name}",
-                passage=passage,
-                tokenizer=tokenizer,
-                trained_length=trained,
-            )
-            for reader in readers
-            for passage in passages
-        ]
-        if cost_of(jobs) <= SECONDS:
-            break
-    return Demo(
-        Survey("ctxext demo", checkpoint, jobs, corpus=corpus, journal=journal), methods, passages, length, trained
-    )
+    passage = Passage.of(text, tokenizer, length)
+    jobs = [
+        ReadAndAnswer(
+            key=readings.key([reading.name, reading.method, reading.fingerprint], text=passage.text.sha256),
+            cost=float(reading.window or length),
+            reader=Reader(reading, readings, (length,)),
+            name=reading.label,
+            passage=passage,
+            tokenizer=tokenizer,
+            trained_length=trained,
+        )
+        for reading in found
+        if reading.name != TRUNCATED
+    ]
+    survey = Survey("ctxext demo", checkpoint, jobs, corpus=corpus, journal=journal)
+    return Demo(survey, methods, passage, length, trained)
 
 
-def _passages(
-    texts: Sequence[TokenisedDocument], tokenizer: Any, length: int, cuts: Sequence[Mapping[str, int]]
-) -> tuple[Passage, ...]:
-    """Cut texts to a length, each from or up to its own token; the first one hides the fact."""
-    return tuple(
-        Passage.of(text, tokenizer, length, asks=text is texts[0], **cut) for text, cut in zip(texts, cuts, strict=True)
-    )
+class Pace(NamedTuple):
+    """Seconds that a demo takes: at the present load, and on an idle machine."""
+
+    seconds: float
+    idle: float
 
 
-def seconds_by_tokens(checkpoint: Checkpoint, ids: Int[Tensor, "1 tokens"]) -> Callable[[int], float]:
-    """Measure what a pass takes: seconds a token and seconds a pair of tokens, out of passes of two lengths."""
-    paces, steps = [], [min(step, ids.shape[1] // part) for step, part in zip(STEPS, (2, 1), strict=True)]
-    for step in (steps[0], *steps):  # a first pass is slower, by the memory that it has to ask for
-        began = time.perf_counter()
-        loss_by_position(checkpoint.model, ids[:, :step], start=step - 2)
-        paces.append((time.perf_counter() - began) / step)
-    a_pair = max(0.0, (paces[2] - paces[1]) / (steps[1] - steps[0]))
-    a_token = max(0.0, paces[2] - a_pair * steps[1])
-    return lambda tokens: tokens * (a_token + a_pair * tokens)
+class _MeasuredError(Exception):
+    """End of a pass of which no more is needed."""
+
+
+def seconds_of(model: nn.Module, demo: Demo) -> Pace:
+    """Time two layers at each length that is read, and return the time of all layers of all readings."""
+    layers = layers_of(model)
+    timed = layers[:2]
+    marks: list[tuple[float, float]] = []
+
+    def mark(*_: object) -> None:
+        if base_model(model).device.type != "cpu":
+            torch.accelerator.synchronize()
+        marks.append((time.perf_counter(), time.process_time()))
+
+    def end(*_: object) -> None:
+        mark()
+        raise _MeasuredError
+
+    paces = {}
+    hooks = [timed[0].register_forward_pre_hook(mark), timed[-1].register_forward_hook(end)]
+    try:
+        for tokens in {job.tokens for job in demo.survey.jobs}:
+            marks.clear()
+            with torch.no_grad(), contextlib.suppress(_MeasuredError):
+                model(input_ids=demo.passage.text.input_ids[:, :tokens].to(model.device), use_cache=False)
+            (began, worked), (ended, done) = marks
+            share = len(layers) / len(timed)
+            paces[tokens] = Pace((ended - began) * share, (done - worked) * share / torch.get_num_threads())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    each = [paces[job.tokens] for job in demo.survey.jobs]
+    seconds = sum(pace.seconds for pace in each)
+    on_cpu = base_model(model).device.type == "cpu"
+    return Pace(seconds, sum(pace.idle for pace in each) if on_cpu else seconds)
 
 
 def _measure(console: Console, demo: Demo) -> DemoResult:
     """Measure, and show each reading as soon as it is finished."""
     survey, pending = demo.survey, demo.survey.begin()
     span = f"{tokens_label(demo.length - demo.trained_length // PART)}-{tokens_label(demo.length)}"
-    names = "".join(f"{passage.text.name[-26:]:>28}" for passage in demo.passages)
-    console.print(f"{f'perplexity at {span}':<22}{names}", style="dim")
+    console.print(f"{'':<22}perplexity at {span}, and the answer", style="dim")
     with StageBar(console, cost_of(pending)) as bar:
-        for reader in survey.readers:
-            survey.measure([job for job in pending if job.reader is reader], progress=bar)
-            ends = [losses[-(demo.trained_length // PART) :] for losses in demo.losses(reader)]
-            cells = "".join(f"{perplexity_label(math.exp(losses.mean().item())):>28}" for losses in ends)
-            console.print(f"{reader.reading.label:<22}{cells}")
+        for job in survey.jobs:
+            survey.measure([one for one in pending if one is job], progress=bar)
+            line = survey.journal.finished()[job.key]
+            end = perplexity_label(math.exp(demo.losses(job)[-(demo.trained_length // PART) :].mean().item()))
+            console.print(f"{job.name:<22}{end:>8}  {first_line(line['reply'])}")
     return summarised(demo)
+
+
+def first_line(answer: str) -> str:
+    """Return an answer's first line."""
+    return printable(answer.strip().split("\n")[0])
 
 
 @dataclass(frozen=True)
 class TextReading:
-    """One reading of one text.
+    """One reading of the text.
 
     Args:
         name: of the reading.
@@ -397,7 +419,8 @@ class TextReading:
         inside: nats per token at the end of the window; None for a truncation.
         end: nats per token at the end of the text.
         difference: ``end`` minus that of the best truncation.
-        answer: what it wrote behind the request; empty on a text that does not ask.
+        answer: words behind the request.
+        margin: see ``Reply``.
         seconds: that it took.
     """
 
@@ -407,46 +430,13 @@ class TextReading:
     end: float
     difference: PairedDifference
     answer: str
+    margin: float
     seconds: float
-
-    @property
-    def end_of_window(self) -> float:
-        """Nats per token at the end of the window; that of a truncation is the unpatched model's, and not kept."""
-        return math.nan if self.inside is None else self.inside
 
     @property
     def is_right(self) -> bool:
         """True where the answer begins with the fact."""
         return self.answer.strip().startswith(ANSWER)
-
-
-@dataclass(frozen=True)
-class TextResult:
-    """All readings of one text.
-
-    Args:
-        name: of the text.
-        rows: unpatched, truncations, methods.
-        window: tokens that the best truncation sees.
-    """
-
-    name: str
-    rows: tuple[TextReading, ...]
-    window: int
-
-    def of(self, name: str) -> TextReading:
-        """Return the row of one reading."""
-        return next(row for row in self.rows if row.name == name)
-
-    @property
-    def extended(self) -> list[TextReading]:
-        """The rows of methods."""
-        return [row for row in self.rows[1:] if row.inside is not None]
-
-    @property
-    def truncated(self) -> TextReading:
-        """The row of the best truncation."""
-        return next(row for row in self.rows if row.label == f"last {tokens_label(self.window)}")
 
 
 @dataclass(frozen=True)
@@ -456,15 +446,19 @@ class DemoResult:
     Args:
         trained_length: tokens that the checkpoint was trained for.
         length: tokens that were read.
-        distance: tokens from the fact in the first text to its end.
-        texts: a result for each.
+        distance: tokens from the fact to the end of the text.
+        text: its name.
+        window: tokens that the best truncation sees.
+        rows: unpatched, truncations, methods.
         provenance: see ``provenance_of``.
     """
 
     trained_length: int
     length: int
     distance: int
-    texts: tuple[TextResult, ...]
+    text: str
+    window: int
+    rows: tuple[TextReading, ...]
     provenance: dict[str, Any]
     made_by: str = "ctxext demo"
 
@@ -479,75 +473,76 @@ class DemoResult:
     def title(self) -> str:
         """Checkpoint and lengths."""
         trained, length = tokens_label(self.trained_length), tokens_label(self.length)
-        return f"{self.provenance['checkpoint']}: trained to {trained}, read to {length}"
+        return f"{self.provenance['checkpoint']}, trained to {trained} tokens, reads {length}"
+
+    @property
+    def extended(self) -> list[TextReading]:
+        """Rows of methods."""
+        return [row for row in self.rows[1:] if row.inside is not None]
+
+    @property
+    def truncated(self) -> TextReading:
+        """Row of the best truncation."""
+        return next(row for row in self.rows if row.label == f"last {tokens_label(self.window)}")
 
     @property
     def page(self) -> Page:
-        """Tables and sentences."""
-        tables = [self._losses(text) for text in self.texts]
-        return Page(self.title, [*tables, self._answers(), Heading("What you see"), *sentences(self)])
+        """Table and sentences."""
+        return Page(self.title, [self._table(), Heading("What you see"), *sentences(self)])
 
     @property
     def figure(self) -> Figure:
-        """Perplexity of each reading at the end of each text."""
-        return paneled("demo", self.title, [self._panel(text) for text in self.texts])
+        """Loss of each reading at the end of the text, and its answer."""
+        return paneled("demo", self.title, [Panel(self._draw, self._words, (8.4, 3.1))], caption=self._caption)
 
-    def _panel(self, text: TextResult) -> Panel:
-        """Draw a bar for each reading, with the 95 percent interval of its difference to the best truncation."""
-        rows, best = text.rows, text.truncated
-        values = [math.exp(row.end) for row in rows]
-        colours = colours_for(row.name.split()[0] for row in rows)
+    @property
+    def _words(self) -> str:
+        return ", ".join(f"{row.label} {row.end:.2f} nats, answers {first_line(row.answer)!r}" for row in self.rows)
 
-        def draw(axes: Any) -> None:
-            places = range(len(rows))
-            ends = [[math.exp(row.end + side * row.difference.margin) for row in rows] for side in (-1, 1)]
-            errors = [[abs(end - value) for end, value in zip(side, values, strict=True)] for side in ends]
-            axes.barh(places, values, color=colours, height=0.62, xerr=errors, error_kw={"ecolor": INK, "lw": 1.2})
-            axes.axvline(math.exp(best.end), color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED)
-            for place, value, end in zip(places, values, ends[1], strict=True):
-                axes.annotate(
-                    perplexity_label(value), (max(value, end), place), (5, 0), textcoords="offset points", va="center"
-                )
-            axes.set_yticks(places, [row.label for row in rows])
-            axes.tick_params(axis="y", length=0)
-            axes.invert_yaxis()
-            axes.margins(x=0.14)
-            marks = "dashed: the best truncation; black: 95 % interval of the gap"
-            axes.set_xlabel(f"perplexity at {self.spans[1]}, less is better\n{marks}")
-            draw_grid(axes, text.name, axis="x")
+    @property
+    def _caption(self) -> str:
+        return (
+            f"Asked for a number {self.distance:,} tokens back, in {self.text}. 1 nat less: 2.7 times less perplexity."
+        )
 
-        words = ", ".join(f"{row.label} {perplexity_label(value)}" for row, value in zip(rows, values, strict=True))
-        return Panel(draw, f"{text.name}: {words}", (5.2, 3.2))
+    def _draw(self, axes: Any) -> None:
+        """Draw a bar for each reading, and its answer in words."""
+        rows = [*(row for row in self.rows if row.inside is None), self.rows[0], *self.extended]
+        places, colours = range(len(rows)), colours_for(row.name.split()[0] for row in rows)
+        axes.barh(places, [row.end for row in rows], color=colours, height=0.62)
+        for place, row, colour in zip(places, rows, colours, strict=True):
+            mark, weight = ("✓", "bold") if row.is_right else ("✗", "normal")
+            words = f"{row.end:.2f}   {mark} “{first_line(row.answer)}”"
+            axes.annotate(
+                words, (row.end, place), (6, 0), textcoords="offset points", va="center", color=colour, weight=weight
+            )
+        axes.set_yticks(places, [row.label for row in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.6 * max(row.end for row in rows))
+        axes.set_xlabel(f"loss at tokens {self.spans[1]}, nats per token: less is better")
+        draw_grid(axes, axis="x")
 
-    def _losses(self, text: TextResult) -> TextTable:
+    def _table(self) -> TextTable:
         rows = [
             [
                 row.label,
                 NONE if row.inside is None else perplexity_label(math.exp(row.inside)),
                 perplexity_label(math.exp(row.end)),
-                "the best" if row is text.truncated else gain(row.difference),
+                "the best" if row is self.truncated else gain(row.difference),
+                first_line(row.answer),
+                f"{row.margin:+.1f}",
                 f"{row.seconds:.0f} s",
             ]
-            for row in text.rows
+            for row in self.rows
         ]
         inside, end = self.spans
         return TextTable(
-            title=f"{text.name}: perplexity, and nats gained over the best truncation",
-            header=["", inside, end, "gain", "took"],
+            title=f"{self.text}: perplexity, nats gained over the best truncation, and the answer (right: {ANSWER})",
+            header=["", inside, end, "gain", "writes", "margin", "took"],
             rows=rows,
-            styles={row.label: "reference" for row in text.rows if row not in text.extended},
-        )
-
-    def _answers(self) -> TextTable:
-        text = self.texts[0]
-        rows = [
-            [row.label, row.answer.strip().split("\n")[0], "right" if row.is_right else "wrong"] for row in text.rows
-        ]
-        return TextTable(
-            title=f"{text.name}: asked for the pass key {ANSWER}, hidden in its first tenth",
-            header=["", "writes", ""],
-            rows=rows,
-            prose=True,
+            caption="Margin: nats by which the right answer leads any other, at the least of its tokens.",
+            styles={row.label: "reference" for row in self.rows if row not in self.extended},
         )
 
 
@@ -555,95 +550,94 @@ def summarised(demo: Demo) -> DemoResult:
     """Put the finished jobs together."""
     survey, scored = demo.survey, demo.trained_length // PART
     lines = survey.journal.finished()
-    losses = {reader: demo.losses(reader) for reader in survey.readers}
-    texts = []
-    for place, passage in enumerate(demo.passages):
-        ends = {reader.window: [losses[reader][place][-scored:]] for reader in survey.readers if reader.window}
-        window = best_window(ends)
-        rows = []
-        for reader in survey.readers:
-            mine = losses[reader][place]
-            [line] = [lines[job.key] for job in survey.jobs if job.reader is reader and job.passage is passage]
-            rows.append(
-                TextReading(
-                    name=reader.reading.name,
-                    label=reader.reading.label,
-                    inside=None if reader.window else mine[:scored].mean().item(),
-                    end=mine[-scored:].mean().item(),
-                    difference=document_difference([mine[-scored:]], ends[window], baselines=len(ends)),
-                    answer=line["reply"],
-                    seconds=line["seconds"],
-                )
-            )
-        texts.append(TextResult(passage.text.name, tuple(rows), window))
-    provenance = provenance_of(survey.checkpoint, survey.corpus)
+    losses = {job: demo.losses(job) for job in survey.jobs}
+    ends = {job.reader.window: [losses[job][-scored:]] for job in survey.jobs if job.reader.window}
+    window = best_window(ends)
+    rows = [
+        TextReading(
+            name=job.reader.reading.name,
+            label=job.name,
+            inside=None if job.reader.window else mine[:scored].mean().item(),
+            end=mine[-scored:].mean().item(),
+            difference=document_difference([mine[-scored:]], ends[window], baselines=len(ends)),
+            answer=lines[job.key]["reply"],
+            margin=lines[job.key]["margin"],
+            seconds=lines[job.key]["seconds"],
+        )
+        for job, mine in losses.items()
+    ]
     return DemoResult(
         trained_length=demo.trained_length,
         length=demo.length,
-        distance=demo.passages[0].distance,
-        texts=tuple(texts),
-        provenance=survey.with_extensions(provenance).to_dict(),
+        distance=demo.passage.distance,
+        text=demo.passage.text.name,
+        window=window,
+        rows=tuple(rows),
+        provenance=survey.with_extensions(provenance_of(survey.checkpoint, survey.corpus)).to_dict(),
     )
 
 
 def sentences(result: DemoResult) -> list[str]:
-    """Return what a newcomer should take away, in three sentences that follow from the numbers."""
-    return [_unpatched_sentence(result), _gain_sentence(result), _answer_sentence(result)]
+    """Return what a newcomer should take away, in sentences that follow from the numbers."""
+    found = [_unpatched_sentence(result), _gain_sentence(result), _answer_sentence(result)]
+    best = min(result.extended, key=lambda row: row.end)
+    if result.text == DEFAULT and {row.name.split()[0] for row in result.extended} == PLAY.keys():
+        if best.name.startswith("yarn"):
+            found.append(
+                "YaRN is best on this text. Self-Extend is advised all the same: it changes nothing inside the window, "
+                "and loses to no truncation where a text repeats nothing."
+            )
+        found.append(
+            f"Most texts repeat little. On a play Self-Extend gains {PLAY['self_extend']} nats, YaRN {PLAY['yarn']} "
+            f"(stored: docs/results/demo.md). For yours: ctxext inspect CHECKPOINT -t FILE."
+        )
+    return found
+
+
+def _cost(result: DemoResult, row: TextReading) -> str:
+    """Say what a method costs inside the window."""
+    cost = (row.inside or 0.0) - (result.rows[0].inside or 0.0)
+    return "changes nothing" if abs(cost) < 0.0005 else f"{'costs' if cost > 0 else 'gains'} {abs(cost):.3f} nats"
 
 
 def _unpatched_sentence(result: DemoResult) -> str:
-    ratios = [math.exp(text.rows[0].difference.mean) for text in result.texts]
-    times = all_of([f"{ratio:.2f} times (on {text.name})" for ratio, text in zip(ratios, result.texts, strict=True)])
-    fate = "it breaks" if max(ratios) > BROKEN else "it gets worse" if max(ratios) > WORSE else "it does not break"
-    window = tokens_label(result.trained_length)
+    ratio = math.exp(result.rows[0].difference.mean)
+    fate = "it breaks" if ratio > BROKEN else "it gets worse" if ratio > WORSE else "it does not break"
     return (
-        f"Unpatched, the model's perplexity at {result.spans[1]} is {times} that of the best truncation: {fate} beyond "
-        f"its {window} tokens."
+        f"Unpatched, the model's perplexity at {result.spans[1]} is {ratio:.2f} times that of the best truncation: "
+        f"{fate} beyond its {tokens_label(result.trained_length)} tokens."
     )
 
 
 def _gain_sentence(result: DemoResult) -> str:
-    """Say where the best method pays, and what methods cost inside the window."""
-    parts: dict[str, list[str]] = {}
-    for text in result.texts:
-        best = min(text.extended, key=lambda row: row.end)
-        verdict = best.difference.verdict_of_best(len(text.extended))
-        gains = ", ".join(f"{row.label} {gain(row.difference)}" for row in text.extended)
-        parts.setdefault(VERDICTS[verdict], []).append(f"{text.name} ({gains})")
-    pays = "; it ".join(f"{verdict} on {all_of(texts)}" for verdict, texts in parts.items())
-    costs = []
-    for row in result.texts[0].extended:
-        losses = [text.of(row.name).end_of_window - text.rows[0].end_of_window for text in result.texts]
-        cost = sum(losses) / len(losses)
-        costs.append(f"{row.label} {f'costs {cost:.3f} nats' if abs(cost) >= 0.0005 else 'changes nothing'}")
-    return f"A longer window {pays}, in nats per token; inside the old one {all_of(costs)}."
+    """Say whether the best method pays, and what methods cost inside the window."""
+    best = min(result.extended, key=lambda row: row.end)
+    verdict = VERDICTS[best.difference.verdict_of_best(len(result.extended))]
+    gains = all_of([f"{row.label} {gain(row.difference)}" for row in result.extended])
+    inside = all_of([f"{row.label} {_cost(result, row)}" for row in result.extended])
+    return (
+        f"A longer window {verdict} on this text: {gains} nats per token over the best truncation. Inside the old "
+        f"window {inside}."
+    )
 
 
 def _answer_sentence(result: DemoResult) -> str:
-    text = result.texts[0]
-    asked = [*text.extended, text.rows[0], text.truncated]
     right, wrong = (
         [
-            f"{row.label} (which lacks it)" if row is text.truncated else row.label
-            for row in asked
+            f"{row.label} (which lacks it)" if row is result.truncated else row.label
+            for row in [*result.extended, result.rows[0], result.truncated]
             if row.is_right is is_right
         ]
         for is_right in (True, False)
     )
     answers = f"{all_of(right) if right else 'no reading'} answered right"
     rest = f"; {all_of(wrong)} did not" if right and wrong else ""
-    return f"Asked for a number that stands {result.distance:,} tokens back on {text.name}, {answers}{rest}."
+    return f"Asked for a number {result.distance:,} tokens back, {answers}{rest}."
 
 
 def gain(difference: PairedDifference) -> str:
     """Write how much better a reading is than the best truncation, in nats per token."""
     return f"{-difference.mean + 0.0:+.3f} \N{PLUS-MINUS SIGN} {difference.standard_error:.3f}"
-
-
-def _write(result: DemoResult, output: Path) -> None:
-    result.figure.save(output / FIGURE)
-    (output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    (output / TABLE).write_text(result.page.markdown(), encoding="utf-8")
 
 
 def _saved(checkpoint: Checkpoint, reading: Reading, directory: Path) -> str:

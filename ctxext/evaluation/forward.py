@@ -367,6 +367,14 @@ def turning_point(model: nn.Module) -> int:
     return max(1, int(weights) // int(2 * config.num_hidden_layers * embedding.shape[-1]))
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model in their order; the model beneath its head where no list of layers is found."""
+    base = base_model(model)
+    depth = base.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    return list(stacks[0]) if stacks else [base.base_model]
+
+
 @contextlib.contextmanager
 def ticking(
     model: nn.Module, name: str, cost: float, progress: Progress, *, passes: int | None = None
@@ -380,10 +388,7 @@ def ticking(
         progress: called once with cost 0 at the start, then after every layer.
         passes: how many count, of which the first are reported; None for all.
     """
-    base = base_model(model)
-    depth = base.config.get_text_config(decoder=True).num_hidden_layers
-    stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    ticks = list(stacks[0]) if stacks else [base.base_model]
+    ticks = layers_of(model)
     progress(name, 0.0)
     left = itertools.repeat(cost / len(ticks), *([] if passes is None else [passes * len(ticks)]))
     hooks = [tick.register_forward_hook(lambda *_: progress(name, next(left, 0.0))) for tick in ticks]
