@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo core test nightly docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
-demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 4 minutes on 2 plain cores)
+demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
 
 # The files that state shapes of tensors: those are checked while the quick tests run. The check of every argument takes
@@ -24,10 +24,10 @@ CORE = -n 2 --dist loadscope -m "not slow and not nightly" --jaxtyping-packages=
 SLOW := -n 2 --dist loadscope -m "slow and not nightly" --override-ini addopts="-q --strict-markers"
 
 core: $(INSTALLED) ## the quick tests, before each commit (2 minutes on 2 idle cores)
-	$(BIN)/python -m pytest $(CORE) --most-seconds 1
+	$(BIN)/python -m pytest $(CORE) --tell-seconds 1
 
 test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
-	$(BIN)/python -m pytest $(CORE) --most-seconds 3
+	$(BIN)/python -m pytest $(CORE) --tell-seconds 1
 	$(BIN)/python -m pytest $(SLOW)
 
 nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions

@@ -193,7 +193,7 @@ def test_losses_are_those_of_the_evaluations_and_answers_those_of_generate(
         logits = model(torch.cat([prompt, torch.tensor([right])], dim=1)).logits[0, -len(right) - 1 : -1].float()
         leads = [
             float(row[token] - row[torch.arange(len(row)) != token].max())
-            for row, token in zip(logits, right, strict=True)
+            for row, token in zip(logits.detach(), right, strict=True)
         ]
         assert reply.margin == pytest.approx(min(leads[:counted]), abs=1e-3)
         assert (reply.margin > 0) == (right == wrong.ids[:3])

@@ -108,7 +108,7 @@ def test_a_name_that_is_not_there() -> None:
 def test_import_brings_no_engine_and_takes_little_more_than_transformers() -> None:
     """Engines, trainers and plots wait until they are asked for, also where they are installed; nothing is printed.
 
-    It takes half a second on top of what any program with a model imports: transformers' models and its generation. One
+    It adds little to what any program with a model imports: transformers' models and its generation. One
     process imports both, one after the other, so that a busy machine slows both alike.
     """
     program = (
@@ -127,7 +127,7 @@ def test_import_brings_no_engine_and_takes_little_more_than_transformers() -> No
     assert (done.returncode, done.stderr) == (0, "")
     seconds, *said = done.stdout.splitlines()
     theirs, ours = map(float, seconds.split())
-    assert ours < 0.5, f"transformers' models take {theirs:.2f} s of processor time, ctxext {ours:.2f} s on top"
+    assert ours < theirs / 6, f"transformers' models take {theirs:.2f} s of processor time, ctxext {ours:.2f} s on top"
     assert len(said) == 2
     modules = set(said[0].split())
     of_the_laboratory = {name for name in said[1].split() if name.startswith("ctxext.laboratory.")}
