@@ -58,7 +58,7 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "openai"):
         require_package(package, "serve", "ctxext serve needs")
-    from ctxext.serving.gate import is_local
+    from ctxext.serving.gate import LOCAL
     from ctxext.serving.load import load_served
     from ctxext.serving.server import application, bound
     from ctxext.serving.server import serve as answer
@@ -83,7 +83,7 @@ def serve(
     console = terminal()
     for note in served.notes:
         console.print(note, style="yellow", soft_wrap=True)
-    if server.api_key is None and not is_local(server.host):
+    if server.api_key is None and not LOCAL.fullmatch(server.host):
         console.print(f"{server.host} without --api-key: whoever reaches this port is answered.", style="yellow")
     host, port = listening.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host

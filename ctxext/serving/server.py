@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import socket
-import sys
 import threading
 from types import FrameType
 from typing import Any, NoReturn
@@ -325,27 +324,21 @@ class Ending(uvicorn.Server):
     def _end(self, sig: int) -> None:
         if not self.should_exit:
             self.should_exit = True
-            if running := self.gate.end():
-                requests = (
-                    "1 request runs; Ctrl-C again drops it."
-                    if running == 1
-                    else f"{running} requests run; Ctrl-C again drops them."
-                )
-                logging.getLogger("uvicorn.error").info(requests)
-            return
-        self.status = 128 + sig
-        self.gate.drop()
-        asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, self.status)
+            if count := len(self.gate.running):
+                run = "requests run" if count > 1 else "request runs"
+                logging.getLogger("uvicorn.error").info("%d %s; Ctrl-C again drops what runs.", count, run)
+        else:
+            self.status = 128 + sig
+            self.gate.drop()
+            asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, self.status)
 
 
 def serve(gate: Gate, listening: socket.socket) -> NoReturn:
     """Answer requests until Ctrl-C or SIGTERM, and end this process; a second one drops the requests that run.
 
-    Threads may still compute an answer that nobody waits for. An interpreter that ends in the usual way would pull the
-    ground from under them, and abort; nor can they be ended before their step is.
+    Threads may still be within a step of an answer that nobody waits for. No thread can be ended from outside, and an
+    interpreter that ends in the usual way meanwhile aborts.
     """
     server = Ending(gate)
     server.run(sockets=[listening])
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(server.status)

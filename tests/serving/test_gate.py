@@ -139,12 +139,6 @@ def test_a_body_beyond_the_limit_is_not_kept(pieces: tuple[bytes, ...], ends: bo
     assert fits or ("1,000 bytes" in asked.error["message"] and asked.error["code"] == 413)
 
 
-@pytest.mark.parametrize("length", [b"1001", b"419430400", b"9" * 30])
-def test_a_stated_length_beyond_the_limit_is_refused_unread(length: bytes) -> None:
-    asked = Knocking(b"{}", headers=((b"content-length", length),))
-    assert (asked.at(most=MOST), asked.taken) == (413, 0)
-
-
 def test_a_client_that_leaves_within_its_body_reaches_nobody() -> None:
     asked = Knocking(b"{", ends=False)
     assert asked.at() is None
@@ -273,11 +267,8 @@ def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> 
         for client, said in zip(clients, ("a step begins", '/v1/completions HTTP/1.1" 200'), strict=True):
             client.start()
             until(lambda said=said: said in server.said)
-        half = socket.create_connection(("127.0.0.1", server.port))  # a body that does not come runs nothing
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         server.process.send_signal(signal.SIGINT)
-        until(lambda: "2 requests run; Ctrl-C again drops them." in server.said)
-        assert b" 503 " in half.recv(1000)
+        until(lambda: "2 requests run; Ctrl-C again drops what runs." in server.said)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
         for client in clients:
@@ -289,7 +280,7 @@ def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> 
     assert "drops this request" in ends[True].message
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_after_a_client_left_within_a_step_that_lasts(place: Path) -> None:
     with running(place, *FLAGS, program=("-c", STUCK)) as server:
         body = json.dumps({"prompt": "一丁"}).encode()
