@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import re
 import secrets
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY = 8 << 20  # bytes of a body; a longer window allows longer ones
@@ -46,7 +46,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, key: str | None = None, host: str = "", most: int = BODY) -> None:
         self.app, self.most = app, most
-        self.digest = None if key is None else _digest(f"Bearer {key}".encode())
+        self.key = None if key is None else f"Bearer {key}".encode()
         self.is_local = key is None and LOCAL.fullmatch(host) is not None
         self.running: set[Any] = set()  # tasks
 
@@ -55,18 +55,44 @@ class Gate:
             return await self.app(scope, receive, send)
         if refused := self._refused(scope):
             return await refused(scope, receive, send)
-        last: dict[str, Message] = {}  # of each type that was sent
+        task: Any = asyncio.current_task()
+        left = asyncio.Event()
+        last: dict[str, Message] = {}  # that was sent, of each type
 
         async def answer(message: Message) -> None:
             last[message["type"]] = message
             await send(message)
 
-        self.running.add(task := asyncio.current_task())
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+            task.cancel()
+
+        self.running.add(task)
         try:
-            await self._enter(scope, receive, answer)
+            body = await self._body(receive)
+            if len(body) > self.most:
+                long = error_response(413, f"The body is longer than {self.most:,} bytes, the most that is read.")
+                return await long(scope, receive, send)
+            unread = [{"type": "http.request", "body": bytes(body)}]
+
+            async def replay() -> Message:
+                return unread.pop() if unread else await asyncio.Future()
+
+            # The application takes this header for its own key of a request; two of one key stop its batches.
+            headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+            watching = asyncio.ensure_future(watch())
+            try:
+                await self.app({**scope, "headers": headers}, replay, answer)
+            finally:
+                watching.cancel()
         except asyncio.CancelledError:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_dropped(scope, receive, send, last), PATIENCE)
+            if not left.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(_dropped(scope, receive, send, last), PATIENCE)
+        except ClientDisconnect:
+            pass
         finally:
             self.running.discard(task)
 
@@ -76,8 +102,8 @@ class Gate:
             task.cancel()
 
     def _refused(self, scope: Scope) -> JSONResponse | None:
-        shown = _digest(dict(scope["headers"]).get(b"authorization", b""))
-        if self.digest and scope["path"] != "/health" and not secrets.compare_digest(shown, self.digest):
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        if self.key and scope["path"] != "/health" and not secrets.compare_digest(shown, self.key):
             return error_response(401, "This server needs its API key (Authorization: Bearer KEY).")
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if self.is_local and not all(map(LOCAL.fullmatch, hosts)):
@@ -85,43 +111,16 @@ class Gate:
             return error_response(421, sentence)
         return None
 
-    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _body(self, receive: Receive) -> bytearray:
+        """Read a body up to the limit, and one piece more."""
         body, more = bytearray(), True
-        while more:
+        while more and len(body) <= self.most:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return
+                raise ClientDisconnect
             body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self.most:
-                refused = error_response(413, f"The body is longer than {self.most:,} bytes, the most that is read.")
-                return await refused(scope, receive, send)
-        sent = [{"type": "http.request", "body": bytes(body)}]
-        left = asyncio.Event()
-
-        async def replay() -> Message:
-            if sent:
-                return sent.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left.set()
-            work.cancel()
-
-        # The application takes this header for its own key of a request, and two requests of one key stop its batches.
-        headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
-        work = asyncio.ensure_future(self.app({**scope, "headers": headers}, replay, send))
-        watching = asyncio.ensure_future(watch())
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not left.is_set():
-                raise
-        finally:
-            watching.cancel()
+        return body
 
 
 async def _dropped(scope: Scope, receive: Receive, send: Send, last: dict[str, Message]) -> None:
@@ -133,7 +132,3 @@ async def _dropped(scope: Scope, receive: Receive, send: Send, last: dict[str, M
         told = json.loads(bytes(error.body))
         event = f"event: error\ndata: {json.dumps(told | told['error'] | {'type': 'error'})}\n\n"
         await send({"type": "http.response.body", "body": event.encode()})
-
-
-def _digest(header: bytes) -> bytes:
-    return hashlib.sha256(header).digest()

@@ -308,37 +308,29 @@ def bound(host: str, port: int) -> socket.socket:
     return taken
 
 
-class Ending(uvicorn.Server):
-    """Server that ends at the first signal when what runs is finished, and at the second at once."""
-
-    status = 0
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(uvicorn.Config(gate, log_level="info", lifespan="on"))
-        self.gate = gate
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal, between any two steps of the main thread; what follows is done in its turn."""
-        asyncio.get_running_loop().call_soon_threadsafe(self._end, sig)
-
-    def _end(self, sig: int) -> None:
-        if not self.should_exit:
-            self.should_exit = True
-            if count := len(self.gate.running):
-                run = "requests run" if count > 1 else "request runs"
-                logging.getLogger("uvicorn.error").info("%d %s; Ctrl-C again drops what runs.", count, run)
-        else:
-            self.status = 128 + sig
-            self.gate.drop()
-            asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, self.status)
-
-
 def serve(gate: Gate, listening: socket.socket) -> NoReturn:
     """Answer requests until Ctrl-C or SIGTERM, and end this process; a second one drops the requests that run.
 
     Threads may still be within a step of an answer that nobody waits for. No thread can be ended from outside, and an
     interpreter that ends in the usual way meanwhile aborts.
     """
-    server = Ending(gate)
+    server = uvicorn.Server(uvicorn.Config(gate, log_level="info", lifespan="on"))
+    status = 0
+
+    def end(number: int) -> None:
+        nonlocal status
+        if server.should_exit:
+            status = 128 + number
+            gate.drop()
+            asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, status)
+        elif count := len(gate.running):
+            runs = "request runs" if count == 1 else "requests run"
+            logging.getLogger("uvicorn.error").info("%d %s; Ctrl-C again drops what runs.", count, runs)
+        server.should_exit = True
+
+    def signalled(number: int, _: FrameType | None) -> None:
+        asyncio.get_running_loop().call_soon_threadsafe(end, number)  # not within any step of this thread
+
+    server.handle_exit = signalled  # type: ignore[assignment,method-assign]
     server.run(sockets=[listening])
-    os._exit(server.status)
+    os._exit(status)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.files import parse_json
 from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
@@ -311,7 +312,7 @@ def with_base(form: dict[str, Any]) -> dict[str, Any]:
 def _details(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return ctxext's own entries of a rope dict, in the form of any earlier version."""
     saved = parameters["ctxext"]
-    details: dict[str, Any] = json.loads(saved) if isinstance(saved, str) else copy.deepcopy(saved)
+    details: dict[str, Any] = parse_json(saved) if isinstance(saved, str) else copy.deepcopy(saved)
     return {"rope_theta": parameters["rope_theta"]} | details
 
 
