@@ -160,7 +160,7 @@ class Client:
         try:
             status, text = answer.result(SECONDS)
             if len(text) > BYTES or 300 <= status < 400:
-                raise ValueError(f"more than {BYTES:,} bytes" if status < 300 else "a redirect, which is not followed")
+                raise ValueError(f"more than {BYTES:,} bytes" if len(text) > BYTES else "a redirect, not followed")
             try:
                 return status, parse_json(text)
             except ValueError:
@@ -207,11 +207,13 @@ def told(said: Any, *path: str | int, kind: type, default: Any = ...) -> Any:
         found, default = None, ...
     if found is None and default is not ...:
         return default
-    is_number = kind is float and type(found) in (int, float) and abs(found) < LARGE  # and not NaN
-    if not is_number and (kind is float or type(found) is not kind):
+    is_number = type(found) in (int, float) and abs(found) < LARGE  # nor NaN
+    if not (is_number if kind is float else type(found) is kind):
         place = ".".join(map(str, path))
-        raise VerificationError(f"The server's answer is malformed: {place} is no {kind.__name__}, at {shown(found)}.")
-    return found.encode(errors="replace").decode() if kind is str else found  # JSON can write half a character
+        raise VerificationError(
+            f"The server's answer is malformed: {place} should be {kind.__name__}, found {shown(found)}."
+        )
+    return found.encode(errors="replace").decode() if kind is str else kind(found)  # JSON can write half a character
 
 
 def _sentence(said: Any) -> str:
@@ -224,10 +226,8 @@ def _top(choice: Any) -> tuple[float, ...]:
     """Return the largest log-probabilities of the first token of an answer, in whichever form a server writes them."""
     listed = told(choice, "logprobs", "content", 0, "top_logprobs", kind=list, default=[])
     named = told(choice, "logprobs", "top_logprobs", 0, kind=dict, default={})
-    values = [told(entry, "logprob", kind=float) for entry in listed] or [
-        told(named, token, kind=float) for token in named
-    ]
-    return tuple(sorted(values, reverse=True)[:TOP])
+    values = [told(each, "logprob", kind=float) for each in listed]
+    return tuple(sorted(values or [told(named, each, kind=float) for each in named], reverse=True)[:TOP])
 
 
 @torch.no_grad()

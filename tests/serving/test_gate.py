@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -27,7 +27,7 @@ from ctxext.serving.load import Served, load_served
 from ctxext.serving.server import application
 from tests._models import byte_model
 from tests._tokenizer import make_letters
-from tests.serving._running import KEY, running
+from tests.serving._running import KEY, Running, running
 
 MOST = 1000
 
@@ -240,14 +240,15 @@ FLAGS = ("--port", "0", "--dtype", "fp32", "--name", "tiny")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint."""
     place = tmp_path_factory.mktemp("gate") / "model"
-    return ctxext.save(ctxext.patch(byte_model(), "yarn", factor=2), place, tokenizer=make_letters()) or place
+    ctxext.save(ctxext.patch(byte_model(), "yarn", factor=2), place, tokenizer=make_letters())
+    return place
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another process does."""
+def until(said: str, server: Running) -> None:
+    """Wait until a server has written something."""
     deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
+    while said not in server.said:
+        assert time.monotonic() < deadline, server.said
         time.sleep(0.05)
 
 
@@ -266,17 +267,18 @@ def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> 
         clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for client, said in zip(clients, ("a step begins", '/v1/completions HTTP/1.1" 200'), strict=True):
             client.start()
-            until(lambda said=said: said in server.said)
+            until(said, server)
         server.process.send_signal(signal.SIGINT)
-        until(lambda: "2 requests run; Ctrl-C again drops what runs." in server.said)
+        until("2 requests run; Ctrl-C again drops what runs.", server)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
         for client in clients:
             client.join()
         assert server.process.wait(60) == 130
         assert "terminate called" not in server.said
-    assert isinstance(ends[False], openai.InternalServerError)
-    assert (ends[False].status_code, ends[False].type) == (503, "server_error")
+    whole = ends[False]
+    assert isinstance(whole, openai.InternalServerError)
+    assert (whole.status_code, whole.type) == (503, "server_error")
     assert "drops this request" in ends[True].message
 
 
@@ -287,7 +289,7 @@ def test_ctrl_c_after_a_client_left_within_a_step_that_lasts(place: Path) -> Non
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            until(lambda: "a step begins" in server.said)
+            until("a step begins", server)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         assert "terminate called" not in server.said
