@@ -105,7 +105,7 @@ def load_checkpoint(
             return _load(path, dtype, place, masked, trust, loading)
     except CtxextError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RecursionError) as error:
         kind = "masked" if masked else "causal"
         raise CheckpointError(f"Cannot load a {kind} language model from {path}: {error}") from error
 

@@ -236,12 +236,14 @@ def known_methods() -> dict[str, type[Method]]:
     return dict(sorted({**laboratory.ENCODINGS, **METHODS}.items()))
 
 
-def method_class(name: str) -> type[Method] | None:
+def method_class(name: object) -> type[Method] | None:
     """Return the method of this name, None if there is none. Names that ``METHODS`` lacks are the laboratory's."""
+    if not isinstance(name, str):  # of a file that was damaged
+        return None
     return METHODS[name] if name in METHODS else known_methods().get(name)
 
 
-def saved_class(name: str) -> type[Method]:
+def saved_class(name: object) -> type[Method]:
     """Return the class of a method that a checkpoint was extended by.
 
     Raises:

@@ -292,6 +292,7 @@ def test_a_misspelt_directory_is_named(plain: Path, tmp_path: Path, monkeypatch:
         ({"method": "yarn"}, "method='yarn' is no dict"),
         ({"method": {}}, "method is without method"),
         ({"trained_length": None}, "trained_length=None is no int"),
+        *(({"method": {"method": name}}, "is unknown to ctxext") for name in ([1], {}, None, 3)),
     ],
 )
 def test_a_damaged_extension_is_named_by_every_verb(change: Any, said: str, tmp_path: Path) -> None:
