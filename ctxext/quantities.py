@@ -13,6 +13,7 @@ from ctxext.files import parse_json
 
 BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+LEAST_PASSES = 4  # of a choice: one candidate reads a text, and three readings another
 
 
 def parse_bytes(text: str) -> int:
@@ -47,6 +48,11 @@ def parse_budget(given: str | float | None) -> Budget:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
     value, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if value and unit in ("pass", "passes"):
+        if value < LEAST_PASSES:
+            raise InvalidParameterError(
+                f"The budget is too small: it comes to {value:.1f} passes, and any choice takes more than "
+                f"{LEAST_PASSES}. Allow more (--budget)."
+            )
         return Budget(passes=value)
     if value and unit in SECONDS:
         return Budget(seconds=value * SECONDS[unit])
