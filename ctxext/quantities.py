@@ -49,10 +49,8 @@ def parse_budget(given: str | float | None) -> Budget:
     value, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if value and unit in ("pass", "passes"):
         if value < LEAST_PASSES:
-            raise InvalidParameterError(
-                f"The budget is too small: it comes to {value:.1f} passes, and any choice takes more than "
-                f"{LEAST_PASSES}. Allow more (--budget)."
-            )
+            least = f"Any choice takes more than {LEAST_PASSES}; allow them (--budget)."
+            raise InvalidParameterError(f"The budget is too small: it comes to {value:.1f} passes. {least}")
         return Budget(passes=value)
     if value and unit in SECONDS:
         return Budget(seconds=value * SECONDS[unit])

@@ -10,7 +10,6 @@ import secrets
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY = 8 << 20  # bytes of a body; a longer window allows longer ones
@@ -34,9 +33,6 @@ def unknown_model(asked: str, served: str) -> JSONResponse:
 class Gate:
     """Entrance to the application: it refuses strangers, and ends the work for clients that went away.
 
-    A page in a browser may point its own name to 127.0.0.1 and ask (DNS rebinding), but it asks by that name. Hence a
-    server without a key that listens to this machine alone answers by this machine's names alone.
-
     Args:
         app: the application behind the gate.
         key: the key that clients must show; None answers everybody.
@@ -56,7 +52,7 @@ class Gate:
         if refused := self._refused(scope):
             return await refused(scope, receive, send)
         task: Any = asyncio.current_task()
-        left = asyncio.Event()
+        left = False
         last: dict[str, Message] = {}  # that was sent, of each type
 
         async def answer(message: Message) -> None:
@@ -64,14 +60,21 @@ class Gate:
             await send(message)
 
         async def watch() -> None:
+            nonlocal left
             while (await receive())["type"] != "http.disconnect":
                 pass
-            left.set()
+            left = True
             task.cancel()
 
         self.running.add(task)
         try:
-            body = await self._body(receive)
+            body, more = bytearray(), True
+            while more and len(body) <= self.most:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
             if len(body) > self.most:
                 long = error_response(413, f"The body is longer than {self.most:,} bytes, the most that is read.")
                 return await long(scope, receive, send)
@@ -88,47 +91,31 @@ class Gate:
             finally:
                 watching.cancel()
         except asyncio.CancelledError:
-            if not left.is_set():
+            if not left:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(_dropped(scope, receive, send, last), PATIENCE)
-        except ClientDisconnect:
-            pass
         finally:
             self.running.discard(task)
-
-    def drop(self) -> None:
-        """Cancel all that runs; its clients are told."""
-        for task in self.running:
-            task.cancel()
 
     def _refused(self, scope: Scope) -> JSONResponse | None:
         shown = dict(scope["headers"]).get(b"authorization", b"")
         if self.key and scope["path"] != "/health" and not secrets.compare_digest(shown, self.key):
             return error_response(401, "This server needs its API key (Authorization: Bearer KEY).")
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        # A page in a browser may point its own name to 127.0.0.1 (DNS rebinding), and asks by that name.
         if self.is_local and not all(map(LOCAL.fullmatch, hosts)):
             sentence = f"Host {hosts[0]!r} is not answered, but localhost. Start the server with --api-key or --host."
             return error_response(421, sentence)
         return None
 
-    async def _body(self, receive: Receive) -> bytearray:
-        """Read a body up to the limit, and one piece more."""
-        body, more = bytearray(), True
-        while more and len(body) <= self.most:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        return body
-
 
 async def _dropped(scope: Scope, receive: Receive, send: Send, last: dict[str, Message]) -> None:
-    """End an answer by an error, as far as it was sent; one that has a length cannot be ended otherwise."""
+    """End an answer by an error: before its start, or as the last event of a stream, which alone has no length."""
     error = error_response(503, "The server is ending, and drops this request.")
-    if not last:
+    start, body = last.get("http.response.start"), last.get("http.response.body", {"more_body": True})
+    if start is None:
         await error(scope, receive, send)
-    elif b"content-length" not in dict(last["http.response.start"]["headers"]):
+    elif body.get("more_body") and b"content-length" not in dict(start["headers"]):
         told = json.loads(bytes(error.body))
         event = f"event: error\ndata: {json.dumps(told | told['error'] | {'type': 'error'})}\n\n"
         await send({"type": "http.response.body", "body": event.encode()})

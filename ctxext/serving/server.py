@@ -321,7 +321,8 @@ def serve(gate: Gate, listening: socket.socket) -> NoReturn:
         nonlocal status
         if server.should_exit:
             status = 128 + number
-            gate.drop()
+            for task in gate.running:
+                task.cancel()
             asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, status)
         elif count := len(gate.running):
             runs = "request runs" if count == 1 else "requests run"

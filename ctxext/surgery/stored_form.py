@@ -310,11 +310,7 @@ def with_base(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _details(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return ctxext's own entries of a rope dict, in the form of any earlier version.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
+    """Return ctxext's own entries of a rope dict, in the form of any earlier version; refuse damaged ones."""
     saved = parameters["ctxext"]
     try:
         details: dict[str, Any] = parse_json(saved) if isinstance(saved, str) else copy.deepcopy(saved)

@@ -72,7 +72,7 @@ MISTAKES = {
     "serve HERE -m HERE/choice.json": "Cannot read the method in 'HERE/choice.json': no such file",
     "eval compare HERE -m yarn -m no.json": "Cannot read the method in 'no.json': no such file",
     "choose HERE --target 4096 --budget '1 pass'": "The budget is too small: it comes to 1.0 passes",
-    "choose HERE --target 4096 --budget '3.9 passes'": "any choice takes more than 4",
+    "choose HERE --target 4096 --budget '3.9 passes'": "Any choice takes more than 4",
     "patch HERE out -m yarn -f 0.5": "factor must be a finite number, at least 1, found 0.5",
     f"patch /no/where out {YARN}": "There is no checkpoint at /no/where",
     f"patch HERE HERE {YARN}": "already exists and is never overwritten",

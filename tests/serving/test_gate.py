@@ -151,6 +151,56 @@ def test_the_clients_own_id_is_no_key_of_a_request() -> None:
     assert asked.entered[0]["headers"] == [(b"host", b"localhost")]
 
 
+START = {"type": "http.response.start", "status": 200}
+EVENTS, LENGTH = {"headers": [(b"content-type", b"text/event-stream")]}, {"headers": [(b"content-length", b"4")]}
+PIECE = {"type": "http.response.body", "body": b"data", "more_body": True}
+CUT: dict[str, tuple[list[Any], bool | None]] = {  # what was sent before, and whether an error follows as an answer
+    "nothing": ([], True),
+    "a stream begun": ([START | EVENTS], False),
+    "a stream": ([START | EVENTS, PIECE], False),
+    "a whole stream": ([START | EVENTS, PIECE, PIECE | {"more_body": False}], None),
+    "half an answer": ([START | LENGTH], None),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_dropped_answer_ends_as_far_as_it_was_sent(name: str) -> None:
+    """Before its start by status 503, a stream by OpenAI's error event, and any other not at all."""
+    before, is_answer = CUT[name]
+    asked = Knocking(b"{}")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in before:
+            await send(message)
+        asked.entered.append(scope)
+        await asyncio.Event().wait()
+
+    async def dropped() -> None:
+        gate = Gate(app)
+        task = asyncio.ensure_future(gate(asked.scope, asked.receive, asked.send))
+        while not asked.entered:
+            await asyncio.sleep(0)
+        (running,) = gate.running
+        running.cancel()
+        await task
+        assert gate.running == set()
+
+    asyncio.run(dropped())
+    new = asked.sent[len(before) :]
+    if is_answer is None:
+        assert new == []
+    elif is_answer:
+        assert new[0]["status"] == 503
+        assert asked.error["type"] == "server_error"
+    else:
+        (event,) = new
+        named, data = event["body"].decode().removesuffix("\n\n").split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert (named, told["type"], told["error"]["code"]) == ("event: error", "error", 503)
+        assert told["message"] == told["error"]["message"]
+        assert not event.get("more_body")
+
+
 @pytest.fixture
 def served() -> Served:
     """A small model, as it is served."""
