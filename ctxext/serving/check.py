@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any
-from urllib.request import HTTPErrorProcessor, Request, build_opener
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ READINGS = 6  # of a model whose extension is a table: as it is extended, not ex
 # A server is taken to compute a reading that is this close to its answers, in nats, if every other is twice as far.
 NEAR, FLOOR = 0.3, 0.02
 AS_SAID, PLAIN = "as extended", "not extended"
+# Every answer is taken as it is: an error has a sentence, and a redirect would carry the key to another host.
+OPENER = OpenerDirector()
+for handler in (ProxyHandler, UnknownHandler, HTTPHandler, HTTPSHandler):
+    OPENER.add_handler(handler())
 
 
 @dataclass(frozen=True)
@@ -170,19 +174,6 @@ class Client:
         except (OSError, HTTPException, ValueError) as error:
             reason = printable(str(getattr(error, "reason", error)))[:200] or f"nothing whole in {SECONDS:,} seconds"
             raise VerificationError(f"{self.url} does not answer as a server of OpenAI's API: {reason}.") from error
-
-
-class AsSent(HTTPErrorProcessor):
-    """Take every answer as it is: an error has a sentence, and a redirect would carry the key to another host."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        """Return the answer."""
-        return response
-
-    https_response = http_response
-
-
-OPENER = build_opener(AsSent)
 
 
 def told(said: Any, *path: str | int, kind: type, default: Any = ...) -> Any:

@@ -151,6 +151,8 @@ def test_a_text_that_is_too_short_and_a_server_that_refuses_all() -> None:
         Client.__init__(Computing(model), "http://server", name="x")
     with pytest.raises(VerificationError, match="does not answer as a server of OpenAI's API"):
         Client("http://127.0.0.1:9")
+    with pytest.raises(VerificationError, match="unknown url type: ftp"):
+        Client("ftp://127.0.0.1:9")
 
 
 def test_log_probabilities_are_read_in_the_forms_of_vllm_and_llama_cpp() -> None:
