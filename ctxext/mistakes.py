@@ -39,6 +39,8 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
     if isinstance(method, str):  # what has an option of its own is told from that one
         refuse_unknown_parameters(method, [name for name in parameters if name not in given])
         reach = [given.get(name, "elsewhere") for name in ("factor", "target_length", "param")]
+        if not isinstance(given.get("length"), int):  # lengths to read say it too, and that of a prompt does not
+            reach.append(given.get("length"))
         if all(value in (None, [], ()) for value in reach) and needs_reach(method):
             raise no_reach(method)
 
