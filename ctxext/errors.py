@@ -122,6 +122,14 @@ class LeftOutWarning(UserWarning):
     """A folder of texts holds files that are not read; the message says how many, and why."""
 
 
+def no_reach(method: str) -> InvalidParameterError:
+    """Return the error of a method that is given neither a factor nor a target."""
+    return InvalidParameterError(
+        f"Method {method!r} needs to know how far to reach. Give factor (--factor), which is target_length / "
+        f"trained_length, or target_length (--target) in tokens."
+    )
+
+
 def require_package(package: str, extra: str, who: str, error: type[CtxextError] = InvalidParameterError) -> None:
     """Raise ``error``, with the command that installs it, if a package of one of ctxext's extras is missing."""
     if importlib.util.find_spec(package) is None:

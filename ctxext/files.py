@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 from ctxext.errors import CheckpointError
 
 NAME_BYTES = 255  # the longest file name, on every file system in use
+LEVELS = 100  # of lists and objects within each other; programs that walk deeper ones end in a RecursionError
 
 
 def hidden_beside(path: Path, ending: str) -> Path:
@@ -232,6 +233,32 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """Parse JSON that may be anybody's.
+
+    Args:
+        text: the JSON; bytes are in UTF-8.
+        **hooks: arguments of ``json.loads``.
+
+    Raises:
+        ValueError: for anything else, and for what nests too deep to be worked with.
+    """
+    too_deep = ValueError(f"it nests more than {LEVELS} levels")
+    try:
+        content = json.loads(text, **hooks)
+    except RecursionError:
+        raise too_deep from None
+    level = [content]
+    for _ in range(LEVELS + 1):  # beyond the last are words and numbers
+        inner = [
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        ]
+        level = [part for values in inner for part in values]
+    if level:
+        raise too_deep
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint.
 
@@ -254,7 +281,7 @@ def read_json_as(path: Path, kind: type, expected: str) -> Any:
         CheckpointError: if the file holds anything else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, kind):

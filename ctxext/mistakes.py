@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
-from ctxext.registry import method_names, method_parameters, runtime_names
+from ctxext.registry import method_names, method_parameters, needs_reach, runtime_names
 
 BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
 # Kinds of devices that torch has names of.
@@ -38,6 +38,11 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
     method, parameters = given.get("method"), parameters_said(given.get("param") or ())
     if isinstance(method, str):  # what has an option of its own is told from that one
         refuse_unknown_parameters(method, [name for name in parameters if name not in given])
+        reach = [given.get(name, "elsewhere") for name in ("factor", "target_length", "param")]
+        if not isinstance(given.get("length"), int):  # lengths to read say it too, and that of a prompt does not
+            reach.append(given.get("length"))
+        if all(value in (None, [], ()) for value in reach) and needs_reach(method):
+            raise no_reach(method)
 
 
 def refuse_unknown(kind: str, names: Iterable[str] | None, known: Collection[str]) -> None:
@@ -52,8 +57,10 @@ def refuse_unknown_method(words: str) -> None:
 
     Raises:
         UnknownNameError: with the nearest name of a method, or of a parameter of it.
-        InvalidParameterError: a parameter that is not KEY=VALUE.
+        InvalidParameterError: a parameter that is not KEY=VALUE, or a choice.json that is not there.
     """
+    if is_choice(words) and not Path(words).is_file():
+        raise InvalidParameterError(f"Cannot read the method in {words!r}: no such file.{nearest_name(Path(words))}")
     if words in BESIDE_METHODS or is_choice(words):
         return
     name, parameters = method_said(words)

@@ -19,6 +19,7 @@ from ctxext.errors import (
     InvalidParameterError,
     PatchStateError,
     UnknownNameError,
+    no_reach,
 )
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, known_methods, method_class, method_in
 from ctxext.methods.encoding import EncodingMethod
@@ -527,10 +528,7 @@ def resolve(
         factor = _factor_for(target_length, trained_length, factor)
     built = method(chosen, factor=factor, **parameters)
     if factor is None and isinstance(built, RopeMethod | TableMethod) and not built.says_target:
-        raise InvalidParameterError(
-            f"Method {chosen!r} needs to know how far to reach. Give factor (--factor), which is target_length / "
-            f"trained_length, or target_length (--target) in tokens."
-        )
+        raise no_reach(chosen)
     return built
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ctxext.errors import InvalidParameterError, shown
+from ctxext.files import parse_json
 
 BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+LEAST_PASSES = 4  # of a choice: one candidate reads a text, and three readings another
 
 
 def parse_bytes(text: str) -> int:
@@ -47,6 +48,9 @@ def parse_budget(given: str | float | None) -> Budget:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
     value, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if value and unit in ("pass", "passes"):
+        if value < LEAST_PASSES:
+            least = f"Any choice takes more than {LEAST_PASSES}; allow them (--budget)."
+            raise InvalidParameterError(f"The budget is too small: it comes to {value:.1f} passes. {least}")
         return Budget(passes=value)
     if value and unit in SECONDS:
         return Budget(seconds=value * SECONDS[unit])
@@ -110,13 +114,13 @@ def parameter_of(text: str) -> tuple[str, Word]:
             raise InvalidParameterError(f"--param {key}: there is no file {path}.")
         try:
             value = path.read_text(encoding="utf-8")
-            json.loads(value)
+            parse_json(value)
         except OSError as error:
             raise InvalidParameterError(f"--param {key}: cannot read the file {path}: {error.strerror}.") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InvalidParameterError(f"--param {key}: the file {path} is not JSON: {error}.") from error
     try:
-        quoted = json.loads(value)
-    except (ValueError, RecursionError):
+        quoted = parse_json(value)
+    except ValueError:
         quoted = None
     return key, Word(quoted if isinstance(quoted, str) else value)

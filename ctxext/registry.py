@@ -46,13 +46,22 @@ def method_names(incomplete: str = "") -> list[str]:
 
 def method_parameters(name: str) -> set[str] | None:
     """Return the names of a method's parameters by the source, which is not imported; None for no method of ours."""
+    family = _family(name)
+    return {field for kind in family for field in _annotated(kind, is_field=True)} if family else None
+
+
+def needs_reach(name: str) -> bool:
+    """Return whether a method of ours, without parameters of its own, has to be told a factor or a target."""
+    return any(kind.name in ("RopeMethod", "TableMethod") for kind in _family(name))
+
+
+def _family(name: str) -> list[ast.ClassDef]:
+    """Return the class of a method and all its bases; nothing for no method of ours."""
     classes = _classes()
     family = [kind for kind in classes.values() if _annotated(kind, is_field=False).get("name") == name]
-    if not family:
-        return None
     for kind in family:  # grows by the bases of each
         family += [classes[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in classes]
-    return {field for kind in family for field in _annotated(kind, is_field=True)}
+    return family
 
 
 @cache

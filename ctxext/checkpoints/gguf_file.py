@@ -50,7 +50,7 @@ class GGUFFile:
             raise CheckpointError(f"There is no file {self.path}.")
         try:
             reader = GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError, OSError) as error:  # a short file ends in an IndexError
+        except (ValueError, IndexError, KeyError, OSError, RecursionError) as error:  # a short file: IndexError
             raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}") from error
         object.__setattr__(self, "_reader", reader)
 

@@ -355,7 +355,7 @@ def _read_model(
     try:
         with restoring(), running_code(f"a {config.model_type}"):
             loaded = chosen.from_pretrained(place, config=config, **telling, **loading)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RecursionError) as error:  # the last of generation_config.json
         raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
         unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]
@@ -515,15 +515,16 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     arguments = arguments_of(saved, attention)
     loaded: dict[str, nn.Parameter] = {}
     subject = Subject.of(model)
-    if sides := saved_sides(saved):
-        for name, side in sides.items():
-            architecture_of(subject.sides[name]).revert(subject.sides[name], side["original"], Edits())
-    else:
-        architecture = architecture_of(subject)
-        if architecture.why_final(subject) is not None:  # it is in the weights, and complete without us
-            return model
-        loaded = architecture.replaced_weights(subject)
-        architecture.revert(subject, saved["original"], Edits())
+    with building(f"the plain model of ctxext.original in {place}"):
+        if sides := saved_sides(saved):
+            for name, side in sides.items():
+                architecture_of(subject.sides[name]).revert(subject.sides[name], side["original"], Edits())
+        else:
+            architecture = architecture_of(subject)
+            if architecture.why_final(subject) is not None:  # it is in the weights, and complete without us
+                return model
+            loaded = architecture.replaced_weights(subject)
+            architecture.revert(subject, saved["original"], Edits())
     del model.config.ctxext
     extend(model, arguments)
     different = differences(saved, model.config.ctxext)

@@ -113,7 +113,7 @@ def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
     """
     try:
         return AutoTokenizer.from_pretrained(os.fspath(place), **location)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
         raise CheckpointError(f"{place} has no tokenizer that can be read: {error}") from error
 
 

@@ -12,14 +12,12 @@ from ctxext.errors import require_package
 from ctxext.progress import terminal
 from ctxext.registry import method_names
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Address of the server, and who may ask it."""
 
-    host: str = option("Address to listen on; 0.0.0.0 for every network.", default=LOCAL[0])
+    host: str = option("Address to listen on; 0.0.0.0 for every network.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 for any that is free.", default=8000, min=0, max=65535)
     api_key: str | None = option(
         "Answer only clients that show this key.", envvar="CTXEXT_API_KEY", show_default="answer everybody"
@@ -60,6 +58,7 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "openai"):
         require_package(package, "serve", "ctxext serve needs")
+    from ctxext.serving.gate import LOCAL
     from ctxext.serving.load import load_served
     from ctxext.serving.server import application, bound
     from ctxext.serving.server import serve as answer
@@ -77,17 +76,22 @@ def serve(
     app = application(
         served,
         key=server.api_key,
+        host=server.host,
         continuous_batching=server.continuous_batching,
         cached_tokens=server.cached_tokens,
     )
     console = terminal()
     for note in served.notes:
         console.print(note, style="yellow", soft_wrap=True)
-    if server.api_key is None and server.host not in LOCAL:
+    if server.api_key is None and not LOCAL.fullmatch(server.host):
         console.print(f"{server.host} without --api-key: whoever reaches this port is answered.", style="yellow")
     host, port = listening.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    method = served.facts["method"] or "not extended"
+    method, dtype, stored = (served.facts[fact] for fact in ("method", "dtype", "stored_dtype"))
+    kept = " (the checkpoint holds float32; --dtype fp32 keeps it)" if stored == "float32" != dtype else ""
     console.print(f"Serving {served.name} at http://{host}:{port}/v1", soft_wrap=True)
-    console.print(f"  {method}, a window of {served.window} tokens; Ctrl-C ends it", soft_wrap=True)
+    console.print(
+        f"  {method or 'not extended'}, a window of {served.window} tokens, in {dtype}{kept}; Ctrl-C ends it",
+        soft_wrap=True,
+    )
     answer(app, listening)

@@ -43,6 +43,7 @@ class Checkpoint:
         tokenizer: its tokenizer.
         dtype_note: the dtype and why it is that one, to show.
         sha256: from ``weights_digest``.
+        stored: the dtype that the config names; None where it names none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Checkpoint:
     tokenizer: Any
     dtype_note: str = ""
     sha256: str = field(default="")
+    stored: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -103,7 +105,7 @@ def load_checkpoint(
             return _load(path, dtype, place, masked, trust, loading)
     except CtxextError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RecursionError) as error:
         kind = "masked" if masked else "causal"
         raise CheckpointError(f"Cannot load a {kind} language model from {path}: {error}") from error
 
@@ -176,9 +178,9 @@ def _load(
         where, file = source, {}
     tokenizer = AutoTokenizer.from_pretrained(where, config=config, **file, **trust)
     name = Path(source).name if Path(source).exists() else source
-    return Checkpoint(
-        name.split(".")[0] if name.endswith(".gguf") else name, model.eval(), tokenizer, f"{chosen} ({why})"
-    )
+    name = name.split(".")[0] if name.endswith(".gguf") else name
+    stored = None if config is None or config.dtype is None else str(config.dtype).removeprefix("torch.")
+    return Checkpoint(name, model.eval(), tokenizer, f"{chosen} ({why})", stored=stored)
 
 
 def _installed_checkpoint() -> Path:

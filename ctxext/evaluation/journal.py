@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import ResultsError
-from ctxext.files import write_whole
+from ctxext.files import parse_json, write_whole
 
 FORMAT = 1
 CLAIM = b'{"made_by": '  # the start of the line that claims a journal
@@ -236,7 +236,7 @@ def _damaged(place: str, how: str) -> ResultsError:
 def _parsed(line: bytes, place: str) -> JournalLine:
     """Parse a JSON object in UTF-8; what is none gives an empty one."""
     try:
-        value = json.loads(line, object_hook=lambda values: JournalLine(values, place))
+        value = parse_json(line, object_hook=lambda values: JournalLine(values, place))
     except ValueError:
         value = {}
     return value if isinstance(value, JournalLine) else JournalLine({}, place)

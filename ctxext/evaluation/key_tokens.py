@@ -32,7 +32,7 @@ from ctxext.evaluation.provenance import Report
 from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
 from ctxext.evaluation.truncation import UNPATCHED
-from ctxext.files import digest
+from ctxext.files import digest, parse_json
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # The thresholds of the paper.
@@ -118,7 +118,7 @@ class KeyTokens(Report):
             InvalidParameterError: a file that is missing or holds something else.
         """
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InvalidParameterError(f"Cannot read key tokens from {str(path)!r}: {error}") from error
         if not isinstance(saved, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
@@ -14,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.files import parse_json
 from ctxext.methods.parameters import Range, parameters_of
 from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
 from ctxext.version import __version__
@@ -236,12 +236,14 @@ def known_methods() -> dict[str, type[Method]]:
     return dict(sorted({**laboratory.ENCODINGS, **METHODS}.items()))
 
 
-def method_class(name: str) -> type[Method] | None:
+def method_class(name: object) -> type[Method] | None:
     """Return the method of this name, None if there is none. Names that ``METHODS`` lacks are the laboratory's."""
+    if not isinstance(name, str):  # of a file that was damaged
+        return None
     return METHODS[name] if name in METHODS else known_methods().get(name)
 
 
-def saved_class(name: str) -> type[Method]:
+def saved_class(name: object) -> type[Method]:
     """Return the class of a method that a checkpoint was extended by.
 
     Raises:
@@ -265,7 +267,7 @@ def method_in(path: str | Path) -> Method:
         CheckpointError: if the method is unknown in this process.
     """
     try:
-        choice = json.loads(Path(path).read_text(encoding="utf-8"))
+        choice = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidParameterError(f"Cannot read the method in {str(path)!r}: {error.strerror}.") from error
     except ValueError as error:

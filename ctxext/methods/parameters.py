@@ -9,7 +9,6 @@ between two parameters is checked by the method itself.
 from __future__ import annotations
 
 import functools
-import json
 import numbers
 import re
 import sys
@@ -19,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from ctxext.errors import InvalidParameterError, shown
+from ctxext.files import parse_json
 from ctxext.quantities import Word
 
 MOST = 10**6
@@ -179,8 +179,8 @@ class Parameter:
                 return str(text)
         if self.items is not None and plain.startswith("["):
             try:
-                return json.loads(text)
-            except (ValueError, RecursionError):
+                return parse_json(text)
+            except ValueError:
                 return str(text)
         return str(text)
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-import urllib.request
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 import torch
 from torch import Tensor, nn
 
-from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
 from ctxext.evaluation.forward import Progress, follows_length, logits_in_chunks, ticking
+from ctxext.files import parse_json
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
@@ -34,11 +37,17 @@ TOP = 5  # log-probabilities of the next token that every server gives
 ANSWER = 12  # tokens of an answer, where a server gives text alone
 INSIDE, BEYOND = 2, 4  # prompts within the trained window, and longer ones
 STEPS = 6  # halvings of the interval in which the window lies
+BYTES, SECONDS = 4 << 20, 1800  # most that one answer may take
+LARGE = 1e9  # no log-probability is as far from 0
 USUAL_BASE = 10_000.0
 READINGS = 6  # of a model whose extension is a table: as it is extended, not extended, and by four mistakes
 # A server is taken to compute a reading that is this close to its answers, in nats, if every other is twice as far.
 NEAR, FLOOR = 0.3, 0.02
 AS_SAID, PLAIN = "as extended", "not extended"
+# Every answer is taken as it is: an error has a sentence, and a redirect would carry the key to another host.
+OPENER = OpenerDirector()
+for handler in (ProxyHandler, UnknownHandler, HTTPHandler, HTTPSHandler):
+    OPENER.add_handler(handler())
 
 
 @dataclass(frozen=True)
@@ -105,14 +114,15 @@ class Client:
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/").removesuffix("/v1")
         status, listed = self._call("/v1/models")
-        models = listed.get("data") or []
-        if status != 200 or not models:
+        models = told(listed, "data", kind=list, default=[]) if status == 200 else []
+        if not models:
             raise VerificationError(f"{self.url}/v1/models gives no model: status {status}, {_sentence(listed)}")
-        chosen = [model for model in models if not self.name or model.get("id") == self.name]
+        chosen = [model for model in models if not self.name or told(model, "id", kind=str) == self.name]
         if not chosen:
-            raise InvalidParameterError(f"{self.url} has no model {self.name!r}: it lists {models[0].get('id')!r}.")
-        self.name = chosen[0]["id"]
-        self.stated = chosen[0].get("max_model_len") or (chosen[0].get("meta") or {}).get("n_ctx")
+            raise InvalidParameterError(f"{self.url} has no model {self.name!r}: it lists {shown(models[0]['id'])}.")
+        self.name = told(chosen[0], "id", kind=str)
+        inner = told(chosen[0], "meta", "n_ctx", kind=int, default=None)  # of llama.cpp
+        self.stated = told(chosen[0], "max_model_len", kind=int, default=inner)
 
     def continued(self, ids: Sequence[int], text: str, **more: Any) -> tuple[str, Any]:
         """Return the text and the log-probabilities by which a server continues a prompt; a reason if it refuses.
@@ -126,9 +136,10 @@ class Client:
                 continue
             request = {"model": self.name, "prompt": prompt, "temperature": 0, "max_tokens": 1} | more
             status, said = self._call("/v1/completions", request)
-            if status == 200 and said.get("choices"):
+            if status == 200 and told(said, "choices", kind=list, default=[]):
                 self.form = type(prompt)
-                choice, read = said["choices"][0], (said.get("usage") or {}).get("prompt_tokens")
+                choice = told(said, "choices", 0, kind=dict)
+                read = told(said, "usage", "prompt_tokens", kind=int, default=None)
                 if read is not None and read < len(ids) - 1:  # less one: a token that begins every text
                     return f"it reads {read} of {len(ids)} tokens", None
                 return "", choice
@@ -140,36 +151,74 @@ class Client:
     def _call(self, path: str, body: Any = None) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         data = None if body is None else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=1800) as answer:
-                return answer.status, json.loads(answer.read())
-        except HTTPError as error:
-            text = error.read().decode(errors="replace")
+        answer: Future[tuple[int, bytes]] = Future()
+
+        def ask() -> None:
             try:
-                return error.code, json.loads(text)
-            except json.JSONDecodeError:
-                return error.code, {"error": text}
-        except (URLError, json.JSONDecodeError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+                with OPENER.open(Request(self.url + path, data, headers), timeout=SECONDS) as sent:
+                    answer.set_result((sent.status, sent.read(BYTES + 1)))
+            except (OSError, HTTPException, ValueError) as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()  # a limit of each read is none of the whole
+        try:
+            status, text = answer.result(SECONDS)
+            if len(text) > BYTES or 300 <= status < 400:
+                raise ValueError(f"more than {BYTES:,} bytes" if len(text) > BYTES else "a redirect, not followed")
+            try:
+                return status, parse_json(text)
+            except ValueError:
+                if status < 400:
+                    raise
+            return status, text.decode(errors="replace")
+        except (OSError, HTTPException, ValueError) as error:
+            reason = printable(str(getattr(error, "reason", error)))[:200] or f"nothing whole in {SECONDS:,} seconds"
             raise VerificationError(f"{self.url} does not answer as a server of OpenAI's API: {reason}.") from error
+
+
+def told(said: Any, *path: str | int, kind: type, default: Any = ...) -> Any:
+    """Return one value of an answer.
+
+    Args:
+        said: the answer.
+        path: names of fields and places in lists that lead to the value.
+        kind: the type of the value; float takes any finite number.
+        default: the value where the path ends early or in null; without a default the value must be there.
+
+    Raises:
+        VerificationError: the value, or one on the way to it, is of another type.
+    """
+    found = said
+    try:
+        for step in path:
+            found = None if found is None else found[step]
+    except LookupError:
+        found = None
+    except TypeError:  # neither an object nor a list
+        found, default = None, ...
+    if found is None and default is not ...:
+        return default
+    is_number = type(found) in (int, float) and abs(found) < LARGE  # nor NaN
+    if not (is_number if kind is float else type(found) is kind):
+        place = ".".join(map(str, path))
+        raise VerificationError(
+            f"The server's answer is malformed: {place} should be {kind.__name__}, found {shown(found)}."
+        )
+    return found.encode(errors="replace").decode() if kind is str else kind(found)  # JSON can write half a character
 
 
 def _sentence(said: Any) -> str:
     """Return the message of an error, in whichever form a server writes it."""
     error = said.get("error", said.get("detail", said)) if isinstance(said, dict) else said
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]
+    return printable(str(error.get("message", error) if isinstance(error, dict) else error)[:200])
 
 
-def _top(logprobs: Any) -> tuple[float, ...]:
+def _top(choice: Any) -> tuple[float, ...]:
     """Return the largest log-probabilities of the first token of an answer, in whichever form a server writes them."""
-    if not isinstance(logprobs, dict):
-        return ()
-    if content := logprobs.get("content"):
-        values = [entry["logprob"] for entry in content[0].get("top_logprobs") or ()]
-    else:
-        first = (logprobs.get("top_logprobs") or [None])[0]
-        values = list(first.values()) if isinstance(first, dict) else []
-    return tuple(sorted(map(float, values), reverse=True)[:TOP])
+    listed = told(choice, "logprobs", "content", 0, "top_logprobs", kind=list, default=[])
+    named = told(choice, "logprobs", "top_logprobs", 0, kind=dict, default={})
+    values = [told(each, "logprob", kind=float) for each in listed]
+    return tuple(sorted(values or [told(named, each, kind=float) for each in named], reverse=True)[:TOP])
 
 
 @torch.no_grad()
@@ -225,7 +274,7 @@ def check_server(
     computes = _nearest(inside if math.isnan(beyond[AS_SAID]) else beyond)
     return ServerCheck(
         url=client.url,
-        model=client.name,
+        model=printable(client.name),
         compared="text" if answers[0].tokens else "log-probabilities",
         computes=computes,
         right=computes == AS_SAID and refused is None,
@@ -299,12 +348,12 @@ def _stable(tokenizer: Any, ids: Tensor, length: int) -> tuple[int, str]:
 def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[str, Continuation | None]:
     """Ask for log-probabilities, or for text from a server that has none."""
     reason, choice = client.continued(ids, text, logprobs=TOP)
-    if choice is not None and (top := _top(choice.get("logprobs"))):
+    if choice is not None and (top := _top(choice)):
         return "", Continuation(len(ids), top=top)
     reason, choice = client.continued(ids, text, max_tokens=ANSWER)
     if choice is None:
         return reason, None
-    tokens = tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(told(choice, "text", kind=str), add_special_tokens=False)["input_ids"][:ANSWER]
     return ("", Continuation(len(ids), tokens=tuple(tokens))) if tokens else ("it answers nothing", None)
 
 

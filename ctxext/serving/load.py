@@ -22,7 +22,7 @@ class Served:
         name: the name that requests ask for.
         checkpoint: the model, extended, and its tokenizer.
         window: most tokens of a prompt and its answer together; None if the model's config does not say.
-        facts: method, parameters, factor, trained length and window, for programs.
+        facts: method, parameters, factor, trained length, window and dtypes, for programs.
         notes: what was changed for the sake of serving.
     """
 
@@ -81,6 +81,8 @@ def load_served(
         "factor": factor,
         "trained_length": description.trained_length,
         "window": description.target_length,
+        "dtype": str(base_model(model).dtype).removeprefix("torch."),
+        "stored_dtype": checkpoint.stored,
     }
     return Served(name or source or checkpoint.name, checkpoint, description.target_length, facts, notes)
 

@@ -8,15 +8,13 @@ work for clients that went away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
+import logging
 import math
-import secrets
-import signal
+import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import uvicorn
@@ -34,6 +32,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager, GenerationState
 
 from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
 from ctxext.serving.requests import Answered, Completion, Conversation, Sampling, checked, refusal
 from ctxext.surgery.subject import base_model
@@ -42,11 +41,6 @@ from ctxext.surgery.subject import base_model
 ANSWER = 1024
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
 COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class ServedModels(ModelManager):  # type: ignore[misc]
@@ -197,6 +191,9 @@ class CheckedRequests:
         checked(self.asked, body, base_model(checkpoint.model).config.get_text_config().vocab_size)
         if self.asked is not Completion and checkpoint.tokenizer.chat_template is None:
             raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
+        served = self.model_manager.served
+        if body.get("model") not in (None, served.name):
+            return unknown_model(body["model"], served.name)
         body.setdefault("stream", False)  # a field of the Responses API that transformers takes for true
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc]
@@ -230,63 +227,20 @@ class Answers(CheckedRequests, ResponseHandler):  # type: ignore[misc]
     asked = Answered
 
 
-class Gate:
-    """Entrance to the application: it refuses strangers, and ends the work for clients that went away."""
-
-    def __init__(self, app: App, key: str | None) -> None:
-        self.app = app
-        self.digest = None if key is None else _digest(f"Bearer {key}".encode())
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        shown = dict(scope["headers"]).get(b"authorization", b"")
-        if self.digest and scope["path"] != "/health" and not secrets.compare_digest(_digest(shown), self.digest):
-            return await _error(401, "This server needs its API key (Authorization: Bearer KEY).")(scope, receive, send)
-        sent = [await receive()]
-        while sent[-1].get("more_body"):
-            sent.append(await receive())
-        left = asyncio.Event()
-
-        async def replay() -> Message:
-            if sent:
-                return sent.pop(0)
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left.set()
-            work.cancel()
-
-        work = asyncio.ensure_future(self.app(scope, replay, send))
-        watching = asyncio.ensure_future(watch())
-        try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-        finally:
-            watching.cancel()
-
-
-def _digest(header: bytes) -> bytes:
-    return hashlib.sha256(header).digest()
-
-
-def _error(status: int, sentence: str) -> JSONResponse:
-    """Return an error as OpenAI's API writes it."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": sentence, "type": kind, "code": status}}, status_code=status)
-
-
 def application(
-    served: Served, *, key: str | None = None, continuous_batching: bool = False, cached_tokens: int | None = None
-) -> App:
+    served: Served,
+    *,
+    key: str | None = None,
+    host: str = "",
+    continuous_batching: bool = False,
+    cached_tokens: int | None = None,
+) -> Gate:
     """Build the application that answers requests.
 
     Args:
         served: from ``load_served``.
         key: what clients must show; None answers everybody.
+        host: as for ``Gate``.
         continuous_batching: answer several requests in each pass of the model.
         cached_tokens: tokens of all requests whose keys and values such batches hold; default what is free on a GPU,
             and 8 windows on a CPU, whose memory others need too.
@@ -314,19 +268,24 @@ def application(
         facts = {"status": "ok" if alive else "the worker of continuous batching has died", "model": served.name}
         return JSONResponse(facts | served.facts, status_code=200 if alive else 503)
 
+    @app.get("/v1/models/{name:path}")
+    def model_of(name: str) -> JSONResponse:
+        return JSONResponse(models.list_models()[0]) if name == served.name else unknown_model(name, served.name)
+
     @app.exception_handler(RequestValidationError)
     async def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _error(400, f"The body is not a JSON object: {error.errors()[0]['msg']}.")
+        return error_response(400, f"The body is not a JSON object: {error.errors()[0]['msg']}.")
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail))
+        return error_response(error.status_code, str(error.detail))
 
     @app.exception_handler(CtxextError)
     async def impossible(_: Request, error: CtxextError) -> JSONResponse:
-        return _error(400, str(error))
+        return error_response(400, str(error))
 
-    return Gate(app, key)
+    # 64 bytes a token are more than any text has, and ids with their commas.
+    return Gate(app, key, host, max(BODY, 64 * (served.window or 0)))
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -349,9 +308,30 @@ def bound(host: str, port: int) -> socket.socket:
     return taken
 
 
-def serve(app: App, listening: socket.socket) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; those that run then are finished first."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="info", lifespan="on"))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn passes a signal on, once it has ended everything
-        server.run(sockets=[listening])
+def serve(gate: Gate, listening: socket.socket) -> NoReturn:
+    """Answer requests until Ctrl-C or SIGTERM, and end this process; a second one drops the requests that run.
+
+    Threads may still be within a step of an answer that nobody waits for. No thread can be ended from outside, and an
+    interpreter that ends in the usual way meanwhile aborts.
+    """
+    server = uvicorn.Server(uvicorn.Config(gate, log_level="info", lifespan="on"))
+    status = 0
+
+    def end(number: int) -> None:
+        nonlocal status
+        if server.should_exit:
+            status = 128 + number
+            for task in gate.running:
+                task.cancel()
+            asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, status)
+        elif count := len(gate.running):
+            runs = "request runs" if count == 1 else "requests run"
+            logging.getLogger("uvicorn.error").info("%d %s; Ctrl-C again drops what runs.", count, runs)
+        server.should_exit = True
+
+    def signalled(number: int, _: FrameType | None) -> None:
+        asyncio.get_running_loop().call_soon_threadsafe(end, number)  # not within any step of this thread
+
+    server.handle_exit = signalled  # type: ignore[assignment,method-assign]
+    server.run(sockets=[listening])
+    os._exit(status)

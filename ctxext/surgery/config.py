@@ -12,7 +12,6 @@ transformers 5 gives ``rope_scaling`` precedence, takes the other old fields as 
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -23,6 +22,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.files import parse_json
 from ctxext.methods.formulas import NEVER
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.subject import Subject, path_to, text_of
@@ -84,7 +84,7 @@ def published_json(config: Any) -> dict[str, Any]:
             return {}
         path = Path(cached)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # removed or damaged since the model was loaded from it
         return {}
     is_same = isinstance(content, dict) and content.get("model_type") == config.model_type

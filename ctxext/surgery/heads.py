@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -28,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
-from ctxext.files import digest, write_json
+from ctxext.files import digest, parse_json, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.surgery.attend import attention_function
 from ctxext.surgery.config import stated_length
@@ -128,7 +127,7 @@ class HeadScores:
         """
         way = "Write it by `ctxext heads CHECKPOINT -o heads.json`, or by ctxext.heads(model).save(path)."
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InvalidParameterError(f"The scores of heads {str(path)!r} cannot be read: {error}. {way}") from error
         try:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.errors import CheckpointError, IncompatibleError, shown
+from ctxext.files import parse_json
 from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
@@ -309,10 +310,13 @@ def with_base(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _details(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return ctxext's own entries of a rope dict, in the form of any earlier version."""
+    """Return ctxext's own entries of a rope dict, in the form of any earlier version; refuse damaged ones."""
     saved = parameters["ctxext"]
-    details: dict[str, Any] = json.loads(saved) if isinstance(saved, str) else copy.deepcopy(saved)
-    return {"rope_theta": parameters["rope_theta"]} | details
+    try:
+        details: dict[str, Any] = parse_json(saved) if isinstance(saved, str) else copy.deepcopy(saved)
+        return {"rope_theta": parameters["rope_theta"]} | details
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"rope_parameters.ctxext in the config is damaged: {shown(saved)}.") from error
 
 
 def current_form(rope: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import json
 import re
 import sys
 import warnings
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError, printable, require_package
+from ctxext.files import parse_json
 from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 from ctxext.texts.pdf import is_pdf, pdf_text
 
@@ -336,13 +336,13 @@ def _is_json_table(path: Path, column: str | None) -> bool:
         return False
     lines = content.split("\n", 2)
     try:
-        first = json.loads(lines[0])
+        first = parse_json(lines[0])
     except ValueError:
         first = None
     if isinstance(first, dict) and len(lines) > 1:
         return True
     try:
-        value = json.loads(content)
+        value = parse_json(content)
     except ValueError:
         return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for `datasets` to say where
     if isinstance(value, list):

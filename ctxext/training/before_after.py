@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.evaluation.survey import Survey
-from ctxext.files import write_json
+from ctxext.files import read_json, write_json
 from ctxext.progress import StageBar, terminal
 from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus, corpus_of
@@ -69,7 +68,7 @@ class BeforeAndAfter:
         asked["of"]["checkpoint"] = self.checkpoint.sha256
         if self.plan is not None:
             asked["of"]["corpus"] = self.corpus.sha256
-        if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
+        if path.is_file() and (stored := read_json(path)).get("evaluation") == asked:
             earlier: dict[str, Any] = stored["found"]
             return earlier
         results = self.measure(model)

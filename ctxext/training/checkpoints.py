@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.trainer_callback import ExportableState
 
 from ctxext.adapters import encoding_digest, keep_extension
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.files import write_json
+from ctxext.files import read_json, write_json
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.subject import Subject, base_model
@@ -78,7 +77,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
         return None
     if checkpoint is None or not stored.is_file():
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
-    earlier = checked_settings(json.loads(stored.read_text(encoding="utf-8")), str(stored))
+    earlier = checked_settings(read_json(stored), str(stored))
     before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
     changes = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
     changes = [change for change in changes if not change.startswith(FREE)]

@@ -430,6 +430,15 @@ def refuse_mistakes(settings: Settings) -> None:
         refuse_no_checkpoint(settings.checkpoint)
     require_sources([*settings.data.train, *settings.evaluation.text])
     refuse_read_only(Path(settings.output))
+    texts = [Path(source) for source in settings.data.train]
+    if all(path.suffix == ".txt" and path.is_file() for path in texts):
+        most = sum(path.stat().st_size + 2 for path in texts)  # a token has a byte, but for those that mark the ends
+        length = min([stage.length or settings.data.length for stage in settings.stages] + [settings.data.length])
+        if most < length:
+            raise InvalidParameterError(
+                f"data.train has {most:,} bytes and so fewer tokens than one sequence of {length:,}. Give longer texts "
+                f"or lower data.length."
+            )
 
 
 def checked_settings(values: dict[str, Any], source: str) -> Settings:

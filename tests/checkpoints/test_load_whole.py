@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,18 @@ def test_a_misspelt_directory_is_named(plain: Path, tmp_path: Path, monkeypatch:
         ctxext.load("lama", "yarn", factor=4, local_files_only=True)
 
 
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, 1.5])
+@pytest.mark.parametrize("name", ["max_position_embeddings", "rope_parameters"])
+def test_a_field_of_another_type_in_what_was_before_is_a_sentence(name: str, value: Any, tmp_path: Path) -> None:
+    """What transformers' own classes refuse, and what they end in."""
+    ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["ctxext"]["original"][name] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CtxextError, match=re.escape(str(tmp_path))):
+        ctxext.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -292,6 +305,7 @@ def test_a_misspelt_directory_is_named(plain: Path, tmp_path: Path, monkeypatch:
         ({"method": "yarn"}, "method='yarn' is no dict"),
         ({"method": {}}, "method is without method"),
         ({"trained_length": None}, "trained_length=None is no int"),
+        *(({"method": {"method": name}}, "is unknown to ctxext") for name in ([1], {}, None, 3)),
     ],
 )
 def test_a_damaged_extension_is_named_by_every_verb(change: Any, said: str, tmp_path: Path) -> None:

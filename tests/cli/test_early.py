@@ -25,9 +25,9 @@ from ctxext.evaluation.checkpoint import DTYPES, load_checkpoint
 from ctxext.files import refuse_read_only
 from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
-from ctxext.methods import METHODS, known_methods
+from ctxext.methods import METHODS, RopeMethod, TableMethod, known_methods
 from ctxext.mistakes import DEVICES, refuse_mistakes, refuse_no_checkpoint, refuse_unknown_method
-from ctxext.registry import method_names, method_parameters
+from ctxext.registry import method_names, method_parameters, needs_reach
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
@@ -56,6 +56,23 @@ MISTAKES = {
     f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice",
     "patch HERE out -m longrope -f 2 -p short_factor=@no.json": "there is no file no.json",
     f"patch HERE out {YARN} -p trained_length=4": "give it as --trained-length",
+    **{
+        f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor)"
+        for command, method in {
+            "patch HERE out": "yarn",
+            "patch HERE another": "dynamic_ntk",
+            "export HERE --to vllm": "self_extend",
+            "serve HERE": "pi",
+            "check HERE --url http://127.0.0.1:1": "stretch",
+            "eval perplexity HERE": "llama3",
+        }.items()
+    },
+    "patch HERE out -m no.json": "Cannot read the method in 'no.json': no such file",
+    "export HERE --to vllm -m ./no.json": "Cannot read the method in './no.json': no such file",
+    "serve HERE -m HERE/choice.json": "Cannot read the method in 'HERE/choice.json': no such file",
+    "eval compare HERE -m yarn -m no.json": "Cannot read the method in 'no.json': no such file",
+    "choose HERE --target 4096 --budget '1 pass'": "The budget is too small: it comes to 1.0 passes",
+    "choose HERE --target 4096 --budget '3.9 passes'": "Any choice takes more than 4",
     "patch HERE out -m yarn -f 0.5": "factor must be a finite number, at least 1, found 0.5",
     f"patch /no/where out {YARN}": "There is no checkpoint at /no/where",
     f"patch HERE HERE {YARN}": "already exists and is never overwritten",
@@ -199,6 +216,12 @@ def test_parameters_are_read_from_the_source_as_the_classes_have_them() -> None:
     assert method_parameters("mine") is None
 
 
+def test_methods_that_have_to_be_told_a_reach_are_read_from_the_source() -> None:
+    told = {name for name, kind in known_methods().items() if issubclass(kind, RopeMethod | TableMethod)}
+    assert {name for name in known_methods() if needs_reach(name)} == told
+    assert not needs_reach("mine")
+
+
 def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownNameError):
         refuse_unknown_method("mine a=1")
@@ -291,6 +314,7 @@ GOOD = {
         (["--extension.parameters.rampe", "turns"], "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?"),
         (["--checkpoint", "/no/where"], "There is no checkpoint at /no/where"),
         (["--data.trian", "text.txt"], "Did you mean 'data.train'?"),
+        (["--data.length", "4096"], "and so fewer tokens than one sequence of 4,096"),
         (["--dtype", "fp33"], "found 'fp33'"),
         (["--output", "text.txt/out"], "text.txt is a file and no directory"),
     ],

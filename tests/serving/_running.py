@@ -48,13 +48,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(checkpoint: Path, *flags: str) -> Iterator[Running]:
-    """Start a server with these flags, wait until it answers, and end it by Ctrl-C at the end."""
+def running(
+    checkpoint: Path, *flags: str, program: tuple[str, ...] = ("-m", "ctxext"), status: int = 0
+) -> Iterator[Running]:
+    """Start a server with these flags, wait until it answers, and end it by Ctrl-C at the end, with this status."""
     log = checkpoint.parent / f"{checkpoint.name}-{time.monotonic_ns()}.log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ctxext", "serve", str(checkpoint), *flags],
+            [sys.executable, *program, "serve", str(checkpoint), *flags],
             env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -69,7 +71,7 @@ def running(checkpoint: Path, *flags: str) -> Iterator[Running]:
         yield Running(process, log, port, str(checkpoint))
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, log.read_text("utf-8")
+        assert process.wait(60) == status, log.read_text("utf-8")
         assert "Traceback" not in log.read_text("utf-8"), log.read_text("utf-8")
     finally:
         process.kill()

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import InvalidParameterError, VerificationError
-from ctxext.serving.check import AS_SAID, PLAIN, TOP, Client, _top, check_server
+from ctxext.serving import check
+from ctxext.serving.check import AS_SAID, PLAIN, TOP, Client, _answers, _top, check_server
 from tests._models import byte_model, trained_for
 from tests._tokenizer import make_letters
 
@@ -142,10 +151,193 @@ def test_a_text_that_is_too_short_and_a_server_that_refuses_all() -> None:
         Client.__init__(Computing(model), "http://server", name="x")
     with pytest.raises(VerificationError, match="does not answer as a server of OpenAI's API"):
         Client("http://127.0.0.1:9")
+    with pytest.raises(VerificationError, match="unknown url type: ftp"):
+        Client("ftp://127.0.0.1:9")
 
 
 def test_log_probabilities_are_read_in_the_forms_of_vllm_and_llama_cpp() -> None:
-    assert _top({"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"a": -1, "b": -0.5}]}) == (-0.5, -1)
+    vllm = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"a": -1, "b.c": -0.5}]}
+    assert _top({"logprobs": vllm}) == (-0.5, -1)
     content = [{"token": "a", "top_logprobs": [{"logprob": -2.0}, {"logprob": -1.0}]}]
-    assert _top({"content": content}) == (-1.0, -2.0)
-    assert _top(None) == _top({"content": []}) == _top({"top_logprobs": None}) == ()
+    assert _top({"logprobs": {"content": content}}) == (-1.0, -2.0)
+    nothing: list[Any] = [
+        None,
+        {},
+        {"content": []},
+        {"content": None},
+        {"top_logprobs": None},
+        {"top_logprobs": [None]},
+    ]
+    for none in nothing:
+        assert _top({"logprobs": none}) == ()
+
+
+# What a server of malice or defects may send, beside all that is of another type.
+ODD: list[Any] = [None, True, 0, -1, 5, 1e999, float("nan"), 10**400, "", "x", "\ud800", [], [1], [[]], {}, {"a": 1}]
+LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 256, "meta": {"n_ctx": 256}}]}
+TOLD = {"choices": [{"text": "一", "logprobs": None}], "usage": {"prompt_tokens": 21}}
+OF_VLLM = {"top_logprobs": [{"一": -0.5, "丁": -1.5}]}
+OF_LLAMA_CPP = {"content": [{"top_logprobs": [{"logprob": -0.5}, {"logprob": -1.5}]}]}
+RAW = [
+    b"",
+    b"{",
+    b"[" * 200_000,
+    b'{"a":' * 5_000,
+    b"\xff\xfe{}",
+    b"\x00",
+    b"nothing",
+    b"9" * 5_000,
+    b"[" * 99 + b"]" * 99,
+]
+RAW += [json.dumps(LISTED).encode()[:cut] for cut in (1, 20, 60)] + [json.dumps(LISTED).encode("utf-16")[1:]]
+
+
+def mutated(value: Any) -> Iterator[Any]:
+    """A value with each of its parts in turn another."""
+    yield from ODD
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for part in mutated(value[key]):
+            whole = copy.copy(value)
+            whole[key] = part
+            yield whole
+
+
+class Told(Client):
+    """A server that says one thing."""
+
+    def __init__(self, listed: Any, said: Any) -> None:
+        self.listed, self.said = listed, said
+        super().__init__("http://server")
+
+    def _call(self, path: str, body: Any = None) -> tuple[int, Any]:
+        return 200, self.listed if body is None else self.said
+
+
+@pytest.mark.slow
+def test_malformed_answers_are_sentences_and_never_right() -> None:
+    """Every part of each answer is another, at every place; many of these a server may well say."""
+    model = ctxext.patch(plain(), "yarn", factor=FACTOR)
+    forms = [TOLD | {"choices": [{"text": "一", "logprobs": form}]} for form in (None, OF_VLLM, OF_LLAMA_CPP)]
+    cases = [(listed, TOLD) for listed in mutated(LISTED)]
+    cases += [(LISTED, said) for form in forms for said in mutated(form)]
+    sentences = []
+    for listed, said in cases:
+        try:
+            client = Told(listed, said)
+            found, _, _ = _answers(client, LETTERS, IDS, [21, 42], lambda _: None)
+        except VerificationError as error:
+            sentences.append(str(error))
+        else:
+            assert len(f"{client.name} {client.stated}".encode()) < 500
+            assert torch.tensor(found[0].top or found[0].tokens).isfinite().all()
+    assert len(cases) > 500
+    assert len(sentences) > 300
+    assert max(map(len, sentences)) < 400
+    assert not check_server(Told(LISTED, forms[1]), model, LETTERS, IDS).right
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server that says the next bytes of a list to any request, and keeps what it was asked."""
+
+    says: ClassVar[list[bytes]] = []
+    asked: ClassVar[list[Any]] = []
+
+    def do_GET(self) -> None:
+        """Answer, in pieces."""
+        self.asked.append((self.headers["Host"], self.path, self.headers["Authorization"]))
+        with contextlib.suppress(OSError):
+            for piece in self.says:
+                self.wfile.write(piece)
+                if piece == b"":
+                    time.sleep(0.05)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where such a server listens."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def http(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    """An answer as it is written."""
+    length = () if any("ength" in line or "ncoding" in line for line in headers) else (f"Content-Length: {len(body)}",)
+    return "\r\n".join([f"HTTP/1.1 {status}", "Connection: close", *length, *headers, "", ""]).encode("latin-1") + body
+
+
+GARBAGE = {
+    "no status": b"GARBAGE\r\n\r\n",
+    "nothing": b" ",
+    "no number": b"HTTP/1.1 two OK\r\n\r\n",
+    "another protocol": b"SSH-2.0-OpenSSH_9.9\r\n",
+    "a long line": b"HTTP/1.1 200 " + b"a" * 70_000 + b"\r\n\r\n",
+    "headers": http(b"{}", *(f"X-{number}: y" for number in range(200))),
+    "a long header": http(b"{}", "X: " + "y" * 70_000),
+    "escapes": b"\x1b[31mHTTP\r\n\r\n",
+    "short": http(b"{}", "Content-Length: 100"),
+    "chunks of no length": http(b"zz\r\n{}\r\n", "Transfer-Encoding: chunked"),
+    "half a chunk": http(b"64\r\n{}", "Transfer-Encoding: chunked"),
+    "zipped": http(gzip.compress(b"{}"), "Content-Encoding: gzip"),
+    "protocols": http(b"", status="101 Switching Protocols"),
+    "no content": http(b"", status="204 No Content"),
+    "another length": http(b"{}", "Content-Length: -5"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_is_no_http_or_no_json_is_a_sentence(name: str, address: str) -> None:
+    Answering.says = [GARBAGE[name]]
+    with pytest.raises(VerificationError, match=f"^{address}") as refused:
+        Client(address)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("text", RAW, ids=range(len(RAW)))
+@pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error", "404 Not Found"])
+def test_what_is_no_json_of_openais_is_a_sentence(status: str, text: bytes, address: str) -> None:
+    Answering.says = [http(text, status=status)]
+    with pytest.raises(VerificationError) as refused:
+        Client(address)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("status", ["301 a", "302 Found", "303 c", "307 d", "308 e", "300 f", "304 g"])
+def test_a_key_goes_to_no_other_address(status: str, address: str) -> None:
+    Answering.asked.clear()
+    for elsewhere in (address.replace("127.0.0.1", "localhost"), address, "file:///etc/passwd", "/other", "//x", ""):
+        Answering.says = [http(b"{}", f"Location: {elsewhere}/elsewhere", status=status)]
+        with pytest.raises(VerificationError, match="redirect"):
+            Client(address, key="sesame")
+    host = address.removeprefix("http://")
+    assert {*Answering.asked} == {(host, "/v1/models", "Bearer sesame")}
+
+
+def test_an_answer_without_end_is_not_kept(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "BYTES", 1000)
+    for length in ("Content-Length: 99999999", "Transfer-Encoding: chunked", "X-Length: none"):
+        blanks = b" " * 700
+        piece = b"2bc\r\n" + blanks + b"\r\n" if "chunked" in length else blanks
+        Answering.says = [http(b"", length) if "X-" not in length else b"HTTP/1.1 200 OK\r\n\r\n", *[piece] * 100]
+        with pytest.raises(VerificationError, match="more than 1,000 bytes"):
+            Client(address)
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["", "head", "body"]
+)
+def test_a_trickle_has_one_deadline(start: bytes, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the whole does not."""
+    monkeypatch.setattr(check, "SECONDS", 0.2)
+    Answering.says = [start, *[b" ", b""] * 40]
+    with pytest.raises(VerificationError, match=r"nothing whole in 0\.2 seconds"):
+        Client(address)

@@ -22,7 +22,8 @@ from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
 
 import ctxext
-from ctxext.serving.server import Gate, fit
+from ctxext.serving.gate import Gate
+from ctxext.serving.server import fit
 from ctxext.surgery.continuous import PAGED_IN_LAYERS
 from tests._models import byte_model
 from tests._products import some
@@ -196,7 +197,7 @@ def test_strangers_are_refused_and_other_doors_are_shut(server: Running) -> None
         stranger.completions.create(model=server.name, prompt="一", max_tokens=1)
     for path in ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone"):
         assert posted(server, path, b"{}")[0] == 404
-    with pytest.raises(openai.BadRequestError, match="pinned"):
+    with pytest.raises(openai.NotFoundError, match="has no model 'another'"):
         server.client.completions.create(model="another", prompt="一", max_tokens=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, any_of
+from ctxext.files import parse_json
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -54,7 +54,7 @@ class QuestionAnswering(Task):
         super().__init__(setting)
         path: Path = getattr(setting.sources, self.source)
         try:
-            self._asked, self._documents = type(self).read(json.loads(path.read_text(encoding="utf-8")))
+            self._asked, self._documents = type(self).read(parse_json(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InvalidParameterError(f"{path} is not {self.data_set}'s dev set in JSON: {error!r}.") from error
         if not self._asked:

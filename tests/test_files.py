@@ -1,0 +1,101 @@
+"""JSON that nests too deep, or is otherwise none: one sentence wherever it is read, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ctxext
+from ctxext.checkpoints.source import read_tokenizer
+from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.evaluation.journal import _parsed
+from ctxext.evaluation.key_tokens import KeyTokens
+from ctxext.files import LEVELS, parse_json, read_json, read_json_as
+from ctxext.methods.base import method_in
+from ctxext.quantities import parameter_of
+from ctxext.surgery.heads import HeadScores
+from ctxext.texts.documents import read_documents
+from tests._models import byte_model
+
+ROOT = Path(__file__).parents[1]
+# Too deep for the parser; deep enough to stop what walks it later; and other things that json refuses.
+BAD = {
+    "lists": "[" * 100_000,
+    "objects": '{"a":' * 100_000,
+    "whole": "[" * 400 + "]" * 400,
+    "mixed": '[{"a":' * 80 + "1" + "}]" * 80,
+    "inside": json.dumps({"model_type": "llama", "method": {"method": "yarn"}})[:-1]
+    + ', "x": '
+    + "[" * 300
+    + "]" * 300
+    + "}",
+    "digits": '{"a": ' + "9" * 5_000 + "}",
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_json,
+        lambda path: read_json_as(path, list, "a list"),
+        HeadScores.read,
+        method_in,
+        KeyTokens.load,
+        lambda path: parameter_of(f"short_factor=@{path}"),
+        lambda path: ctxext.load(path.parent),
+    ],
+    ids=["object", "list", "heads", "choice", "key tokens", "parameter", "config"],
+)
+def test_json_that_nests_too_deep_is_a_sentence(read: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(CtxextError, match=re.escape(str(path))) as refused:
+        read(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_what_is_no_json_is_a_plain_text_or_an_empty_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    if text.startswith("[{"):  # a table, in which nothing is text
+        with pytest.raises(InvalidParameterError, match="no column 'text'"):
+            list(read_documents([str(tmp_path / "a.json")]))
+    else:
+        assert [document.text for document in read_documents([str(tmp_path / "a.json")])] == [text]
+    assert dict(_parsed(text.encode(), "a journal")) == {}
+
+
+def test_depth_is_counted() -> None:
+    deep: Any = 1
+    for levels in range(1, LEVELS + 2):
+        deep = [deep] if levels % 2 else {"a": deep}
+        if levels <= LEVELS:
+            assert parse_json(json.dumps(deep)) == deep
+    with pytest.raises(ValueError, match=f"more than {LEVELS} levels"):
+        parse_json(json.dumps(deep))
+    assert parse_json(json.dumps([[]] * 5_000)) == [[]] * 5_000  # broad is not deep
+
+
+def test_files_that_transformers_reads_get_a_sentence_too(tmp_path: Path) -> None:
+    byte_model().save_pretrained(tmp_path)
+    reading: dict[str, Callable[[Path], Any]]
+    reading = {"generation_config.json": ctxext.load, "tokenizer_config.json": read_tokenizer}
+    for name, read in reading.items():
+        (tmp_path / name).write_text(BAD["lists"])
+        with pytest.raises(CtxextError, match=re.escape(str(tmp_path))):
+            read(tmp_path)
+
+
+def test_json_of_others_is_parsed_in_one_place() -> None:
+    """What remains reads files that ctxext brings along, has just written or replaces."""
+    own = {"runtimes/base.py", "adapters.py", "serving/vllm_attention.py", "cli/demo.py", "files.py", "serving/gate.py"}
+    parsing = {
+        path for path in (ROOT / "ctxext").rglob("*.py") if re.search(r"\bjson\.loads?\(", path.read_text("utf-8"))
+    }
+    assert {path.relative_to(ROOT / "ctxext").as_posix() for path in parsing} == own
