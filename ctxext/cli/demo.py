@@ -34,6 +34,7 @@ from ctxext.evaluation.report.page import NONE, Heading, Page, TextTable
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, best_window
+from ctxext.files import parse_json
 from ctxext.methods import saved_class
 from ctxext.patching import patch, unpatch
 from ctxext.progress import StageBar, status, terminal
@@ -106,7 +107,7 @@ def _prepare(output: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
+        return bool(parse_json(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
     except (OSError, ValueError, AttributeError):
         return False
 
