@@ -218,7 +218,7 @@ class Draw:
     ) -> None:
         sampled = usual if usual.do_sample else GenerationConfig()
 
-        def chosen(name: str, neutral: float) -> Any:
+        def chosen(name: str, neutral: Any) -> Any:
             of_checkpoint = getattr(usual if name == "repetition_penalty" else sampled, name)
             given = getattr(asked, name)
             return given if given is not None else of_checkpoint if of_checkpoint is not None else neutral
@@ -388,8 +388,12 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         scores = super().__call__(input_ids, scores, logits_processor_args)
         rows = []
         for state, row in zip(self.states, scores, strict=False):
-            draw = self.draws.get(state.request_id)
-            rows.append(_only(0 if draw is None else draw(row), row[None]))
+            draw, token = self.draws.get(state.request_id), 0
+            try:
+                token = 0 if draw is None else draw(row)
+            except (RuntimeError, ValueError, TypeError) as error:  # it would end the worker, and all other answers
+                draw.end(error)
+            rows.append(_only(token, row[None]))
             if draw is None or draw.finish is not None:  # this token is the last
                 state._new_tokens_limit = state.generated_len() + 1
                 self.draws.pop(state.request_id, None)
