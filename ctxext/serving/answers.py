@@ -36,6 +36,7 @@ from ctxext.evaluation.forward import logits_in_chunks
 from ctxext.serving.requests import Sampling, refusal
 
 COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow
+FORCED = "response_format, text.format and a forced tool_choice"  # fields that force a form on an answer
 LOG = logging.getLogger("uvicorn.error")
 
 
@@ -101,7 +102,7 @@ class Reader:
 
     def grammar(self, schema: dict[str, Any], ends: frozenset[int]) -> Grammar:
         """Return the grammar of JSON that keeps a schema, or refuse."""
-        require_package("llguidance", "json", "A forced format needs")
+        require_package("llguidance", "json", f"{FORCED} need")
         from llguidance import LLMatcher
         from llguidance.hf import from_tokenizer
 
@@ -110,9 +111,9 @@ class Reader:
                 self._guide = from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=sorted(ends) or None)
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         except ValueError as error:
-            raise refusal(f"A forced format is impossible with this model: {error}.") from error
+            raise refusal(f"{FORCED} are impossible with this tokenizer or schema: {error}.") from error
         if fault := LLMatcher.validate_grammar(grammar, self._guide):
-            raise refusal(f"The JSON schema cannot be kept: {fault}")
+            raise refusal(f"{FORCED}: the JSON schema cannot be kept: {fault}.")
         return Grammar(LLMatcher(self._guide, grammar), bool(ends))
 
 

@@ -203,11 +203,16 @@ class Reasoning(Exactly):
     effort: str | None = None
 
 
-class StreamOptions(Exactly):
+class Obfuscation(Exactly):
+    """Settings of a stream, as the Responses API has them."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class StreamOptions(Obfuscation):
     """Settings of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
 class Sampling(Exactly):
@@ -215,7 +220,6 @@ class Sampling(Exactly):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -241,6 +245,7 @@ class Completion(Sampling):
 
     prompt: Prompts
     max_tokens: Token | None = None
+    stream_options: StreamOptions | None = None
     n: Answers | None = None
     best_of: Answers | None = None
     echo: bool | None = None
@@ -290,6 +295,7 @@ class Conversation(Templated):
     messages: Annotated[list[Message], Several]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
     n: Answers | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -311,6 +317,7 @@ class Answered(Templated):
     reasoning: Reasoning | None = None
     text: TextSettings | None = None
     top_logprobs: Literal[0] | None = None
+    stream_options: Obfuscation | None = None
 
 
 def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
@@ -354,7 +361,7 @@ def refusal(sentence: str) -> HTTPException:
 
 def _clash(request: Sampling) -> str | None:
     """Return a sentence about fields that cannot be honoured together; None if there are none."""
-    if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
+    if getattr(getattr(request, "stream_options", None), "include_usage", None) and not request.stream:
         return "stream_options: include_usage is for streams. Set stream, or leave it out."
     if isinstance(request, Completion) and request.best_of not in (None, request.n or 1):
         return f"best_of: {request.best_of} answers, of which {request.n or 1} would be returned, are not served."

@@ -182,7 +182,9 @@ def test_log_probabilities_are_those_of_one_pass(server: Asking, stream: bool) -
     text = choice["text"] if stream else choice["message"]["content"]
     assert "".join(token["token"] for token in content) == text
     assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in content)
-    assert all(len(token["top_logprobs"]) == 2 and bytes(token["bytes"]).decode() == token["token"] for token in content)
+    assert all(
+        len(token["top_logprobs"]) == 2 and bytes(token["bytes"]).decode() == token["token"] for token in content
+    )
     assert "top_logprobs" in server.refused(CHAT, **chat, top_logprobs=2)
 
 
@@ -223,7 +225,9 @@ def test_usage_is_streamed_where_it_is_asked_for(server: Asking, path: str) -> N
     assert done == "[DONE]"
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
     assert all(part["usage"] is None for part in parts)
-    assert "stream_options" in server.refused(path, **body | {"stream": False, "stream_options": {"include_usage": True}})
+    assert "stream_options" in server.refused(
+        path, **body | {"stream": False, "stream_options": {"include_usage": True}}
+    )
 
 
 def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> None:
