@@ -10,6 +10,7 @@ import asyncio
 import copy
 import logging
 import math
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,8 +31,9 @@ from transformers import (
 )
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerateManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
-from ctxext.errors import require_package
+from ctxext.errors import InvalidParameterError, require_package
 from ctxext.evaluation.forward import logits_in_chunks
 from ctxext.serving.requests import Sampling, refusal
 
@@ -315,12 +317,15 @@ class Draw:
 def calm(usual: GenerationConfig, limit: int | None) -> GenerationConfig:
     """Return the checkpoint's settings without sampling, which a ``Draw`` does."""
     settings = copy.deepcopy(usual)
-    settings.update(do_sample=False, num_beams=1, num_return_sequences=1, repetition_penalty=1.0, max_new_tokens=limit)
+    settings.do_sample, settings.num_beams, settings.num_return_sequences = False, 1, 1
+    settings.repetition_penalty, settings.max_new_tokens = 1.0, limit
     return settings
 
 
 class OneByOne(GenerateManager):  # type: ignore[misc]
     """Manager of requests that are answered in turn; one whose client went away ends at the next token."""
+
+    room = None  # tokens of a request that it can hold; None for any number
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -374,7 +379,7 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
     """Draws the tokens of all answers of a batch, each from its row of logits."""
 
     def __init__(self, usual: ContinuousBatchingLogitsProcessorList) -> None:
-        vars(self).update(vars(usual))
+        self.__dict__.update(vars(usual))
         self.do_processing = True
         self.draws: dict[str, Draw] = {}
         self.states: list[Any] = []
@@ -390,10 +395,11 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         rows = []
         for state, row in zip(self.states, scores, strict=False):
             draw, token = self.draws.get(state.request_id), 0
-            try:
-                token = 0 if draw is None else draw(row)
-            except (RuntimeError, ValueError, TypeError) as error:  # it would end the worker, and all other answers
-                draw.end(error)
+            if draw is not None:
+                try:
+                    token = draw(row)
+                except (RuntimeError, ValueError, TypeError) as error:  # it would end the worker, and all others
+                    draw.end(error)
             rows.append(_only(token, row[None]))
             if draw is None or draw.finish is not None:  # this token is the last
                 state._new_tokens_limit = state.generated_len() + 1
@@ -419,13 +425,20 @@ class Together(CBGenerateManager):  # type: ignore[misc]
             generation_config=calm(model.generation_config, None), continuous_batching_config=config
         )
         self.rows = self._cb.logit_processor = Rows(self._cb.logit_processor)
+        self._cb.start()
+        while self._cb.batch_processor is None and self.is_alive():
+            time.sleep(0.01)
+        if not self.is_alive():
+            raise InvalidParameterError(
+                f"Continuous batches do not start: {self._cb.background_thread_status.fatal_error}"
+            )
+        # A request that does not fit would end the worker, and with it all others.
+        self.room = infer_max_single_request_tokens(self._cb.batch_processor.cache)
 
     def begin(self, draw: Draw) -> None:
         """Answer in the batches that come next."""
         if not draw.limit:
             return draw.end(None)
-        if not self._cb.is_running() and self.is_alive():
-            self._cb.start()
         self.rows.draws[draw.id] = draw
         self._cb.register_result_handler(draw.id, lambda result: self._failed(draw, result.error))
         added = {"request_id": draw.id, "max_new_tokens": draw.limit, "eos_token_id": -1}

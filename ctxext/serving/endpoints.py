@@ -113,7 +113,7 @@ class Endpoint:
         """Answer a request, or refuse it."""
         request: Any = checked(self.asked, body, self.reader.vocabulary)
         if request.model not in (None, self.served.name):
-            raise refusal(f"model: the server is pinned to {self.served.name!r}, found {request.model!r}.")
+            raise HTTPException(404, f"This server has no model {request.model!r}: it serves {self.served.name!r}.")
         return await self.answer(request, self.draws(request), request_id)
 
     def draws(self, request: Any) -> list[Draw]:
@@ -123,7 +123,8 @@ class Endpoint:
     def draw(self, request: Any, prompt: list[int], number: int, tops: int | None, **more: Any) -> Draw:
         """Return an answer to a prompt, if both fit the window."""
         asked = (given for name in self.lengths if (given := getattr(request, name)) is not None)
-        limit = fit(len(prompt), next(asked, None), self.served.window)
+        windows = [most for most in (self.served.window, self.engine.room) if most is not None]
+        limit = fit(len(prompt), next(asked, None), min(windows, default=None))
         usual = self.model.generation_config
         return Draw(prompt, request, usual, limit, tops, self.reader, number=number, **more)
 

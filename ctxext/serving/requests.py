@@ -346,9 +346,9 @@ def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
         raise refusal(clash)
     prompt: Any = getattr(request, "prompt", ())
     rows = prompt if isinstance(prompt, list) else []
-    given = {"logit_bias": map(int, request.logit_bias or ()), "stop_token_ids": request.stop_token_ids or ()}
-    given["prompt"] = (token for row in rows for token in (row if isinstance(row, list) else [row]))
-    for name, tokens in given.items():
+    flat = [token for row in rows for token in (row if isinstance(row, list) else [row])]
+    bias = [int(token) for token in request.logit_bias or ()]
+    for name, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or []), ("prompt", flat)):
         if any(isinstance(token, int) and token >= vocabulary for token in tokens):
             raise refusal(f"{name}: the model has {vocabulary} tokens; give smaller ids.")
     return request

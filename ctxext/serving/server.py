@@ -24,10 +24,11 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 
-from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import OneByOne, Together
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Responses
 from ctxext.serving.load import Served
+from ctxext.surgery.continuous import PAGED_IN_LAYERS
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
 
@@ -134,6 +135,8 @@ def application(
     models = ServedModels(served, state)
     model: Any = served.checkpoint.model
     engine: OneByOne | Together
+    if continuous_batching and not PAGED_IN_LAYERS:
+        raise IncompatibleError("--continuous-batching needs transformers 5.24 or newer. Leave it out, or update.")
     if continuous_batching:
         if cached_tokens is None and model.device.type == "cpu":
             cached_tokens = 8 * (served.window or ANSWER)

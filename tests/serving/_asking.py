@@ -115,10 +115,10 @@ class Asking:
 
 
 @contextmanager
-def asking(tokenizer: Any, *, together: bool, window: int = 900) -> Iterator[Asking]:
+def asking(tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024) -> Iterator[Asking]:
     """Serve a tiny model that is not extended, in turn or in continuous batches."""
     model = tiny(tokenizer)
     served = Served("tiny", Checkpoint("tiny", model, tokenizer), window, {})
-    app: Any = application(served, continuous_batching=together, cached_tokens=1024 if together else None)
+    app: Any = application(served, continuous_batching=together, cached_tokens=cached if together else None)
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield Asking(client, tiny(tokenizer), tokenizer)

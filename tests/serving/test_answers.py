@@ -240,6 +240,14 @@ def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> N
     assert "stop_token_ids" in server.refused(**asked | {"stop_token_ids": [10**6]})
 
 
+@pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")
+def test_a_request_that_batches_have_no_room_for_is_refused_and_stops_no_other() -> None:
+    with asking(letters(), together=True, cached=256) as server:
+        for asked in ({"prompt": "x" * 400}, {"prompt": "x" * 200, "max_tokens": 57}, {"prompt": ["x", "y" * 300]}):
+            assert "256 tokens" in server.refused(**asked)
+        assert len(server.text(prompt="x" * 200, max_tokens=56, logit_bias={"1": -100})) > 20
+
+
 def test_letters_of_several_tokens_are_given_out_whole(of_bytes: Asking) -> None:
     tokens = of_bytes.tokenizer("é€😀").input_ids
     forced = {"prompt": "x", "max_tokens": 1, "temperature": 0}
