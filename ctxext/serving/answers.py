@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,19 +61,27 @@ class Told:
     hidden: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
-    """What one more token adds to an answer.
+    """A piece of an answer: what one more token adds, or all of it.
 
     Args:
         text: text that no stop sequence can take back.
         told: tokens of that text.
-        finish: "stop" or "length" with the last token.
+        finish: why the answer ends; None for a piece that is not the last.
+        reasoning: what was thought before the text.
+        calls: calls of tools, as the API writes them.
     """
 
-    text: str
-    told: list[Told]
-    finish: str | None
+    text: str = ""
+    told: list[Told] = field(default_factory=list)
+    finish: str | None = None
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __add__(self, more: Piece) -> Piece:
+        said, told, thought = self.text + more.text, self.told + more.told, self.reasoning + more.reasoning
+        return Piece(said, told, more.finish, thought, self.calls + more.calls)
 
 
 class Reader:
@@ -461,7 +469,7 @@ def _only(token: int, scores: Tensor) -> Tensor:
     return torch.full_like(scores, -math.inf).index_fill(-1, torch.tensor([token], device=scores.device), 0.0)
 
 
-async def pieces(engine: OneByOne | Together, draws: Sequence[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> AsyncIterator[tuple[int, Piece]]:
     """Yield the pieces of several answers as they come, each with the number of its answer.
 
     Raises:

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -24,7 +24,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from ctxext.serving.answers import Draw, OneByOne, Piece, Reader, Together, Told, pieces
+from ctxext.serving.answers import Draw, OneByOne, Piece, Reader, Together, pieces_of
 from ctxext.serving.load import Served
 from ctxext.serving.requests import (
     OF_SERVER,
@@ -67,29 +67,6 @@ def fit(prompt: int, asked: int | None, window: int | None) -> int:
     return min(ANSWER, window - prompt) if asked is None else asked
 
 
-@dataclass
-class Part:
-    """Part of an answer, as an endpoint sends it.
-
-    Args:
-        text: what is said.
-        reasoning: what was thought before.
-        calls: calls of tools.
-        told: tokens and their log-probabilities.
-        finish: why the answer ends; None for a part that is not the last.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
-    finish: str | None = None
-
-    def __add__(self, more: Part) -> Part:
-        said, thought = self.text + more.text, self.reasoning + more.reasoning
-        return Part(said, thought, self.calls + more.calls, self.told + more.told, more.finish)
-
-
 class Endpoint:
     """Handler of one path.
 
@@ -100,7 +77,7 @@ class Endpoint:
 
     asked: ClassVar[type[Sampling]]
     kind: ClassVar[str]  # beginning of the ids of answers
-    objects: ClassVar[tuple[str, str]]  # names of an answer, and of a part of it in a stream
+    objects: ClassVar[tuple[str, str]]  # names of an answer, and of a piece of it in a stream
     lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     def __init__(self, served: Served, engine: OneByOne | Together) -> None:
@@ -128,31 +105,31 @@ class Endpoint:
         usual = self.model.generation_config
         return Draw(prompt, request, usual, limit, tops, self.reader, number=number, **more)
 
-    async def parts(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Part]]:
-        """Yield the parts of answers as they come, each with the number of its answer."""
-        async for number, piece in pieces(self.engine, draws):
-            yield number, Part(piece.text, told=piece.told, finish=piece.finish)
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield the pieces of answers as they come, each with the number of its answer."""
+        async for number, piece in pieces_of(self.engine, draws):
+            yield number, piece
 
-    def choice(self, request: Any, number: int, part: Part, name: str) -> dict[str, Any]:
-        """Return an answer, or a part of it in a stream, as the API writes it."""
+    def choice(self, request: Any, number: int, piece: Piece, name: str) -> dict[str, Any]:
+        """Return an answer, or a piece of it in a stream, as the API writes it."""
         raise NotImplementedError
 
     async def answer(self, request: Any, draws: list[Draw], request_id: str) -> Any:
         """Return the answers to a request, whole or as a stream."""
         head = {"id": f"{self.kind}-{request_id}", "created": int(time.time()), "model": self.served.name}
         if not request.stream:
-            whole = [Part() for _ in draws]
-            async for number, part in self.parts(request, draws):
-                whole[number] += part
-            choices = [self.choice(request, number, part, "message") for number, part in enumerate(whole)]
+            whole = [Piece() for _ in draws]
+            async for number, piece in self.pieces(request, draws):
+                whole[number] += piece
+            choices = [self.choice(request, number, piece, "message") for number, piece in enumerate(whole)]
             return JSONResponse(head | {"object": self.objects[0], "choices": choices, "usage": usage(draws)})
         counted = request.stream_options is not None and request.stream_options.include_usage
         head |= {"object": self.objects[1]} | ({"usage": None} if counted else {})
 
         async def lines() -> AsyncIterator[str]:
-            async for number, part in self.parts(request, draws):
-                if part != Part():
-                    yield _line(head | {"choices": [self.choice(request, number, part, "delta")]})
+            async for number, piece in self.pieces(request, draws):
+                if piece != Piece():
+                    yield _line(head | {"choices": [self.choice(request, number, piece, "delta")]})
             if counted:
                 yield _line(head | {"choices": [], "usage": usage(draws)})
             yield "data: [DONE]\n\n"
@@ -206,31 +183,31 @@ class Completions(Endpoint):
             raise refusal("echo: with logprobs, it is not served in continuous batches.")
         return [self.draw(request, row, number, request.logprobs) for row in rows for number in range(request.n or 1)]
 
-    async def parts(self, request: Completion, draws: list[Draw]) -> AsyncIterator[tuple[int, Part]]:
-        """Yield the parts of answers as they come, behind their prompts where the request asks for these."""
+    async def pieces(self, request: Completion, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield the pieces of answers as they come, behind their prompts where the request asks for these."""
         shift = [0] * len(draws)
         for number, draw in enumerate(draws) if request.echo else ():
             text, told = self.tokenizer.decode(draw.prompt, skip_special_tokens=True), []
             if request.logprobs is not None and isinstance(self.engine, OneByOne):
                 told = await self.engine.read(draw.prompt, self.reader, request.logprobs)
             shift[number] = len(text)
-            yield number, Part(text, told=told)
-        async for number, part in super().parts(request, draws):
-            moved = [replace(told, start=told.start + shift[number]) for told in part.told]
-            yield number, replace(part, told=moved)
+            yield number, Piece(text, told=told)
+        async for number, piece in super().pieces(request, draws):
+            moved = [replace(told, start=told.start + shift[number]) for told in piece.told]
+            yield number, replace(piece, told=moved)
 
-    def choice(self, request: Completion, number: int, part: Part, name: str) -> dict[str, Any]:
-        """Return an answer, or a part of it in a stream, as the API writes it."""
+    def choice(self, request: Completion, number: int, piece: Piece, name: str) -> dict[str, Any]:
+        """Return an answer, or a piece of it in a stream, as the API writes it."""
         logprobs = None
         if request.logprobs is not None:
             tops = [
                 None if told.logprob is None else {told.text: told.logprob} | dict(reversed(told.tops))
-                for told in part.told
+                for told in piece.told
             ]
-            logprobs = {"tokens": [told.text for told in part.told], "top_logprobs": tops}
-            logprobs["token_logprobs"] = [told.logprob for told in part.told]
-            logprobs["text_offset"] = [told.start for told in part.told]
-        return {"index": number, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
+            logprobs = {"tokens": [told.text for told in piece.told], "top_logprobs": tops}
+            logprobs["token_logprobs"] = [told.logprob for told in piece.told]
+            logprobs["text_offset"] = [told.start for told in piece.told]
+        return {"index": number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
 
 class Speech:
@@ -242,50 +219,52 @@ class Speech:
     """
 
     def __init__(self, parser: Any, forced: Iterable[str]) -> None:
-        self.parser, self.forced, self.text, self.called = parser, list(forced), "", False
+        self.parser, self.forced, self.text, self.called = parser, forced, "", 0
         self.begun = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
-    def part(self, piece: Piece) -> Part:
-        """Return the part of an answer that a piece of its text adds."""
-        part = Part(told=piece.told, finish=piece.finish)
-        if self.forced:
-            self.text += piece.text
-            found: list[Any] = self._call(piece.finish) if piece.finish is not None else []
-        else:
-            found = [piece.text] if self.parser is None else self._parsed(piece)
-        for item in found:
+    def piece(self, raw: Piece) -> Piece:
+        """Return the piece of an answer that a piece of its raw text is."""
+        said = Piece(told=raw.told, finish=raw.finish)
+        for item in self._items(raw):
             if isinstance(item, ToolCall):
-                part.calls.append(item)
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"index": self.called, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                said.calls.append(call | {"function": function})
+                self.called += 1
             elif isinstance(item, ReasoningText):
-                part.reasoning += item
+                said.reasoning += item
             else:
-                part.text += item
-        self.called |= bool(part.calls)
-        if piece.finish == "stop" and self.called:
-            part.finish = "tool_calls"
-        return part
+                said.text += item
+        if raw.finish == "stop" and self.called:
+            said.finish = "tool_calls"
+        return said
 
-    def _call(self, finish: str) -> list[ToolCall]:
-        """Return the call that a text is, also where the text was cut at its greatest length."""
-        begun = {name: self.text.partition(call_of(name))[::2] for name in self.forced}
-        return [
-            ToolCall(name, rest[:-1] if finish == "stop" else rest)
-            for name, (before, rest) in begun.items()
-            if not before and self.text.startswith(call_of(name))
-        ]
-
-    def _parsed(self, piece: Piece) -> list[Any]:
-        events, self.begun = [*self.begun], []
-        events += response_events_to_chunks(self.parser.feed(piece.text)) if piece.text else []
-        if piece.finish is not None:
+    def _items(self, raw: Piece) -> list[Any]:
+        self.text += raw.text
+        if self.forced:  # also where the text was cut at its greatest length
+            names = [name for name in self.forced if raw.finish is not None and self.text.startswith(call_of(name))]
+            rest = self.text[: -1 if raw.finish == "stop" else None]
+            return [ToolCall(name, rest[len(call_of(name)) :]) for name in names]
+        if self.parser is None:
+            return [raw.text]
+        items, self.begun = self.begun, []
+        items += response_events_to_chunks(self.parser.feed(raw.text)) if raw.text else []
+        if raw.finish is not None:
             with contextlib.suppress(ValueError, RuntimeError):  # it was cut inside of a call
-                events += response_events_to_chunks(self.parser.finalize()[1])
-        return events
+                items += response_events_to_chunks(self.parser.finalize()[1])
+        return items
 
 
 def call_of(name: str) -> str:
     """Return how the text of a forced call of a tool begins."""
     return f'{{"name":{json.dumps(name)},"arguments":'
+
+
+def _call_schema(name: str, place: int, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call, one of several, within which references of its parameters still hold."""
+    inside = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{place}/properties/arguments')
+    properties = {"name": {"const": name}, "arguments": {"type": "object"} | json.loads(inside)}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 class Templates(Endpoint):
@@ -295,18 +274,16 @@ class Templates(Endpoint):
         """Return the tokens of a conversation, or refuse what its template cannot show."""
         if self.tokenizer.chat_template is None:
             raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
-        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in request.functions]
+        tools = request.shown
         environment = _compile_jinja_template(template := self.tokenizer.get_chat_template(tools=tools)).environment
         read = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
         if tools and "tools" not in read and not request.forced:
             raise refusal("tools: this model's chat template does not show them. Leave them out.")
-        given = {f"chat_template_kwargs.{name}": name for name in request.chat_template_kwargs or {}}
-        given |= {} if request.effort is None else {"reasoning_effort": "reasoning_effort"}
-        for field_name, name in given.items():
-            if name not in read - OF_SERVER:
-                raise refusal(f"{field_name}: this model's chat template does not read it. Leave it out.")
-        variables = dict(request.chat_template_kwargs or {})
-        variables |= {} if request.effort is None else {"reasoning_effort": request.effort}
+        variables = (request.chat_template_kwargs or {}) | (
+            {} if request.effort is None else {"reasoning_effort": request.effort}
+        )
+        for name in variables.keys() - (read - OF_SERVER):
+            raise refusal(f"{name}: this model's chat template does not read it. Leave it out.")
         for message in messages:
             content = message.get("content") or ""
             message["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
@@ -326,13 +303,7 @@ class Templates(Endpoint):
         """Return the answers that a request asks for."""
         prompt = self.prompt(request, self.conversation(request))
         calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": {"type": "object"} | parameters},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, parameters in request.forced.items()
+            _call_schema(name, place, parameters) for place, (name, parameters) in enumerate(request.forced.items())
         ]
         schema = {"anyOf": calls} if calls else request.schema_asked
         parsed = schema is None and self._parser(request, prompt) is not None
@@ -341,15 +312,14 @@ class Templates(Endpoint):
         return [self.draw(request, prompt, number, tops, named=parsed, schema=schema) for number in numbers]
 
     def _parser(self, request: Any, prompt: list[int]) -> Any:
-        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in request.functions]
-        return build_response_parser(self.tokenizer, self.model, prompt, tools=tools or None)
+        return build_response_parser(self.tokenizer, self.model, prompt, tools=request.shown or None)
 
-    async def parts(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Part]]:
-        """Yield the parts of answers as they come: words, reasoning, calls of tools."""
-        parser = [self._parser(request, draw.prompt) if draw.written.named else None for draw in draws]
-        speeches = [Speech(of_draw, request.forced) for of_draw in parser]
-        async for number, piece in pieces(self.engine, draws):
-            yield number, speeches[number].part(piece)
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield the pieces of answers as they come: words, reasoning, calls of tools."""
+        parsers = [self._parser(request, draw.prompt) if draw.written.named else None for draw in draws]
+        speeches = [Speech(parser, request.forced) for parser in parsers]
+        async for number, raw in super().pieces(request, draws):
+            yield number, speeches[number].piece(raw)
 
 
 class Chats(Templates):
@@ -363,34 +333,35 @@ class Chats(Templates):
         """Return the messages of a request."""
         return [message.model_dump(exclude_none=True) for message in request.messages]
 
-    async def parts(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Part]]:
-        """Yield the parts of answers as they come, behind the role of each in a stream."""
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield the pieces of answers as they come, behind the role of each in a stream."""
         for number in range(len(draws)) if request.stream else ():
-            yield number, Part(finish="")
-        async for number, part in super().parts(request, draws):
-            yield number, part
+            yield number, Piece(finish="")
+        async for number, piece in super().pieces(request, draws):
+            yield number, piece
 
-    def choice(self, request: Conversation, number: int, part: Part, name: str) -> dict[str, Any]:
-        """Return an answer, or a part of it in a stream, as the API writes it."""
-        whole, first = name == "message", part.finish == ""
+    def choice(self, request: Conversation, number: int, piece: Piece, name: str) -> dict[str, Any]:
+        """Return an answer, or a piece of it in a stream, as the API writes it."""
+        whole, first = name == "message", piece.finish == ""
         said: dict[str, Any] = {"role": "assistant"} if whole or first else {}
-        if part.text or first or whole:
-            said["content"] = None if part.calls and not part.text else part.text
-        if part.reasoning:
-            said["reasoning_content"] = part.reasoning
-        for at, call in enumerate(part.calls):
-            function = {"name": call.name, "arguments": call.arguments}
-            call_id = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call_id if whole else {"index": at} | call_id)
+        if piece.text or first or whole:
+            said["content"] = None if piece.calls and not piece.text else piece.text
+        if piece.reasoning:
+            said["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            said["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"} if whole else call
+                for call in piece.calls
+            ]
         logprobs = None
         if request.logprobs and not first:
             content = [
                 _token(told.text, told.logprob) | {"top_logprobs": [_token(*top) for top in told.tops]}
-                for told in part.told
+                for told in piece.told
                 if not told.hidden
             ]
             logprobs = {"content": content, "refusal": None}
-        return {"index": number, name: said, "logprobs": logprobs, "finish_reason": part.finish or None}
+        return {"index": number, name: said, "logprobs": logprobs, "finish_reason": piece.finish or None}
 
 
 def _token(text: str, logprob: float | None) -> dict[str, Any]:
@@ -431,19 +402,19 @@ class Responses(Templates):
         for line in events.start_response():
             yield line
         finish = None
-        async for _, part in self.parts(request, draws):
-            finish = part.finish or finish
+        async for _, piece in self.pieces(request, draws):
+            finish = piece.finish or finish
             lines: list[str] = []
-            if part.reasoning:
+            if piece.reasoning:
                 lines += [] if events.reasoning_open else events.start_reasoning()
-                lines += events.reasoning_delta(part.reasoning)
-            if part.text:
+                lines += events.reasoning_delta(piece.reasoning)
+            if piece.text:
                 lines += (closed() if events.reasoning_open else []) + (
                     [] if events.message_open else events.start_message()
                 )
-                lines += events.text_delta(part.text)
-            for call in part.calls:
-                lines += closed() + events.tool_call(f"call_{uuid.uuid4().hex}", call.name, call.arguments)
+                lines += events.text_delta(piece.text)
+            for call in piece.calls:
+                lines += closed() + events.tool_call(call["id"], **call["function"])
             for line in lines:
                 yield line
         if not (events.message_open or events.message_item or events.tool_calls):

@@ -267,6 +267,12 @@ class Templated(Sampling):
         return [tool.function if isinstance(tool, Tool) else tool for tool in tools]
 
     @property
+    def shown(self) -> list[dict[str, Any]]:
+        """Tools as chat templates read them."""
+        tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.functions]
+        return [{"type": "function", "function": tool} for tool in tools]
+
+    @property
     def forced(self) -> dict[str, dict[str, Any]]:
         """Parameters of the tools one of which has to be called, by name; empty if the model may answer otherwise."""
         if self.tool_choice in (None, "none", "auto"):

@@ -164,7 +164,16 @@ WALK = [(path, name) for path in KINDS for name in sorted(fields(path) | read(pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("server", "stream"),
+    [
+        (False, False),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+        pytest.param(True, True, marks=BATCHES.marks),
+    ],
+    indirect=["server"],
+)
 def test_no_field_is_passed_over(server: Asking, stream: bool) -> None:
     """A field that asks for something changes the answer, or is refused by its name; null changes nothing."""
     passed, unnamed = [], []
@@ -190,6 +199,7 @@ def test_no_field_is_passed_over(server: Asking, stream: bool) -> None:
     assert (passed, unnamed) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", KINDS)
 def test_values_that_ask_for_nothing_are_taken(server: Asking, path: str) -> None:
     for name, values in NEUTRAL.items():
