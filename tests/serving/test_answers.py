@@ -143,7 +143,7 @@ def test_a_greedy_request_samples_as_one_that_says_nothing_whatever_came_first(s
     assert server.text(**asked) == server.text(**asked, temperature=0) == server.text(**asked, temperature=None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_lists_of_prompts_and_several_answers_are_those_of_each_alone(server: Asking, stream: bool) -> None:
     texts = ["one", "and another", "x"]
     ids = [server.tokenizer(text).input_ids for text in texts]
