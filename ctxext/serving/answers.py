@@ -1,4 +1,4 @@
-"""How an answer is generated: token by token, drawn as its request asks, up to where its text ends.
+"""Generation of answers: token by token, drawn as a request asks, up to where the text ends.
 
 A ``Draw`` is one answer. In turn or in continuous batches, it is called with the logits of its next token: a request
 means the same in both, whatever runs beside it.
@@ -62,7 +62,7 @@ class Told:
 
 
 @dataclass
-class Piece:
+class AnswerPiece:
     """A piece of an answer: what one more token adds, or all of it.
 
     Args:
@@ -79,12 +79,12 @@ class Piece:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def __add__(self, more: Piece) -> Piece:
+    def __add__(self, more: AnswerPiece) -> AnswerPiece:
         said, told, thought = self.text + more.text, self.told + more.told, self.reasoning + more.reasoning
-        return Piece(said, told, more.finish, thought, self.calls + more.calls)
+        return AnswerPiece(said, told, more.finish, thought, self.calls + more.calls)
 
 
-class Reader:
+class TokenText:
     """Text of tokens, as a tokenizer writes it.
 
     Args:
@@ -149,25 +149,25 @@ class Grammar:
         return bool(self.matcher.is_stopped() or (not self.ends and self.matcher.is_accepting()))
 
 
-class Written:
+class AnswerText:
     """Text of an answer while it grows: it ends before the first stop sequence.
 
     Args:
         reader: text of tokens.
         stops: texts that end it.
-        named: whether it is given out with the names of special tokens, by which tool calls and reasoning are found.
+        names: names of special tokens that are given out with it, though no stop sequence is found in them.
     """
 
-    def __init__(self, reader: Reader, stops: Sequence[str], named: bool) -> None:
-        self.reader, self.stops, self.named = reader, stops, named
+    def __init__(self, reader: TokenText, stops: Sequence[str], names: dict[int, str]) -> None:
+        self.reader, self.stops, self.shown = reader, stops, names
         self.stream = DecodeStream([], skip_special_tokens=True)
         self.text, self.given, self.cut = "", 0, False
         self.names: list[tuple[int, str]] = []
 
     def add(self, token: int) -> None:
         """Add the text of a token."""
-        if self.named and token in self.reader.special:
-            self.names.append((len(self.text), self.reader.special[token]))
+        if token in self.shown:
+            self.names.append((len(self.text), self.shown[token]))
         self._grow(self.stream.step(self.reader.tokenizer.backend_tokenizer, token) or "")
 
     def end(self, tokens: list[int]) -> None:
@@ -210,7 +210,7 @@ class Draw:
         tops: likeliest tokens whose log-probabilities are told; None tells none.
         reader: text of tokens.
         number: place among the answers to one prompt, which have different seeds.
-        named: as for ``Written``.
+        names: as for ``AnswerText``.
         schema: JSON schema that the answer has to keep.
     """
 
@@ -221,10 +221,10 @@ class Draw:
         usual: GenerationConfig,
         limit: int,
         tops: int | None,
-        reader: Reader,
+        reader: TokenText,
         *,
         number: int = 0,
-        named: bool = False,
+        names: dict[int, str] | None = None,
         schema: dict[str, Any] | None = None,
     ) -> None:
         sampled = usual if usual.do_sample else GenerationConfig()
@@ -252,12 +252,12 @@ class Draw:
         self.seed = None if asked.seed is None else asked.seed + number
         self.chance: torch.Generator | None = None
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        self.written = Written(reader, stops, named)
+        self.written = AnswerText(reader, stops, names or {})
         self.tokens: list[int] = []
         self.told: list[Told] = []
         self.finish: str | None = None
         self.gone = False
-        self.emit: Callable[[Piece | BaseException], Any] = print
+        self.emit: Callable[[AnswerPiece | BaseException], Any] = print
 
     def __call__(self, scores: Tensor) -> int:
         """Draw the next token from its logits."""
@@ -306,14 +306,14 @@ class Draw:
             self.finish = "length"
         self.emit(self._piece())
 
-    def _piece(self) -> Piece:
+    def _piece(self) -> AnswerPiece:
         if self.finish is not None:
             self.written.end(self.tokens)
         text = self.written.release(self.finish is not None)
         whole = self.finish is not None and not self.written.cut
         told = [told for told in self.told if whole or told.start < self.written.given]
         self.told = self.told[len(told) :]
-        return Piece(text, told, self.finish)
+        return AnswerPiece(text, told, self.finish)
 
     def end(self, error: BaseException | None) -> None:
         """End an answer that no last token has ended."""
@@ -367,13 +367,13 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
             stopping_criteria=[stopped],
         )
 
-    async def read(self, prompt: list[int], reader: Reader, tops: int) -> list[Told]:
+    async def read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
         """Return what is told about the tokens of a prompt."""
         told: list[Told] = await self.async_submit(self._read, prompt, reader, tops)
         return told
 
     @torch.no_grad()
-    def _read(self, prompt: list[int], reader: Reader, tops: int) -> list[Told]:
+    def _read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
         told = [Told(reader.behind(None, prompt[0]), 0, None, [])]
         ids = torch.tensor([prompt[:-1]], device=self.model.device)
         for first, logits in logits_in_chunks(self.model, ids) if len(prompt) > 1 else ():
@@ -469,13 +469,13 @@ def _only(token: int, scores: Tensor) -> Tensor:
     return torch.full_like(scores, -math.inf).index_fill(-1, torch.tensor([token], device=scores.device), 0.0)
 
 
-async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Yield the pieces of several answers as they come, each with the number of its answer.
 
     Raises:
         HTTPException: 500 or 503, if the model fails.
     """
-    queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, AnswerPiece | BaseException]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def into(number: int) -> Callable[[Any], Any]:

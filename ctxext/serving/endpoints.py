@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -19,12 +20,13 @@ from transformers.cli.serving.utils import (
     CBWorkerDeadError,
     ReasoningText,
     ToolCall,
-    build_response_parser,
+    get_response_template,
     response_events_to_chunks,
 )
+from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from ctxext.serving.answers import Draw, OneByOne, Piece, Reader, Together, pieces_of
+from ctxext.serving.answers import AnswerPiece, Draw, OneByOne, Together, TokenText, pieces_of
 from ctxext.serving.load import Served
 from ctxext.serving.requests import (
     OF_SERVER,
@@ -84,7 +86,7 @@ class Endpoint:
         self.served, self.engine = served, engine
         self.model: Any = served.checkpoint.model
         self.tokenizer: Any = served.checkpoint.tokenizer
-        self.reader = Reader(self.tokenizer, base_model(self.model).config.get_text_config().vocab_size)
+        self.reader = TokenText(self.tokenizer, base_model(self.model).config.get_text_config().vocab_size)
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request, or refuse it."""
@@ -105,12 +107,11 @@ class Endpoint:
         usual = self.model.generation_config
         return Draw(prompt, request, usual, limit, tops, self.reader, number=number, **more)
 
-    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces of answers as they come, each with the number of its answer."""
-        async for number, piece in pieces_of(self.engine, draws):
-            yield number, piece
+    def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """Return the pieces of answers as they come, each with the number of its answer."""
+        return pieces_of(self.engine, draws)
 
-    def choice(self, request: Any, number: int, piece: Piece, name: str) -> dict[str, Any]:
+    def choice(self, request: Any, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         raise NotImplementedError
 
@@ -118,7 +119,7 @@ class Endpoint:
         """Return the answers to a request, whole or as a stream."""
         head = {"id": f"{self.kind}-{request_id}", "created": int(time.time()), "model": self.served.name}
         if not request.stream:
-            whole = [Piece() for _ in draws]
+            whole = [AnswerPiece() for _ in draws]
             async for number, piece in self.pieces(request, draws):
                 whole[number] += piece
             choices = [self.choice(request, number, piece, "message") for number, piece in enumerate(whole)]
@@ -128,7 +129,7 @@ class Endpoint:
 
         async def lines() -> AsyncIterator[str]:
             async for number, piece in self.pieces(request, draws):
-                if piece != Piece():
+                if piece != AnswerPiece():
                     yield _line(head | {"choices": [self.choice(request, number, piece, "delta")]})
             if counted:
                 yield _line(head | {"choices": [], "usage": usage(draws)})
@@ -183,7 +184,7 @@ class Completions(Endpoint):
             raise refusal("echo: with logprobs, it is not served in continuous batches.")
         return [self.draw(request, row, number, request.logprobs) for row in rows for number in range(request.n or 1)]
 
-    async def pieces(self, request: Completion, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self, request: Completion, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """Yield the pieces of answers as they come, behind their prompts where the request asks for these."""
         shift = [0] * len(draws)
         for number, draw in enumerate(draws) if request.echo else ():
@@ -191,12 +192,12 @@ class Completions(Endpoint):
             if request.logprobs is not None and isinstance(self.engine, OneByOne):
                 told = await self.engine.read(draw.prompt, self.reader, request.logprobs)
             shift[number] = len(text)
-            yield number, Piece(text, told=told)
+            yield number, AnswerPiece(text, told=told)
         async for number, piece in super().pieces(request, draws):
             moved = [replace(told, start=told.start + shift[number]) for told in piece.told]
             yield number, replace(piece, told=moved)
 
-    def choice(self, request: Completion, number: int, piece: Piece, name: str) -> dict[str, Any]:
+    def choice(self, request: Completion, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         logprobs = None
         if request.logprobs is not None:
@@ -222,9 +223,9 @@ class Speech:
         self.parser, self.forced, self.text, self.called = parser, forced, "", 0
         self.begun = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
-    def piece(self, raw: Piece) -> Piece:
+    def piece(self, raw: AnswerPiece) -> AnswerPiece:
         """Return the piece of an answer that a piece of its raw text is."""
-        said = Piece(told=raw.told, finish=raw.finish)
+        said = AnswerPiece(told=raw.told, finish=raw.finish)
         for item in self._items(raw):
             if isinstance(item, ToolCall):
                 function = {"name": item.name, "arguments": item.arguments}
@@ -239,7 +240,7 @@ class Speech:
             said.finish = "tool_calls"
         return said
 
-    def _items(self, raw: Piece) -> list[Any]:
+    def _items(self, raw: AnswerPiece) -> list[Any]:
         self.text += raw.text
         if self.forced:  # also where the text was cut at its greatest length
             names = [name for name in self.forced if raw.finish is not None and self.text.startswith(call_of(name))]
@@ -306,18 +307,31 @@ class Templates(Endpoint):
             _call_schema(name, place, parameters) for place, (name, parameters) in enumerate(request.forced.items())
         ]
         schema = {"anyOf": calls} if calls else request.schema_asked
-        parsed = schema is None and self._parser(request, prompt) is not None
+        names = self._names() if schema is None else {}
         tops = (request.top_logprobs or 0) if getattr(request, "logprobs", None) else None
         numbers = range(getattr(request, "n", None) or 1)
-        return [self.draw(request, prompt, number, tops, named=parsed, schema=schema) for number in numbers]
+        return [self.draw(request, prompt, number, tops, names=names, schema=schema) for number in numbers]
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of special tokens by which reasoning and calls of tools are found."""
+        sought = str(get_response_template(self.tokenizer, self.model)).replace(r"\\", "\\")
+        special = self.reader.special.items()
+        return {token: name for token, name in special if name in sought or re.escape(name) in sought}
 
     def _parser(self, request: Any, prompt: list[int]) -> Any:
-        return build_response_parser(self.tokenizer, self.model, prompt, tools=request.shown or None)
+        """Return what tells reasoning and calls of tools from words; None where all are words."""
+        form = get_response_template(self.tokenizer, self.model)
+        if form is None or request.forced or request.schema_asked is not None:
+            return None
+        text, anchors = self.tokenizer.decode(prompt), form.get("start_anchor", [])
+        begun = "start_anchor_pattern" in form or any(
+            anchor in text for anchor in ([anchors] if isinstance(anchors, str) else anchors)
+        )
+        return ResponseParser(form, prefix=text if begun else "", tools=request.shown or None)
 
-    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """Yield the pieces of answers as they come: words, reasoning, calls of tools."""
-        parsers = [self._parser(request, draw.prompt) if draw.written.named else None for draw in draws]
-        speeches = [Speech(parser, request.forced) for parser in parsers]
+        speeches = [Speech(self._parser(request, draw.prompt), request.forced) for draw in draws]
         async for number, raw in super().pieces(request, draws):
             yield number, speeches[number].piece(raw)
 
@@ -333,14 +347,14 @@ class Chats(Templates):
         """Return the messages of a request."""
         return [message.model_dump(exclude_none=True) for message in request.messages]
 
-    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """Yield the pieces of answers as they come, behind the role of each in a stream."""
         for number in range(len(draws)) if request.stream else ():
-            yield number, Piece(finish="")
+            yield number, AnswerPiece(finish="")
         async for number, piece in super().pieces(request, draws):
             yield number, piece
 
-    def choice(self, request: Conversation, number: int, piece: Piece, name: str) -> dict[str, Any]:
+    def choice(self, request: Conversation, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         whole, first = name == "message", piece.finish == ""
         said: dict[str, Any] = {"role": "assistant"} if whole or first else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 from ctxext.surgery.continuous import PAGED_IN_LAYERS
 from tests.serving._asking import CHAT, RESPONSES, SILENT, TEXT, Asking, asking, bytewise, letters
@@ -368,3 +369,37 @@ def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
         _, events = server.raw(RESPONSES, {"input": "x", "max_output_tokens": 3, "stream": True})
         assert events[-1]["type"] == "response.failed"
         assert len(server.text(prompt="x", max_tokens=4)) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_and_calls_of_tools_are_found_in_the_text(
+    of_bytes: Asking, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the form of Qwen 3, whose template transformers knows; the model is made to say it."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    text = f"<think>\nwhy\n</think>\n\nwell, then{call}{call.replace('1', '2')}"
+    said = [*of_bytes.tokenizer(text).input_ids, 1]
+
+    def forced(draw: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill(0, torch.tensor([said[len(draw.tokens)]]), 9.0)
+
+    template = next(value for kinds, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in kinds)
+    monkeypatch.setattr("ctxext.serving.endpoints.get_response_template", lambda *_: template)
+    monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", forced)
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "stream": stream}
+    _, answer = of_bytes.raw(CHAT, asked)
+    parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
+    spoken = [part["delta" if stream else "message"] for part in parts]
+    assert "".join(part.get("reasoning_content") or "" for part in spoken).strip() == "why"
+    assert "".join(part.get("content") or "" for part in spoken).strip() == "well, then"
+    called = [call for part in spoken for call in part.get("tool_calls") or ()]
+    assert [json.loads(call["function"]["arguments"]) for call in called] == [{"x": 1}, {"x": 2}]
+    assert [call.get("index") for call in called] == ([0, 1] if stream else [None, None])
+    assert parts[-1]["finish_reason"] == "tool_calls"
+    _, answer = of_bytes.raw(CHAT, asked | {"stop": "l, t"})
+    parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
+    assert "".join(part["delta" if stream else "message"].get("content") or "" for part in parts).strip() == "wel"
+    _, answer = of_bytes.raw(RESPONSES, {"input": "hi", "tools": TOOLS, "stream": stream})
+    output = answer[-1]["response"]["output"] if stream else answer["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[1]["content"][0]["text"].strip() == "well, then"
