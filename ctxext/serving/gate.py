@@ -83,11 +83,9 @@ class Gate:
             async def replay() -> Message:
                 return unread.pop() if unread else await asyncio.Future()
 
-            # The application takes this header for its own key of a request; two of one key stop its batches.
-            headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
             watching = asyncio.ensure_future(watch())
             try:
-                await self.app({**scope, "headers": headers}, replay, answer)
+                await self.app(scope, replay, answer)
             finally:
                 watching.cancel()
         except asyncio.CancelledError:

@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
-# Fields that transformers' serving code passes over without a word, and the values that change nothing.
-PASSED_OVER: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}},),
-    "tool_choice": ("auto",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
+Token = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Answers = Annotated[int, Field(ge=1, le=128)]
+Several = Field(min_length=1)
+Tokens = Annotated[list[Token], Several]
+Prompts = Text | Annotated[list[Text], Several] | Tokens | Annotated[list[Tokens], Several]
+SURROGATE = re.compile("[\ud800-\udfff]")
+DEEPEST = 64  # levels of lists and objects in a request
+NOT_SERVED = "this server does not serve it. Leave it out."
+Asked = TypeVar("Asked", bound="Sampling")
+
+# Fields of OpenAI's that are taken with a value that asks for nothing; any other value is refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "access_programs": ({},),
     "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "previous_response_id": (),
     "background": (False,),
+    "background_options": ({},),
+    "context_management": ([],),
+    "conversation": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "image": ({},),
     "include": ([],),
+    "max_tool_calls": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "previous_response_id": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
     "truncation": ("disabled",),
-    # It may name any setting of generate(), files among them.
-    "generation_config": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
-# What chat templates are called with; a request must not put its own in their place.
-OF_TEMPLATES = frozenset(
-    {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "return_tensors"}
-    | {"return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}
-    | {"continue_final_message", "processor_kwargs", "load_audio_from_video"}
+# Fields that change no answer, by OpenAI's own definition: labels of a request, and wishes about a cache.
+LABELS = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
 )
+# Variables of chat templates that the server sets.
+OF_SERVER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class Sent(BaseModel):
-    """Part of a request; fields that are not named here are left to transformers."""
+    """Part of a request; fields that are not named here are handed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Exactly(Sent):
+    """Part of a request all of whose fields are named here."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class Function(Sent):
@@ -60,10 +81,16 @@ class FunctionCall(Sent):
     function: Function
 
 
+def _text_alone(kind: str) -> str:
+    if kind not in ("text", "input_text", "output_text"):
+        raise ValueError(f"this server reads only text, found {kind!r}")
+    return kind
+
+
 class TextPart(Sent):
     """A piece of a message: the server reads text alone."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Annotated[str, AfterValidator(_text_alone)]
     text: str
 
 
@@ -74,6 +101,8 @@ class Message(Sent):
     content: str | list[TextPart] | None = None
     tool_calls: list[FunctionCall] | None = None
     tool_call_id: str | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class Thoughts(Sent):
@@ -103,9 +132,10 @@ class FunctionOutput(Sent):
 class ToolFunction(Sent):
     """A tool's name and parameters."""
 
-    name: Text
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]+$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Sent):
@@ -121,51 +151,183 @@ class FlatTool(ToolFunction):
     type: Literal["function"]
 
 
-class Sampling(Sent):
+class ChosenName(Exactly):
+    """Name of the tool that has to be called."""
+
+    name: str
+
+
+class ChosenTool(Exactly):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: ChosenName
+
+
+class FlatChosenTool(ChosenName):
+    """The tool that has to be called, as the Responses API writes it."""
+
+    type: Literal["function"]
+
+
+class Schema(Sent):
+    """A JSON schema that the answer has to keep."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class Format(Exactly):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class FlatFormat(Sent):
+    """The form of an answer, as the Responses API writes it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextSettings(Exactly):
+    """Settings of the text of an answer."""
+
+    format: FlatFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Exactly):
+    """Settings of the reasoning before an answer."""
+
+    effort: str | None = None
+
+
+class Obfuscation(Exactly):
+    """Settings of a stream, as the Responses API has them."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class StreamOptions(Obfuscation):
+    """Settings of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Exactly):
     """Fields that every endpoint takes."""
 
     model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
-    stop: Text | Annotated[list[Text], Field(min_length=1)] | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    max_output_tokens: Count | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], float] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[Token] | None = None
+    min_tokens: Token | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
 
 
 class Completion(Sampling):
     """A text to continue."""
 
-    prompt: Text
-    suffix: str | None = None
+    prompt: Prompts
+    max_tokens: Token | None = None
+    stream_options: StreamOptions | None = None
+    n: Answers | None = None
+    best_of: Answers | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class Conversation(Sampling):
+class Templated(Sampling):
+    """Fields of requests that a chat template turns into a prompt."""
+
+    tools: list[Tool | FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | FlatChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def functions(self) -> list[ToolFunction]:
+        """Tools that may be called."""
+        tools = () if self.tool_choice == "none" else self.tools or ()
+        return [tool.function if isinstance(tool, Tool) else tool for tool in tools]
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """Tools as chat templates read them."""
+        tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.functions]
+        return [{"type": "function", "function": tool} for tool in tools]
+
+    @property
+    def forced(self) -> dict[str, dict[str, Any]]:
+        """Parameters of the tools one of which has to be called, by name; empty if the model may answer otherwise."""
+        if self.tool_choice in (None, "none", "auto"):
+            return {}
+        name = getattr(getattr(self.tool_choice, "function", self.tool_choice), "name", None)
+        return {tool.name: tool.parameters or {} for tool in self.functions if name in (None, tool.name)}
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """Schema of the answer; None if its form is free."""
+        asked = getattr(self, "response_format", None) or getattr(getattr(self, "text", None), "format", None)
+        if asked is None or asked.type == "text":
+            return None
+        inner: Any = asked.json_schema if isinstance(asked, Format) else asked
+        return (inner and inner.schema_) or {"type": "object"}
+
+    @property
+    def effort(self) -> str | None:
+        """Effort of the reasoning before the answer."""
+        return getattr(self, "reasoning_effort", None) or getattr(getattr(self, "reasoning", None), "effort", None)
+
+
+class Conversation(Templated):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Several]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
+    n: Answers | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: Format | None = None
+    reasoning_effort: str | None = None
 
 
-class Answered(Sampling):
+class Answered(Templated):
     """A conversation to answer, as the Responses API writes it."""
 
     input: (
         Text
-        | Annotated[list[Message | Thoughts | CalledFunction | FunctionOutput], Field(min_length=1)]
-        | Annotated[list[TextPart], Field(min_length=1)]
+        | Annotated[list[Message | Thoughts | CalledFunction | FunctionOutput], Several]
+        | Annotated[list[TextPart], Several]
     )
     instructions: str | None = None
-    tools: list[Tool | FlatTool] | None = None
+    max_output_tokens: Count | None = None
+    prompt: None = None
+    reasoning: Reasoning | None = None
+    text: TextSettings | None = None
+    top_logprobs: Literal[0] | None = None
+    stream_options: Obfuscation | None = None
 
 
-def checked(kind: type[Sampling], body: dict[str, Any], vocabulary: int) -> None:
-    """Refuse a request that could not be answered as it asks.
+def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
+    """Read a request, and refuse one that could not be answered as it asks.
 
     Args:
         kind: the endpoint's request.
@@ -175,20 +337,80 @@ def checked(kind: type[Sampling], body: dict[str, Any], vocabulary: int) -> None
     Raises:
         HTTPException: 400, with a sentence that names the field.
     """
+    sent = {name: value for name, value in body.items() if value is not None}
+    for name, value in sent.items():
+        if problem := _unreadable(value):
+            raise refusal(f"{name}: {problem}.")
+    for name in NEUTRAL.keys() & sent.keys():
+        if sent.pop(name) not in NEUTRAL[name]:
+            raise refusal(f"{name}: {NOT_SERVED}")
     try:
-        request = kind.model_validate(body)
+        request = kind.model_validate(sent)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise refusal(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
-    for name, neutral in PASSED_OVER.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise refusal(f"{name}: this server does not serve it. Leave it out.")
-    if taken := OF_TEMPLATES & (request.chat_template_kwargs or {}).keys():
-        raise refusal(f"chat_template_kwargs.{min(taken)}: the server sets it. Leave it out.")
-    if any(int(token) >= vocabulary for token in request.logit_bias or {}):
-        raise refusal(f"logit_bias: the model has {vocabulary} tokens; give smaller ids.")
+        raise refusal(_sentence(error, sent)) from None
+    if (clash := _clash(request)) is not None:
+        raise refusal(clash)
+    prompt: Any = getattr(request, "prompt", ())
+    rows = prompt if isinstance(prompt, list) else []
+    flat = [token for row in rows for token in (row if isinstance(row, list) else [row])]
+    bias = [int(token) for token in request.logit_bias or ()]
+    for name, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or []), ("prompt", flat)):
+        if any(isinstance(token, int) and token >= vocabulary for token in tokens):
+            raise refusal(f"{name}: the model has {vocabulary} tokens; give smaller ids.")
+    return request
 
 
 def refusal(sentence: str) -> HTTPException:
     """Return the error by which a request is refused, with status 400."""
     return HTTPException(status_code=400, detail=sentence)
+
+
+def _clash(request: Sampling) -> str | None:
+    """Return a sentence about fields that cannot be honoured together; None if there are none."""
+    if getattr(getattr(request, "stream_options", None), "include_usage", None) and not request.stream:
+        return "stream_options: include_usage is for streams. Set stream, or leave it out."
+    if isinstance(request, Completion) and request.best_of not in (None, request.n or 1):
+        return f"best_of: {request.best_of} answers, of which {request.n or 1} would be returned, are not served."
+    if isinstance(request, Conversation) and request.top_logprobs and not request.logprobs:
+        return "top_logprobs: only with logprobs. Set logprobs, or leave it out."
+    asked = getattr(request, "response_format", None)
+    if asked is not None and (asked.type == "json_schema") != (asked.json_schema is not None):
+        return f"response_format: json_schema belongs to the type 'json_schema', found {asked.type!r}."
+    if not isinstance(request, Templated):
+        return None
+    if request.tool_choice not in (None, "none", "auto"):
+        if not request.forced:
+            return "tool_choice: no such tool in tools."
+        return "tool_choice: a call of a tool has no other format." if request.schema_asked is not None else None
+    if request.functions and request.parallel_tool_calls is False:
+        return "parallel_tool_calls: false is served only where tool_choice is 'required' or a name."
+    if any(tool.strict for tool in request.functions):
+        return "tools: strict is served only where tool_choice is 'required' or a name."
+    return None
+
+
+def _unreadable(value: Any, level: int = 1) -> str | None:
+    """Return the fault of a value that nothing here can read; None if there is none."""
+    if level > DEEPEST:
+        return f"more than {DEEPEST} levels of lists and objects"
+    if isinstance(value, str) and SURROGATE.search(value):
+        return "text that is not Unicode (half of a surrogate pair)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not a finite number"
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((fault for part in parts if (fault := _unreadable(part, level + 1))), None)
+
+
+def _sentence(error: ValidationError, sent: dict[str, Any]) -> str:
+    """Return a sentence about the innermost of a request's errors: a union has one for each of its types."""
+    worst = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
+    path: list[str] = []
+    value: Any = sent
+    for step in worst["loc"]:
+        inside = step in value if isinstance(value, dict) else isinstance(value, list) and isinstance(step, int)
+        value = value[step] if inside else value
+        if inside or (worst["type"] == "missing" and step == worst["loc"][-1]):
+            path.append(str(step))
+    if worst["type"] in ("extra_forbidden", "none_required"):
+        return f"{'.'.join(path)}: {NOT_SERVED}"
+    return f"{'.'.join(path)}: {worst['msg'].removeprefix('Value error, ')}."

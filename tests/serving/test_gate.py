@@ -145,12 +145,6 @@ def test_a_client_that_leaves_within_its_body_reaches_nobody() -> None:
     assert asked.entered == []
 
 
-def test_the_clients_own_id_is_no_key_of_a_request() -> None:
-    asked = Knocking(b"{}", headers=((b"x-request-id", b"s"), (b"host", b"localhost"), (b"x-request-id", b"t")))
-    assert asked.at() == 200
-    assert asked.entered[0]["headers"] == [(b"host", b"localhost")]
-
-
 START = {"type": "http.response.start", "status": 200}
 EVENTS, LENGTH = {"headers": [(b"content-type", b"text/event-stream")]}, {"headers": [(b"content-length", b"4")]}
 PIECE = {"type": "http.response.body", "body": b"data", "more_body": True}

@@ -1,0 +1,499 @@
+"""Generation of answers: token by token, drawn as a request asks, up to where the text ends.
+
+A ``Draw`` is one answer. In turn or in continuous batches, it is called with the logits of its next token: a request
+means the same in both, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from starlette.exceptions import HTTPException
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerateManager
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+
+from ctxext.errors import InvalidParameterError, require_package
+from ctxext.evaluation.forward import logits_in_chunks
+from ctxext.serving.requests import Sampling, refusal
+
+COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow
+FORCED = "response_format, text.format and a forced tool_choice"  # fields that force a form on an answer
+LOG = logging.getLogger("uvicorn.error")
+
+
+@dataclass(frozen=True)
+class Told:
+    """A token of a prompt or an answer, and what is told about it.
+
+    Args:
+        text: its text.
+        start: characters of the text before it.
+        logprob: its log-probability; None for the first token of a prompt.
+        tops: texts and log-probabilities of the likeliest tokens.
+        hidden: whether the text of the answer leaves it out.
+    """
+
+    text: str
+    start: int
+    logprob: float | None
+    tops: list[tuple[str, float]]
+    hidden: bool = False
+
+
+@dataclass
+class AnswerPiece:
+    """A piece of an answer: what one more token adds, or all of it.
+
+    Args:
+        text: text that no stop sequence can take back.
+        told: tokens of that text.
+        finish: why the answer ends; None for a piece that is not the last.
+        reasoning: what was thought before the text.
+        calls: calls of tools, as the API writes them.
+    """
+
+    text: str = ""
+    told: list[Told] = field(default_factory=list)
+    finish: str | None = None
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __add__(self, more: AnswerPiece) -> AnswerPiece:
+        said, told, thought = self.text + more.text, self.told + more.told, self.reasoning + more.reasoning
+        return AnswerPiece(said, told, more.finish, thought, self.calls + more.calls)
+
+
+class TokenText:
+    """Text of tokens, as a tokenizer writes it.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocabulary: tokens that the model knows.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._guide: Any = None
+
+    def behind(self, before: int | None, token: int) -> str:
+        """Return the text of a token behind another."""
+        head = "" if before is None else self.tokenizer.decode([before])
+        both = self.tokenizer.decode([token] if before is None else [before, token])
+        return str(both[len(head) :] if both.startswith(head) else self.tokenizer.decode([token]))
+
+    def told(self, logits: Tensor, before: int | None, token: int, start: int, tops: int) -> Told:
+        """Return what is told about a token that was drawn from these logits."""
+        logprobs = logits.float().log_softmax(-1)
+        likeliest = logprobs.topk(min(tops, logprobs.shape[-1])).indices.tolist()
+        named = [(self.behind(before, other), float(logprobs[other])) for other in likeliest]
+        return Told(self.behind(before, token), start, float(logprobs[token]), named, token in self.special)
+
+    def grammar(self, schema: dict[str, Any], ends: frozenset[int]) -> Grammar:
+        """Return the grammar of JSON that keeps a schema, or refuse."""
+        require_package("llguidance", "json", f"{FORCED} need")
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
+
+        try:
+            if self._guide is None:
+                self._guide = from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=sorted(ends) or None)
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        except ValueError as error:
+            raise refusal(f"{FORCED} are impossible with this tokenizer or schema: {error}.") from error
+        if fault := LLMatcher.validate_grammar(grammar, self._guide):
+            raise refusal(f"{FORCED}: the JSON schema cannot be kept: {fault}.")
+        return Grammar(LLMatcher(self._guide, grammar), bool(ends))
+
+
+class Grammar:
+    """JSON that an answer has to be.
+
+    Args:
+        matcher: the state of llguidance.
+        ends: whether the model has a token that ends a text.
+    """
+
+    def __init__(self, matcher: Any, ends: bool) -> None:
+        self.matcher, self.ends = matcher, ends
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Return the logits with the tokens left out that the JSON cannot go on with."""
+        kept = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[: logits.shape[-1]] > 0
+        return torch.where(kept.to(logits.device), logits[: len(kept)], -math.inf)
+
+    def take(self, token: int) -> bool:
+        """Go on by a token; return whether the JSON is complete."""
+        self.matcher.consume_token(token)
+        return bool(self.matcher.is_stopped() or (not self.ends and self.matcher.is_accepting()))
+
+
+class AnswerText:
+    """Text of an answer while it grows: it ends before the first stop sequence.
+
+    Args:
+        reader: text of tokens.
+        stops: texts that end it.
+        names: names of special tokens that are given out with it, though no stop sequence is found in them.
+    """
+
+    def __init__(self, reader: TokenText, stops: Sequence[str], names: dict[int, str]) -> None:
+        self.reader, self.stops, self.shown = reader, stops, names
+        self.stream = DecodeStream([], skip_special_tokens=True)
+        self.text, self.given, self.cut = "", 0, False
+        self.names: list[tuple[int, str]] = []
+
+    def add(self, token: int) -> None:
+        """Add the text of a token."""
+        if token in self.shown:
+            self.names.append((len(self.text), self.shown[token]))
+        self._grow(self.stream.step(self.reader.tokenizer.backend_tokenizer, token) or "")
+
+    def end(self, tokens: list[int]) -> None:
+        """Add what the tokens leave over, such as half a letter."""
+        whole = self.reader.tokenizer.decode(tokens, skip_special_tokens=True)
+        if not self.cut and whole.startswith(self.text):
+            self._grow(whole[len(self.text) :])
+
+    def _grow(self, more: str) -> None:
+        begin = max(0, len(self.text) + 1 - max(map(len, self.stops), default=0))
+        self.text += more
+        found = [at for stop in self.stops if (at := self.text.find(stop, begin)) >= 0]
+        if found:
+            self.text, self.cut = self.text[: min(found)], True
+
+    def release(self, ended: bool) -> str:
+        """Give out the text that no stop sequence can take back."""
+        safe = len(self.text)
+        if not ended:  # it may end with the beginning of one
+            held = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+            safe -= max(held, default=0)
+        parts = []
+        while self.names and self.names[0][0] <= safe:
+            at, name = self.names.pop(0)
+            parts += [self.text[self.given : at], name]
+            self.given = at
+        parts.append(self.text[self.given : safe])
+        self.given = safe
+        return "".join(parts)
+
+
+class Draw:
+    """One answer while it is generated.
+
+    Args:
+        prompt: token ids.
+        asked: its request; where that is silent about sampling, the checkpoint's settings decide.
+        usual: settings of the checkpoint.
+        limit: most tokens.
+        tops: likeliest tokens whose log-probabilities are told; None tells none.
+        reader: text of tokens.
+        number: place among the answers to one prompt, which have different seeds.
+        names: as for ``AnswerText``.
+        schema: JSON schema that the answer has to keep.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        asked: Sampling,
+        usual: GenerationConfig,
+        limit: int,
+        tops: int | None,
+        reader: TokenText,
+        *,
+        number: int = 0,
+        names: dict[int, str] | None = None,
+        schema: dict[str, Any] | None = None,
+    ) -> None:
+        sampled = usual if usual.do_sample else GenerationConfig()
+
+        def chosen(name: str, neutral: Any) -> Any:
+            of_checkpoint = getattr(usual if name == "repetition_penalty" else sampled, name)
+            given = getattr(asked, name)
+            return given if given is not None else of_checkpoint if of_checkpoint is not None else neutral
+
+        self.id, self.number = uuid.uuid4().hex, number
+        self.prompt, self.limit, self.tops, self.reader = prompt, limit, tops, reader
+        ends = usual.eos_token_id
+        self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.grammar = None if schema is None else reader.grammar(schema, self.ends)
+        self.ends |= frozenset(asked.stop_token_ids or ())
+        self.least = asked.min_tokens or 0
+        self.bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
+        self.frequency, self.presence = asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
+        self.repetition, temperature = chosen("repetition_penalty", 1.0), chosen("temperature", float(sampled is usual))
+        self.temperature = temperature if temperature >= COLDEST else 0.0
+        top_k, top_p, min_p = chosen("top_k", 0), chosen("top_p", 1.0), chosen("min_p", 0.0)
+        self.narrowed = [TopKLogitsWarper(top_k)] if top_k > 0 else []
+        self.narrowed += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        self.narrowed += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+        self.seed = None if asked.seed is None else asked.seed + number
+        self.chance: torch.Generator | None = None
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        self.written = AnswerText(reader, stops, names or {})
+        self.tokens: list[int] = []
+        self.told: list[Told] = []
+        self.finish: str | None = None
+        self.gone = False
+        self.emit: Callable[[AnswerPiece | BaseException], Any] = print
+
+    def __call__(self, scores: Tensor) -> int:
+        """Draw the next token from its logits."""
+        logits = self._weighed(scores.float())
+        if self.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            logits = (logits / self.temperature)[None]
+            for warper in self.narrowed:
+                logits = warper(None, logits)
+            if self.chance is None:
+                self.chance = torch.Generator(logits.device)
+                self.chance.seed() if self.seed is None else self.chance.manual_seed(self.seed)
+            token = int(torch.multinomial(logits.softmax(-1), 1, generator=self.chance))
+        self._take(token, scores)
+        return token
+
+    def _weighed(self, logits: Tensor) -> Tensor:
+        """Return the logits with all that a request adds to them."""
+        if self.repetition != 1:
+            text = torch.tensor([self.prompt + self.tokens], device=logits.device)
+            logits = RepetitionPenaltyLogitsProcessor(self.repetition)(text, logits[None].clone())[0]
+        added = Counter(self.bias)
+        for token, times in Counter(self.tokens).items() if self.frequency or self.presence else ():
+            added[token] -= times * self.frequency + self.presence  # type: ignore[assignment]
+        for token in self.ends if len(self.tokens) < self.least else ():
+            added[token] = -math.inf  # type: ignore[assignment]
+        if added:
+            places = torch.tensor(list(added), device=logits.device)
+            summands = torch.tensor(list(added.values()), device=logits.device, dtype=logits.dtype)
+            logits = logits.index_add(0, places, summands)
+        return logits if self.grammar is None else self.grammar.allowed(logits)
+
+    def _take(self, token: int, scores: Tensor) -> None:
+        """Write a token down, see whether it is the last, and give out what is certain."""
+        written = self.written
+        if self.tops is not None:
+            before = (self.tokens or self.prompt)[-1]
+            self.told.append(self.reader.told(scores, before, token, len(written.text), self.tops))
+        self.tokens.append(token)
+        written.add(token)
+        complete = self.grammar is not None and self.grammar.take(token)
+        if written.cut or token in self.ends or complete:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish = "length"
+        self.emit(self._piece())
+
+    def _piece(self) -> AnswerPiece:
+        if self.finish is not None:
+            self.written.end(self.tokens)
+        text = self.written.release(self.finish is not None)
+        whole = self.finish is not None and not self.written.cut
+        told = [told for told in self.told if whole or told.start < self.written.given]
+        self.told = self.told[len(told) :]
+        return AnswerPiece(text, told, self.finish)
+
+    def end(self, error: BaseException | None) -> None:
+        """End an answer that no last token has ended."""
+        if self.finish is None:
+            self.finish = "stop" if self.limit else "length"
+            self.emit(self._piece() if error is None else error)
+
+
+def calm(usual: GenerationConfig, limit: int | None) -> GenerationConfig:
+    """Return the checkpoint's settings without sampling, which a ``Draw`` does."""
+    settings = copy.deepcopy(usual)
+    settings.do_sample, settings.num_beams, settings.num_return_sequences = False, 1, 1
+    settings.repetition_penalty, settings.max_new_tokens = 1.0, limit
+    return settings
+
+
+class OneByOne(GenerateManager):  # type: ignore[misc]
+    """Manager of requests that are answered in turn; one whose client went away ends at the next token."""
+
+    room = None  # tokens of a request that it can hold; None for any number
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def begin(self, draw: Draw) -> None:
+        """Answer when those before are answered."""
+        self.submit(self._answer, draw).add_done_callback(lambda done: draw.end(done.exception()))
+
+    def leave(self, draw: Draw) -> None:
+        """End the work for an answer that nobody waits for."""
+        draw.gone = True
+
+    def _answer(self, draw: Draw) -> None:
+        if draw.gone or not draw.limit:
+            return
+
+        def chosen(ids: Tensor, scores: Tensor) -> Tensor:
+            return _only(draw(scores[0]), scores)
+
+        def stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((1,), draw.gone or draw.finish is not None, device=ids.device)
+
+        ids = torch.tensor([draw.prompt], device=self.model.device)
+        self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=calm(self.model.generation_config, draw.limit),
+            tokenizer=draw.reader.tokenizer,
+            logits_processor=[chosen],
+            stopping_criteria=[stopped],
+        )
+
+    async def read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
+        """Return what is told about the tokens of a prompt."""
+        told: list[Told] = await self.async_submit(self._read, prompt, reader, tops)
+        return told
+
+    @torch.no_grad()
+    def _read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
+        told = [Told(reader.behind(None, prompt[0]), 0, None, [])]
+        ids = torch.tensor([prompt[:-1]], device=self.model.device)
+        for first, logits in logits_in_chunks(self.model, ids) if len(prompt) > 1 else ():
+            for at, row in enumerate(logits[0], first):
+                start = told[-1].start + len(told[-1].text)
+                told.append(reader.told(row, prompt[at], prompt[at + 1], start, tops))
+        return told
+
+
+class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
+    """Draws the tokens of all answers of a batch, each from its row of logits."""
+
+    def __init__(self, usual: ContinuousBatchingLogitsProcessorList) -> None:
+        self.__dict__.update(vars(usual))
+        self.do_processing = True
+        self.draws: dict[str, Draw] = {}
+        self.states: list[Any] = []
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
+        """Note whose tokens come next, as transformers prepares them."""
+        self.states = [request.state for request in requests_in_batch if request.has_new_token]
+        return super().prepare_tensor_args(requests_in_batch, arg_storage)  # type: ignore[no-any-return]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        """Return logits of which only those of the drawn tokens are finite."""
+        scores = super().__call__(input_ids, scores, logits_processor_args)
+        rows = []
+        for state, row in zip(self.states, scores, strict=False):
+            draw, token = self.draws.get(state.request_id), 0
+            if draw is not None:
+                try:
+                    token = draw(row)
+                except (RuntimeError, ValueError, TypeError) as error:  # it would end the worker, and all others
+                    draw.end(error)
+            rows.append(_only(token, row[None]))
+            if draw is None or draw.finish is not None:  # this token is the last
+                state._new_tokens_limit = state.generated_len() + 1
+                self.draws.pop(state.request_id, None)
+        return torch.cat([*rows, scores[len(rows) :]])
+
+
+class Together(CBGenerateManager):  # type: ignore[misc]
+    """Manager of requests that are answered in continuous batches.
+
+    Args:
+        model: the model.
+        tokens: tokens of all requests whose keys and values are held; None for what is free.
+    """
+
+    def __init__(self, model: Any, tokens: int | None) -> None:
+        config = ContinuousBatchingConfig()
+        config.num_blocks = None if tokens is None else math.ceil(tokens / config.page_size)
+        config.use_cuda_graph = config.use_async_batching = False  # tokens are drawn outside of graphs, one by one
+        super().__init__(config)
+        # Refuses a model that continuous batches would not be right for.
+        self._cb = model.init_continuous_batching(
+            generation_config=calm(model.generation_config, None), continuous_batching_config=config
+        )
+        self.rows = self._cb.logit_processor = Rows(self._cb.logit_processor)
+        self._cb.start()
+        while self._cb.batch_processor is None and self.is_alive():
+            time.sleep(0.01)
+        if not self.is_alive():
+            raise InvalidParameterError(
+                f"Continuous batches do not start: {self._cb.background_thread_status.fatal_error}"
+            )
+        # A request that does not fit would end the worker, and with it all others.
+        self.room = infer_max_single_request_tokens(self._cb.batch_processor.cache)
+
+    def begin(self, draw: Draw) -> None:
+        """Answer in the batches that come next."""
+        if not draw.limit:
+            return draw.end(None)
+        self.rows.draws[draw.id] = draw
+        self._cb.register_result_handler(draw.id, lambda result: self._failed(draw, result.error))
+        added = {"request_id": draw.id, "max_new_tokens": draw.limit, "eos_token_id": -1}
+        if self._cb.add_request(draw.prompt, **added) is None:
+            raise CBWorkerDeadError("The worker of continuous batches has ended. Restart the server.")
+
+    def _failed(self, draw: Draw, error: str | None) -> None:
+        if error is not None:
+            draw.end(RuntimeError(error))
+
+    def leave(self, draw: Draw) -> None:
+        """End the work for an answer that nobody waits for."""
+        self._cb.cancel_request(draw.id)
+        self._cb.output_router.result_handlers.pop(draw.id, None)
+        self.rows.draws.pop(draw.id, None)
+
+
+def _only(token: int, scores: Tensor) -> Tensor:
+    """Return logits of which only that of a token is finite."""
+    return torch.full_like(scores, -math.inf).index_fill(-1, torch.tensor([token], device=scores.device), 0.0)
+
+
+async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+    """Yield the pieces of several answers as they come, each with the number of its answer.
+
+    Raises:
+        HTTPException: 500 or 503, if the model fails.
+    """
+    queue: asyncio.Queue[tuple[int, AnswerPiece | BaseException]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def into(number: int) -> Callable[[Any], Any]:
+        return lambda item: loop.call_soon_threadsafe(queue.put_nowait, (number, item))
+
+    waited = set(range(len(draws)))
+    try:
+        for number, draw in enumerate(draws):
+            draw.emit = into(number)
+            engine.begin(draw)
+        while waited:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                LOG.error("An answer failed.", exc_info=item)
+                raise HTTPException(500, f"{type(item).__name__}: {item}")
+            if item.finish is not None:
+                waited.remove(number)
+            yield number, item
+    finally:
+        for number in waited:
+            engine.leave(draws[number])

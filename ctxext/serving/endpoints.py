@@ -1,0 +1,447 @@
+"""Endpoints of OpenAI's API: from a request to prompts, and from the pieces of answers to what the API writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError, meta
+from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
+from transformers.cli.serving.utils import (
+    CBWorkerDeadError,
+    ReasoningText,
+    ToolCall,
+    get_response_template,
+    response_events_to_chunks,
+)
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from ctxext.serving.answers import AnswerPiece, Draw, OneByOne, Together, TokenText, pieces_of
+from ctxext.serving.gate import unknown_model
+from ctxext.serving.load import Served
+from ctxext.serving.requests import (
+    OF_SERVER,
+    Answered,
+    Completion,
+    Conversation,
+    Sampling,
+    Templated,
+    checked,
+    refusal,
+)
+from ctxext.surgery.subject import base_model
+
+ANSWER = 1024  # tokens of an answer whose request does not say how many; as many as transformers' own server gives
+# What a chat template may raise, given values that it was not written for.
+OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
+
+def fit(prompt: int, asked: int | None, window: int | None) -> int:
+    """Return how long an answer may become: what is asked, or what the window leaves.
+
+    Args:
+        prompt: tokens of the prompt.
+        asked: tokens of the answer; None if the request does not say.
+        window: most tokens of prompt and answer; None for no limit.
+
+    Raises:
+        HTTPException: 400, with the numbers, where the request does not fit the window.
+    """
+    if not prompt:
+        raise refusal("The prompt has no tokens.")
+    if window is None:
+        return ANSWER if asked is None else asked
+    if prompt + (1 if asked is None else asked) > window:
+        answer = f", and the answer may take {asked}: {prompt + asked} together" if asked else ""
+        raise refusal(
+            f"The prompt has {prompt} tokens{answer}. The window of this model is {window} tokens. Shorten the prompt "
+            f"or max_tokens."
+        )
+    return min(ANSWER, window - prompt) if asked is None else asked
+
+
+class Endpoint:
+    """Handler of one path.
+
+    Args:
+        served: the model.
+        engine: manager of requests, which generates answers.
+    """
+
+    asked: ClassVar[type[Sampling]]
+    kind: ClassVar[str]  # beginning of the ids of answers
+    objects: ClassVar[tuple[str, str]]  # names of an answer, and of a piece of it in a stream
+    lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)
+
+    def __init__(self, served: Served, engine: OneByOne | Together) -> None:
+        self.served, self.engine = served, engine
+        self.model: Any = served.checkpoint.model
+        self.tokenizer: Any = served.checkpoint.tokenizer
+        self.reader = TokenText(self.tokenizer, base_model(self.model).config.get_text_config().vocab_size)
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a request, or refuse it."""
+        request: Any = checked(self.asked, body, self.reader.vocabulary)
+        if request.model not in (None, self.served.name):
+            return unknown_model(request.model, self.served.name)
+        return await self.answer(request, self.draws(request), request_id)
+
+    def draws(self, request: Any) -> list[Draw]:
+        """Return the answers that a request asks for, before the first token of each."""
+        raise NotImplementedError
+
+    def draw(self, request: Any, prompt: list[int], number: int, tops: int | None, **more: Any) -> Draw:
+        """Return an answer to a prompt, if both fit the window."""
+        asked = (given for name in self.lengths if (given := getattr(request, name)) is not None)
+        windows = [most for most in (self.served.window, self.engine.room) if most is not None]
+        limit = fit(len(prompt), next(asked, None), min(windows, default=None))
+        usual = self.model.generation_config
+        return Draw(prompt, request, usual, limit, tops, self.reader, number=number, **more)
+
+    def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """Return the pieces of answers as they come, each with the number of its answer."""
+        return pieces_of(self.engine, draws)
+
+    def choice(self, request: Any, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
+        """Return an answer, or a piece of it in a stream, as the API writes it."""
+        raise NotImplementedError
+
+    async def answer(self, request: Any, draws: list[Draw], request_id: str) -> Any:
+        """Return the answers to a request, whole or as a stream."""
+        head = {"id": f"{self.kind}-{request_id}", "created": int(time.time()), "model": self.served.name}
+        if not request.stream:
+            whole = [AnswerPiece() for _ in draws]
+            async for number, piece in self.pieces(request, draws):
+                whole[number] += piece
+            choices = [self.choice(request, number, piece, "message") for number, piece in enumerate(whole)]
+            return JSONResponse(head | {"object": self.objects[0], "choices": choices, "usage": usage(draws)})
+        counted = request.stream_options is not None and request.stream_options.include_usage
+        head |= {"object": self.objects[1]} | ({"usage": None} if counted else {})
+
+        async def lines() -> AsyncIterator[str]:
+            async for number, piece in self.pieces(request, draws):
+                if piece != AnswerPiece():
+                    yield _line(head | {"choices": [self.choice(request, number, piece, "delta")]})
+            if counted:
+                yield _line(head | {"choices": [], "usage": usage(draws)})
+            yield "data: [DONE]\n\n"
+
+        return streamed(lines(), lambda error: [_line({"error": error}), "data: [DONE]\n\n"])
+
+
+def _line(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+def usage(draws: list[Draw]) -> dict[str, int]:
+    """Return the tokens of a request: those of each prompt once, and those of all answers."""
+    prompt = sum(len(draw.prompt) for draw in draws if draw.number == 0)
+    answers = sum(len(draw.tokens) for draw in draws)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def streamed(lines: AsyncIterator[str], failed: Callable[[dict[str, Any]], list[str]]) -> StreamingResponse:
+    """Return a stream of events, in which an error is an event, too.
+
+    Args:
+        lines: the events.
+        failed: events of an error.
+    """
+
+    async def guarded() -> AsyncIterator[str]:
+        try:
+            async for line in lines:
+                yield line
+        except (HTTPException, CBWorkerDeadError) as error:
+            status, sentence = getattr(error, "status_code", 503), str(getattr(error, "detail", error))
+            for line in failed({"message": sentence, "type": "server_error", "code": status}):
+                yield line
+
+    return StreamingResponse(guarded(), media_type="text/event-stream")
+
+
+class Completions(Endpoint):
+    """Handler of /v1/completions."""
+
+    asked = Completion
+    kind, objects = "cmpl", ("text_completion", "text_completion")
+
+    def draws(self, request: Completion) -> list[Draw]:
+        """Return the answers that a request asks for: ``n`` to each of its prompts."""
+        prompt: Any = request.prompt
+        prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        rows = [self.tokenizer(row).input_ids if isinstance(row, str) else row for row in prompts]
+        if request.echo and request.logprobs is not None and isinstance(self.engine, Together):
+            raise refusal("echo: with logprobs, it is not served in continuous batches.")
+        return [self.draw(request, row, number, request.logprobs) for row in rows for number in range(request.n or 1)]
+
+    async def pieces(self, request: Completion, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """Yield the pieces of answers as they come, behind their prompts where the request asks for these."""
+        shift = [0] * len(draws)
+        for number, draw in enumerate(draws) if request.echo else ():
+            text, told = self.tokenizer.decode(draw.prompt, skip_special_tokens=True), []
+            if request.logprobs is not None and isinstance(self.engine, OneByOne):
+                told = await self.engine.read(draw.prompt, self.reader, request.logprobs)
+            shift[number] = len(text)
+            yield number, AnswerPiece(text, told=told)
+        async for number, piece in super().pieces(request, draws):
+            moved = [replace(told, start=told.start + shift[number]) for told in piece.told]
+            yield number, replace(piece, told=moved)
+
+    def choice(self, request: Completion, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
+        """Return an answer, or a piece of it in a stream, as the API writes it."""
+        logprobs = None
+        if request.logprobs is not None:
+            tops = [
+                None if told.logprob is None else {told.text: told.logprob} | dict(reversed(told.tops))
+                for told in piece.told
+            ]
+            logprobs = {"tokens": [told.text for told in piece.told], "top_logprobs": tops}
+            logprobs["token_logprobs"] = [told.logprob for told in piece.told]
+            logprobs["text_offset"] = [told.start for told in piece.told]
+        return {"index": number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+
+class Speech:
+    """Words, reasoning and calls of tools in the text of one answer.
+
+    Args:
+        parser: what tells them apart; None if all are words.
+        forced: names of tools, one of which the whole text is a call of.
+    """
+
+    def __init__(self, parser: Any, forced: Iterable[str]) -> None:
+        self.parser, self.forced, self.text, self.called = parser, forced, "", 0
+        self.begun = [] if parser is None else response_events_to_chunks(parser.initial_events)
+
+    def piece(self, raw: AnswerPiece) -> AnswerPiece:
+        """Return the piece of an answer that a piece of its raw text is."""
+        said = AnswerPiece(told=raw.told, finish=raw.finish)
+        for item in self._items(raw):
+            if isinstance(item, ToolCall):
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"index": self.called, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                said.calls.append(call | {"function": function})
+                self.called += 1
+            elif isinstance(item, ReasoningText):
+                said.reasoning += item
+            else:
+                said.text += item
+        if raw.finish == "stop" and self.called:
+            said.finish = "tool_calls"
+        return said
+
+    def _items(self, raw: AnswerPiece) -> list[Any]:
+        self.text += raw.text
+        if self.forced:  # also where the text was cut at its greatest length
+            names = [name for name in self.forced if raw.finish is not None and self.text.startswith(call_of(name))]
+            rest = self.text[: -1 if raw.finish == "stop" else None]
+            return [ToolCall(name, rest[len(call_of(name)) :]) for name in names]
+        if self.parser is None:
+            return [raw.text]
+        items, self.begun = self.begun, []
+        items += response_events_to_chunks(self.parser.feed(raw.text)) if raw.text else []
+        if raw.finish is not None:
+            with contextlib.suppress(ValueError, RuntimeError):  # it was cut inside of a call
+                items += response_events_to_chunks(self.parser.finalize()[1])
+        return items
+
+
+def call_of(name: str) -> str:
+    """Return how the text of a forced call of a tool begins."""
+    return f'{{"name":{json.dumps(name)},"arguments":'
+
+
+def _call_schema(name: str, place: int, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call, one of several, within which references of its parameters still hold."""
+    inside = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{place}/properties/arguments')
+    properties = {"name": {"const": name}, "arguments": {"type": "object"} | json.loads(inside)}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+class Templates(Endpoint):
+    """Handler of requests that a chat template turns into a prompt."""
+
+    def prompt(self, request: Templated, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, or refuse what its template cannot show."""
+        if self.tokenizer.chat_template is None:
+            raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
+        tools = request.shown
+        environment = _compile_jinja_template(template := self.tokenizer.get_chat_template(tools=tools)).environment
+        read = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        if tools and "tools" not in read and not request.forced:
+            raise refusal("tools: this model's chat template does not show them. Leave them out.")
+        variables = (request.chat_template_kwargs or {}) | (
+            {} if request.effort is None else {"reasoning_effort": request.effort}
+        )
+        for name in variables.keys() - (read - OF_SERVER):
+            raise refusal(f"{name}: this model's chat template does not read it. Leave it out.")
+        for message in messages:
+            content = message.get("content") or ""
+            message["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
+        try:
+            prompt: list[int] = self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, return_dict=True, **variables
+            )["input_ids"]
+        except OF_TEMPLATES as error:
+            raise refusal(f"The model's chat template refuses the messages: {error}") from error
+        return prompt
+
+    def conversation(self, request: Any) -> list[dict[str, Any]]:
+        """Return the messages of a request."""
+        raise NotImplementedError
+
+    def draws(self, request: Any) -> list[Draw]:
+        """Return the answers that a request asks for."""
+        prompt = self.prompt(request, self.conversation(request))
+        calls = [
+            _call_schema(name, place, parameters) for place, (name, parameters) in enumerate(request.forced.items())
+        ]
+        schema = {"anyOf": calls} if calls else request.schema_asked
+        names = self._names() if schema is None else {}
+        tops = (request.top_logprobs or 0) if getattr(request, "logprobs", None) else None
+        numbers = range(getattr(request, "n", None) or 1)
+        return [self.draw(request, prompt, number, tops, names=names, schema=schema) for number in numbers]
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of special tokens by which reasoning and calls of tools are found."""
+        sought = str(get_response_template(self.tokenizer, self.model)).replace(r"\\", "\\")
+        special = self.reader.special.items()
+        return {token: name for token, name in special if name in sought or re.escape(name) in sought}
+
+    def _parser(self, request: Any, prompt: list[int]) -> Any:
+        """Return what tells reasoning and calls of tools from words; None where all are words."""
+        form = get_response_template(self.tokenizer, self.model)
+        if form is None or request.forced or request.schema_asked is not None:
+            return None
+        text, anchors = self.tokenizer.decode(prompt), form.get("start_anchor", [])
+        begun = "start_anchor_pattern" in form or any(
+            anchor in text for anchor in ([anchors] if isinstance(anchors, str) else anchors)
+        )
+        return ResponseParser(form, prefix=text if begun else "", tools=request.shown or None)
+
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """Yield the pieces of answers as they come: words, reasoning, calls of tools."""
+        speeches = [Speech(self._parser(request, draw.prompt), request.forced) for draw in draws]
+        async for number, raw in super().pieces(request, draws):
+            yield number, speeches[number].piece(raw)
+
+
+class Chats(Templates):
+    """Handler of /v1/chat/completions."""
+
+    asked = Conversation
+    kind, objects = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+    lengths = ("max_completion_tokens", "max_tokens")
+
+    def conversation(self, request: Conversation) -> list[dict[str, Any]]:
+        """Return the messages of a request."""
+        return [message.model_dump(exclude_none=True) for message in request.messages]
+
+    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+        """Yield the pieces of answers as they come, behind the role of each in a stream."""
+        for number in range(len(draws)) if request.stream else ():
+            yield number, AnswerPiece(finish="")
+        async for number, piece in super().pieces(request, draws):
+            yield number, piece
+
+    def choice(self, request: Conversation, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
+        """Return an answer, or a piece of it in a stream, as the API writes it."""
+        whole, first = name == "message", piece.finish == ""
+        said: dict[str, Any] = {"role": "assistant"} if whole or first else {}
+        if piece.text or first or whole:
+            said["content"] = None if piece.calls and not piece.text else piece.text
+        if piece.reasoning:
+            said["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            said["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"} if whole else call
+                for call in piece.calls
+            ]
+        logprobs = None
+        if request.logprobs and not first:
+            content = [
+                _token(told.text, told.logprob) | {"top_logprobs": [_token(*top) for top in told.tops]}
+                for told in piece.told
+                if not told.hidden
+            ]
+            logprobs = {"content": content, "refusal": None}
+        return {"index": number, name: said, "logprobs": logprobs, "finish_reason": piece.finish or None}
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    """Return a token as the chat API writes it; half a letter has no bytes that can be told."""
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+class Responses(Templates):
+    """Handler of /v1/responses; transformers writes its events."""
+
+    asked = Answered
+    kind, lengths = "resp", ("max_output_tokens",)
+
+    def conversation(self, request: Answered) -> list[dict[str, Any]]:
+        """Return the messages of a request, behind its instructions."""
+        given = request.model_dump(exclude_none=True)["input"]
+        messages: list[dict[str, Any]] = ResponseHandler._normalize_input({"input": given})
+        return [{"role": "system", "content": request.instructions}] * bool(request.instructions) + messages
+
+    async def answer(self, request: Answered, draws: list[Draw], request_id: str) -> Any:
+        """Return the answer to a request, whole or as a stream."""
+        written = {"id": f"resp_{request_id}", "created_at": time.time(), "model": self.served.name}
+        written |= {"object": "response", "tools": [], "parallel_tool_calls": request.parallel_tool_calls is not False}
+        events = _ResponseStreamBuilder(request_id=request_id, response_defaults=written | {"tool_choice": "auto"})
+        lines = self._events(request, draws, events)
+        if request.stream:
+            return streamed(lines, lambda error: events.error(error["message"]))
+        last = [line async for line in lines][-1]
+        return JSONResponse(json.loads(last.removeprefix("data: "))["response"])
+
+    async def _events(self, request: Answered, draws: list[Draw], events: Any) -> AsyncIterator[str]:
+        """Yield the events of an answer; the last one holds it whole."""
+
+        def closed() -> list[str]:
+            reasoning = events.finish_reasoning() if events.reasoning_open else []
+            return reasoning + (events.finish_message() if events.message_open else [])
+
+        for line in events.start_response():
+            yield line
+        finish = None
+        async for _, piece in self.pieces(request, draws):
+            finish = piece.finish or finish
+            lines: list[str] = []
+            if piece.reasoning:
+                lines += [] if events.reasoning_open else events.start_reasoning()
+                lines += events.reasoning_delta(piece.reasoning)
+            if piece.text:
+                lines += (closed() if events.reasoning_open else []) + (
+                    [] if events.message_open else events.start_message()
+                )
+                lines += events.text_delta(piece.text)
+            for call in piece.calls:
+                lines += closed() + events.tool_call(call["id"], **call["function"])
+            for line in lines:
+                yield line
+        if not (events.message_open or events.message_item or events.tool_calls):
+            for line in events.start_message():
+                yield line
+        for line in closed():
+            yield line
+        output = [item for item in (events.reasoning_item, events.message_item, *events.tool_calls) if item is not None]
+        counted = compute_usage(len(draws[0].prompt), len(draws[0].tokens))
+        cut = finish == "length"
+        status: Any = "incomplete" if cut else "completed"
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        kind: Any = ResponseIncompleteEvent if cut else ResponseCompletedEvent
+        response = events._response(status, output=output, usage=counted, **more)
+        yield events._emit(kind(type=f"response.{status}", sequence_number=events.seq, response=response))

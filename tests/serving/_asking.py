@@ -1,0 +1,124 @@
+"""The server's application in this process: a tiny model, and how a test asks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from starlette.testclient import TestClient
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.serving.load import Served
+from ctxext.serving.server import application
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|tool|>"]
+# It shows tools, reads an effort of reasoning, and a name that only it knows.
+TEMPLATE = (
+    "{% if tools is defined and tools %}{{ tools | tojson }}{% endif %}{% if mood is defined %}{{ mood }}{% endif %}"
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
+    "{% for message in messages %}{{ '<|user|>' + message.content }}{% endfor %}"
+)
+SILENT = "{% for message in messages %}{{ '<|user|>' + message.content }}{% endfor %}"
+
+
+def letters(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each printable letter, and special tokens that no text shows."""
+    names = {name: number for number, name in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
+    inner = Tokenizer(models.WordLevel(names, unk_token="<s>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
+    return _finished(inner, template)
+
+
+def bytewise(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each byte: letters beyond ASCII have several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = {name: number for number, name in enumerate([*SPECIAL, *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=names, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return _finished(inner, template)
+
+
+def _finished(inner: Tokenizer, template: str) -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    made.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
+    made.chat_template = template
+    return made
+
+
+def tiny(tokenizer: Any) -> Any:
+    """A random model whose tokens are far from equally likely."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        max_position_embeddings=900,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@dataclass
+class Asking:
+    """A server in this process, and the model behind it."""
+
+    client: TestClient
+    model: Any
+    tokenizer: Any
+
+    def raw(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """The status of an answer, and the answer: JSON, or the events of a stream."""
+        answer = self.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        if answer.headers["content-type"].startswith("application/json"):
+            return answer.status_code, answer.json()
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        return answer.status_code, [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    def choices(self, path: str = TEXT, **body: Any) -> list[dict[str, Any]]:
+        """The answers to a request that is served, joined where they were streamed."""
+        status, answer = self.raw(path, body)
+        assert status == 200, answer
+        if not isinstance(answer, list):
+            return list(answer["choices"])
+        assert answer[-1] == "[DONE]"
+        joined: dict[int, dict[str, Any]] = {}
+        for choice in (choice for event in answer[:-1] for choice in event["choices"]):
+            whole = joined.setdefault(choice["index"], {"text": "", "finish_reason": None, "logprobs": []})
+            whole["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            whole["finish_reason"] = choice["finish_reason"] or whole["finish_reason"]
+            whole["logprobs"] += [choice["logprobs"]] if choice["logprobs"] else []
+        return [joined[index] for index in sorted(joined)]
+
+    def text(self, path: str = TEXT, **body: Any) -> str:
+        """The text of the only answer."""
+        (choice,) = self.choices(path, **body)
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+    def refused(self, path: str = TEXT, **body: Any) -> str:
+        """The sentence by which a request is refused."""
+        status, answer = self.raw(path, body)
+        assert status == 400, (status, answer, body)
+        assert answer["error"]["type"] == "invalid_request_error"
+        return str(answer["error"]["message"])
+
+
+@contextmanager
+def asking(tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024) -> Iterator[Asking]:
+    """Serve a tiny model that is not extended, in turn or in continuous batches."""
+    model = tiny(tokenizer)
+    served = Served("tiny", Checkpoint("tiny", model, tokenizer), window, {})
+    app: Any = application(served, continuous_batching=together, cached_tokens=cached if together else None)
+    with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
+        yield Asking(client, tiny(tokenizer), tokenizer)

@@ -1,0 +1,405 @@
+"""What fields of a request do to its answer, by OpenAI's definition, in turn and in continuous batches."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+
+from ctxext.surgery.continuous import PAGED_IN_LAYERS
+from tests.serving._asking import CHAT, RESPONSES, SILENT, TEXT, Asking, asking, bytewise, letters
+
+PROMPT = "once upon a time"
+pytestmark = pytest.mark.slow
+BATCHES = pytest.param(True, marks=pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24"))
+SEVEN: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 7, "logit_bias": {"1": -100}}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Bonn", "Ulm"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+
+
+@pytest.fixture(scope="module", params=[False, BATCHES], ids=["in turn", "together"])
+def server(request: pytest.FixtureRequest) -> Iterator[Asking]:
+    """A server of a model that writes printable letters."""
+    with asking(letters(), together=request.param) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def of_bytes() -> Iterator[Asking]:
+    """A server of a model that writes bytes."""
+    with asking(bytewise(), together=False) as started:
+        yield started
+
+
+def brute(server: Asking, prompt: str, count: int, added: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy tokens in float64 with what ``added`` gives to the logits, each from a pass over the whole text."""
+    model = server.model.double()
+    ids = server.tokenizer(prompt).input_ids
+    tokens: list[int] = []
+    rows = []
+    for _ in range(count):
+        with torch.no_grad():
+            rows.append(model(torch.tensor([ids + tokens])).logits[0, -1])
+        tokens.append(int((rows[-1] + added(tokens)).argmax()))
+    return tokens, rows
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_ends_before_the_stop_sequence(server: Asking, stream: bool) -> None:
+    whole = server.text(**SEVEN | {"max_tokens": 24})
+    assert len(set(whole)) > 8
+    for width, start in ((1, 0), (1, 11), (2, 3), (5, 8)):
+        stop = whole[start : start + width]
+        expected = whole[: whole.find(stop)]
+        for asked in (stop, [stop, whole[start + 1 : start + 30] + "never"]):
+            (choice,) = server.choices(**SEVEN | {"max_tokens": 24, "stop": asked, "stream": stream})
+            assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
+    (choice,) = server.choices(**SEVEN | {"max_tokens": 24, "stop": ["nowhere", whole[-3:] + "x"], "stream": stream})
+    assert (choice["text"], choice["finish_reason"]) == (whole, "length")
+
+
+def test_a_stop_sequence_is_not_found_in_the_name_of_a_hidden_token(server: Asking) -> None:
+    user = server.tokenizer.convert_tokens_to_ids("<|user|>")
+    biased = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logit_bias": {str(user): 100}}
+    for stop in ("user", "<|", "|>"):
+        (choice,) = server.choices(**biased, stop=stop)
+        assert (choice["text"], choice["finish_reason"]) == ("", "length")
+
+
+def test_a_seed_decides_the_answer_whatever_runs_beside_it(server: Asking) -> None:
+    alone = [server.text(**SEVEN | {"seed": seed}) for seed in (7, 8, -7, 2**63 - 1)]
+    assert len(set(alone)) == 4
+    with ThreadPoolExecutor(6) as pool:
+        asked = [SEVEN | {"seed": seed} for seed in (7, 8, -7, 2**63 - 1)]
+        noise = [{"prompt": "x" * 40, "max_tokens": 20, "temperature": 2}] * 4
+        answers = list(pool.map(lambda body: server.text(**body), [*noise, *asked, *noise]))
+    assert answers[4:8] == alone
+    assert len(set(answers[:4])) == 4  # without one, chance decides
+
+
+@pytest.mark.parametrize(
+    "penalties", [{"frequency_penalty": 1.5}, {"presence_penalty": 2}, {"frequency_penalty": -2, "presence_penalty": 1}]
+)
+def test_penalties_are_those_of_openais_formula(server: Asking, penalties: dict[str, float]) -> None:
+    """logits[token] - count * frequency - (count > 0) * presence, over the tokens of the answer."""
+
+    def added(tokens: list[int]) -> torch.Tensor:
+        taken = torch.zeros(len(server.tokenizer), dtype=torch.float64)
+        for token, count in Counter(tokens).items():
+            taken[token] -= count * penalties.get("frequency_penalty", 0) + penalties.get("presence_penalty", 0)
+        return taken
+
+    tokens, _ = brute(server, PROMPT, 24, added)
+    plain, _ = brute(server, PROMPT, 24, lambda tokens: 0)
+    assert tokens != plain
+    answer = server.text(prompt=PROMPT, max_tokens=24, temperature=0, **penalties)
+    assert answer == server.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_logit_bias_is_added_to_the_logits(server: Asking) -> None:
+    greedy: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    plain = server.text(**greedy)
+    for bias in ({"50": 100}, {"50": 100.0}, {"50": 100, "51": -100}):
+        assert server.text(**greedy, logit_bias=bias) == server.tokenizer.decode([50]) * 8
+    assert server.text(**greedy, logit_bias={}) == plain
+    first = server.tokenizer.convert_tokens_to_ids(plain[0])
+    assert plain[0] not in server.text(**greedy, logit_bias={str(first): -100})
+    for bias in ({"50": 101}, {"50": -1e9}, {"99999": 1}, {"x": 1}, {"-1": 1}, {"50": "1"}, []):
+        assert server.refused(**greedy, logit_bias=bias).startswith("logit_bias")
+
+
+def test_sampling_is_cut_where_a_request_says(server: Asking) -> None:
+    greedy = server.text(**SEVEN | {"temperature": 0})
+    for narrow in ({"top_k": 1}, {"top_p": 0}, {"min_p": 1}, {"temperature": 1e-9}):
+        assert server.text(**SEVEN | narrow) == greedy
+    assert server.text(**SEVEN | {"top_k": 0, "top_p": 1, "min_p": 0}) == server.text(**SEVEN) != greedy
+    _, (row, *_) = brute(server, PROMPT, 1, lambda tokens: 0)
+    allowed = set(row.topk(3).indices.tolist())
+    seen = {server.text(**SEVEN | {"top_k": 3, "max_tokens": 1, "seed": seed, "temperature": 2}) for seed in range(20)}
+    assert seen == {server.tokenizer.decode([token], skip_special_tokens=True) for token in allowed}
+
+
+def test_a_greedy_request_samples_as_one_that_says_nothing_whatever_came_first(server: Asking) -> None:
+    server.refused(prompt="x" * 999, temperature=2)
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8}
+    assert server.text(**asked) == server.text(**asked, temperature=0) == server.text(**asked, temperature=None)
+
+
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_lists_of_prompts_and_several_answers_are_those_of_each_alone(server: Asking, stream: bool) -> None:
+    texts = ["one", "and another", "x"]
+    ids = [server.tokenizer(text).input_ids for text in texts]
+    alone = [server.text(**SEVEN | {"prompt": text}) for text in texts]
+    for prompts in (texts, ids):
+        asked = SEVEN | {"prompt": prompts, "stream": stream}
+        assert [choice["text"] for choice in server.choices(**asked)] == alone
+        twice = server.choices(**asked | {"n": 2, "best_of": 2})
+        assert [choice["text"] for choice in twice][::2] == alone
+        assert len({choice["text"] for choice in twice}) == 6
+    assert server.text(**SEVEN | {"prompt": ids[1]}) == alone[1]
+    _, answer = server.raw(TEXT, SEVEN | {"prompt": texts, "n": 2})
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert answer["usage"] == {"prompt_tokens": 15, "completion_tokens": 72, "total_tokens": 87}
+    assert "best_of" in server.refused(**SEVEN, best_of=3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_one_pass(server: Asking, stream: bool) -> None:
+    tokens, rows = brute(server, PROMPT, 6, lambda tokens: 0)
+    expected = torch.stack(rows).log_softmax(-1)
+    asked = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": stream}
+    (choice,) = server.choices(**asked, logprobs=3)
+    told = choice["logprobs"] if stream else [choice["logprobs"]]
+    chosen = [value for part in told for value in part["token_logprobs"]]
+    torch.testing.assert_close(chosen, expected[range(6), tokens].tolist(), atol=1e-4, rtol=0)
+    tops = [sorted(part.values()) for parts in told for part in parts["top_logprobs"]]
+    torch.testing.assert_close(tops, expected.topk(3).values.flip(-1).tolist(), atol=1e-4, rtol=0)
+    assert "".join(token for part in told for token in part["tokens"]) == choice["text"]
+    assert [offset for part in told for offset in part["text_offset"]] == list(range(6))
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {"messages": messages, "max_tokens": 6, "temperature": 0, "stream": stream}
+    (choice,) = server.choices(CHAT, **chat, logprobs=True, top_logprobs=2)
+    told = choice["logprobs"] if stream else [choice["logprobs"]]
+    content = [token for part in told for token in part["content"]]
+    text = choice["text"] if stream else choice["message"]["content"]
+    assert "".join(token["token"] for token in content) == text
+    assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in content)
+    assert all(
+        len(token["top_logprobs"]) == 2 and bytes(token["bytes"]).decode() == token["token"] for token in content
+    )
+    assert "top_logprobs" in server.refused(CHAT, **chat, top_logprobs=2)
+
+
+@pytest.mark.parametrize("server", [False], indirect=True, ids=["in turn"])
+def test_prompts_are_echoed_with_their_log_probabilities(server: Asking) -> None:
+    ids = server.tokenizer(PROMPT).input_ids
+    with torch.no_grad():
+        rows = server.model.double()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for count in (0, 1, 3):
+        choice, _ = server.choices(prompt=[ids, ids[:1]], max_tokens=count, temperature=0, echo=True, logprobs=1)
+        values = choice["logprobs"]["token_logprobs"]
+        assert values[0] is None
+        expected = [float(rows[at, token]) for at, token in enumerate(ids[1:])]
+        torch.testing.assert_close(values[1 : len(ids)], expected, atol=1e-4, rtol=0)
+        assert len(values) == len(ids) + count
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["text"].startswith(PROMPT)
+        assert choice["logprobs"]["text_offset"] == list(range(len(values)))
+    assert server.text(prompt=PROMPT, max_tokens=0) == ""
+
+
+@pytest.mark.parametrize("server", [BATCHES], indirect=True, ids=["together"])
+def test_batches_echo_prompts_without_log_probabilities(server: Asking) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "echo": True}
+    assert server.text(**asked).startswith(PROMPT)
+    assert "echo" in server.refused(**asked, logprobs=1)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_usage_is_streamed_where_it_is_asked_for(server: Asking, path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "stream": True}
+    body |= {"prompt": PROMPT} if path == TEXT else {"messages": [{"role": "user", "content": PROMPT}]}
+    _, events = server.raw(path, body)
+    assert events[-1] == "[DONE]"
+    assert all("usage" not in event and len(event["choices"]) == 1 for event in events[:-1])
+    _, events = server.raw(path, body | {"stream_options": {"include_usage": True}})
+    *parts, last, done = events
+    assert done == "[DONE]"
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+    assert all(part["usage"] is None for part in parts)
+    assert "stream_options" in server.refused(
+        path, **body | {"stream": False, "stream_options": {"include_usage": True}}
+    )
+
+
+def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> None:
+    whole = server.text(prompt=PROMPT, max_tokens=12, temperature=0)
+    token = server.tokenizer.convert_tokens_to_ids(whole[4])
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stop_token_ids": [token]}
+    (choice,) = server.choices(**asked)
+    assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(whole[4]) + 1], "stop")
+    assert whole[4] not in server.text(**asked, min_tokens=12)
+    assert "stop_token_ids" in server.refused(**asked | {"stop_token_ids": [10**6]})
+
+
+@pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")
+def test_a_request_that_batches_have_no_room_for_is_refused_and_stops_no_other() -> None:
+    with asking(letters(), together=True, cached=256) as server:
+        for asked in ({"prompt": "x" * 400}, {"prompt": "x" * 200, "max_tokens": 57}, {"prompt": ["x", "y" * 300]}):
+            assert "256 tokens" in server.refused(**asked)
+        assert len(server.text(prompt="x" * 200, max_tokens=56, logit_bias={"1": -100})) > 20
+
+
+def test_letters_of_several_tokens_are_given_out_whole(of_bytes: Asking) -> None:
+    tokens = of_bytes.tokenizer("é€😀").input_ids
+    forced = {"prompt": "x", "max_tokens": 1, "temperature": 0}
+    assert len(tokens) == 9
+    for token in tokens[:1]:
+        (choice,) = of_bytes.choices(**forced, logit_bias={str(token): 100}, stream=True)
+        assert choice["text"] == "\ufffd"  # half a letter at the end, as ``decode`` writes it
+    asked: dict[str, Any] = {"prompt": "x", "max_tokens": 30, "temperature": 1, "seed": 3}
+    assert of_bytes.text(**asked) == of_bytes.text(**asked, stream=True)
+
+
+def test_variables_of_the_template_are_set_or_refused(server: Asking) -> None:
+    def count(path: str = CHAT, **more: Any) -> int:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        status, answer = server.raw(path, body | more)
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens"])
+
+    plain = count()
+    assert count(reasoning_effort="low") == plain + 3
+    assert count(chat_template_kwargs={"reasoning_effort": "high", "mood": "calm"}) == plain + 8
+    assert count(chat_template_kwargs=None, reasoning_effort=None, tools=None) == plain
+    _, answer = server.raw(RESPONSES, {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}})
+    assert (answer["usage"]["input_tokens"], answer["status"]) == (plain + 3, "incomplete")
+    assert count(tools=TOOLS) > plain == count(tools=TOOLS, tool_choice="none")
+    messages: Any = [{"role": "user", "content": "hi"}]
+    for wrong in ("self", "messages", "tools", "tokenize", "chat_template", "raise_exception", "nobody"):
+        assert wrong in server.refused(CHAT, messages=messages, chat_template_kwargs={wrong: 1})
+    assert server.raw(CHAT, {"messages": messages, "chat_template_kwargs": {"mood": {}}})[0] == 200
+
+
+def test_what_a_template_does_not_show_is_refused() -> None:
+    with asking(letters(SILENT), together=False) as server:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        asked = {"messages": messages, "max_tokens": 1}
+        assert "tools" in server.refused(CHAT, **asked, tools=TOOLS)
+        assert "reasoning_effort" in server.refused(CHAT, **asked, reasoning_effort="low")
+        assert "reasoning_effort" in server.refused(RESPONSES, input="hi", reasoning={"effort": "low"})
+        assert server.raw(CHAT, asked | {"tools": TOOLS, "tool_choice": "none"})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_json_schema_is_kept(of_bytes: Asking, stream: bool) -> None:
+    pytest.importorskip("llguidance", reason="forced formats need llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bonn", "Ulm"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
+        "required": ["city", "count"],
+        "additionalProperties": False,
+    }
+    messages: Any = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"messages": messages, "temperature": 1, "seed": 2, "max_tokens": 99, "stream": stream}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    (choice,) = of_bytes.choices(CHAT, **asked, response_format=named)
+    answer = json.loads(choice["text"] if stream else choice["message"]["content"])
+    assert answer["city"] in ("Bonn", "Ulm")
+    assert 1 <= answer["count"] <= 99
+    assert choice["finish_reason"] == "stop"
+    flat = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    _, responded = of_bytes.raw(RESPONSES, {"input": "hi", "max_output_tokens": 99, "text": flat})
+    assert json.loads(responded["output"][0]["content"][0]["text"]).keys() == {"city", "count"}
+    for wrong in ({"type": "nonsense"}, {"$ref": "#/nowhere"}):
+        named = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
+        assert "schema" in of_bytes.refused(CHAT, **asked, response_format=named)
+
+
+def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
+    pytest.importorskip("llguidance", reason="forced formats need llguidance")
+    messages: Any = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"messages": messages, "max_tokens": 99, "tools": TOOLS, "parallel_tool_calls": False}
+    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
+        (answer,) = of_bytes.choices(CHAT, **asked, tool_choice=choice)
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"]["name"] in (("weather", "time") if choice == "required" else ("time",))
+        assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Ulm")
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+    flat = [{"type": "function"} | tool["function"] for tool in TOOLS]
+    body = {"input": "hi", "tools": flat, "tool_choice": {"type": "function", "name": "time"}}
+    _, answer = of_bytes.raw(RESPONSES, body)
+    (item,) = answer["output"]
+    assert (item["type"], item["name"]) == ("function_call", "time")
+    named = {"type": "object", "properties": {"place": {"$ref": "#/$defs/City"}}, "required": ["place"]}
+    named |= {"$defs": {"City": {"enum": ["Bonn"]}}, "additionalProperties": False}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "where", "parameters": named}}]
+    choice = {"type": "function", "function": {"name": "where"}}
+    (answer,) = of_bytes.choices(CHAT, **asked | {"tools": tools, "tool_choice": choice})
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"place":"Bonn"}'
+    assert "tool_choice" in of_bytes.refused(CHAT, **asked, tool_choice={"type": "function", "function": {"name": "x"}})
+    assert "parallel_tool_calls" in of_bytes.refused(CHAT, **asked)
+
+
+def test_a_forced_format_names_the_extra_that_it_needs(of_bytes: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    sentence = of_bytes.refused(CHAT, messages=messages, response_format={"type": "json_object"})
+    assert "llguidance" in sentence
+    assert "ctxext[json]" in sentence
+
+
+@pytest.mark.parametrize("together", [False, BATCHES])
+def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(draw: Any, logits: torch.Tensor) -> torch.Tensor:
+        if draw.limit == 3:
+            raise RuntimeError('it says "no"\nand breaks')
+        return logits
+
+    monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", fails)
+    with asking(letters(), together=together) as server:
+        for path, body in ((TEXT, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+            limit = {"max_tokens": 3}
+            status, events = server.raw(path, body | limit | {"stream": True})
+            assert (status, events[-1]) == (200, "[DONE]")
+            assert events[-2]["error"]["message"] == 'RuntimeError: it says "no"\nand breaks'
+            status, answer = server.raw(path, body | limit)
+            assert (status, answer["error"]["type"]) == (500, "server_error")
+        _, events = server.raw(RESPONSES, {"input": "x", "max_output_tokens": 3, "stream": True})
+        assert events[-1]["type"] == "response.failed"
+        assert len(server.text(prompt="x", max_tokens=4)) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_and_calls_of_tools_are_found_in_the_text(
+    of_bytes: Asking, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the form of Qwen 3, whose template transformers knows; the model is made to say it."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    text = f"<think>\nwhy\n</think>\n\nwell, then{call}{call.replace('1', '2')}"
+    said = [*of_bytes.tokenizer(text).input_ids, 1]
+
+    def forced(draw: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill(0, torch.tensor([said[len(draw.tokens)]]), 9.0)
+
+    template = next(value for kinds, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in kinds)
+    monkeypatch.setattr("ctxext.serving.endpoints.get_response_template", lambda *_: template)
+    monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", forced)
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "stream": stream}
+    _, answer = of_bytes.raw(CHAT, asked)
+    parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
+    spoken = [part["delta" if stream else "message"] for part in parts]
+    assert "".join(part.get("reasoning_content") or "" for part in spoken).strip() == "why"
+    assert "".join(part.get("content") or "" for part in spoken).strip() == "well, then"
+    called = [call for part in spoken for call in part.get("tool_calls") or ()]
+    assert [json.loads(call["function"]["arguments"]) for call in called] == [{"x": 1}, {"x": 2}]
+    assert [call.get("index") for call in called] == ([0, 1] if stream else [None, None])
+    assert parts[-1]["finish_reason"] == "tool_calls"
+    _, answer = of_bytes.raw(CHAT, asked | {"stop": "l, t"})
+    parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
+    assert "".join(part["delta" if stream else "message"].get("content") or "" for part in parts).strip() == "wel"
+    _, answer = of_bytes.raw(RESPONSES, {"input": "hi", "tools": TOOLS, "stream": stream})
+    output = answer[-1]["response"]["output"] if stream else answer["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[1]["content"][0]["text"].strip() == "well, then"

@@ -1,0 +1,274 @@
+"""Every field of OpenAI's request types is honoured, asks for nothing, or is refused by a sentence that names it."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as of_texts
+from openai.types.chat import completion_create_params as of_chats
+from openai.types.responses import response_create_params as of_responses
+
+from ctxext.serving.requests import LABELS, NEUTRAL, Answered, Completion, Conversation
+from ctxext.surgery.continuous import PAGED_IN_LAYERS
+from tests._programs import ROOT
+from tests.serving._asking import CHAT, RESPONSES, TEXT, Asking, asking, letters
+
+KINDS: dict[str, tuple[type[Any], Any]] = {
+    CHAT: (Conversation, of_chats.CompletionCreateParamsStreaming),
+    TEXT: (Completion, of_texts.CompletionCreateParamsStreaming),
+    RESPONSES: (Answered, of_responses.ResponseCreateParamsStreaming),
+}
+MESSAGES = [{"role": "user", "content": "once upon"}]
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 7},
+    TEXT: {"prompt": "once upon", "max_tokens": 7},
+    RESPONSES: {"input": "once upon", "max_output_tokens": 7},
+}
+SAMPLED = {"temperature": 1, "seed": 3, "model": "tiny", "logit_bias": {"1": -100}}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+# A value of each field that asks for something, and fields that it needs beside it.
+ASKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "messages": ([{"role": "user", "content": "another"}], {}),
+    "prompt": ("another", {}),
+    "input": ("another", {}),
+    "instructions": ("be brief", {}),
+    "model": ("another", {}),
+    "stream": (True, {}),
+    "stream_options": ({"include_usage": True}, {"stream": True}),
+    "temperature": (2, {}),
+    "top_p": (0, {}),
+    "top_k": (1, {}),
+    "min_p": (1, {}),
+    "repetition_penalty": (9, {}),
+    "frequency_penalty": (2, {"temperature": 0}),
+    "presence_penalty": (2, {"temperature": 0}),
+    "logit_bias": ({"50": 100}, {}),
+    "seed": (4, {}),
+    "stop": ([chr(code) for code in range(32, 127)], {}),
+    "stop_token_ids": (list(range(99)), {}),
+    "min_tokens": (3, {"logit_bias": {"1": 100}, "temperature": 0}),
+    "max_tokens": (2, {}),
+    "max_completion_tokens": (2, {}),
+    "max_output_tokens": (2, {}),
+    "n": (2, {}),
+    "best_of": (2, {}),
+    "echo": (True, {}),
+    "logprobs": (True, {}),
+    "top_logprobs": (2, {"logprobs": True}),
+    "response_format": ({"type": "json_object"}, {}),
+    "text": ({"format": {"type": "json_object"}}, {}),
+    "reasoning_effort": ("low", {}),
+    "reasoning": ({"effort": "low"}, {}),
+    "tools": (TOOLS, {}),
+    "tool_choice": ("none", {"tools": TOOLS}),
+    "parallel_tool_calls": (False, {"tools": TOOLS}),
+    "chat_template_kwargs": ({"mood": "calm"}, {}),
+    "metadata": ({"a": "b"}, {}),
+    "prompt_cache_options": ({"mode": "implicit"}, {}),
+    "access_programs": ({"cyber": "standard"}, {}),
+    "audio": ({"voice": "alloy", "format": "wav"}, {}),
+    "background": (True, {}),
+    "background_options": ({"completion_window": "2h"}, {}),
+    "context_management": ([{"type": "compaction"}], {}),
+    "conversation": ("conv_1", {}),
+    "function_call": ({"name": "f"}, {}),
+    "functions": ([{"name": "f"}], {}),
+    "image": ({"quality": "high"}, {}),
+    "include": (["message.output_text.logprobs"], {}),
+    "max_tool_calls": (1, {}),
+    "modalities": (["text", "audio"], {}),
+    "moderation": ({"model": "m"}, {}),
+    "prediction": ({"type": "content", "content": "x"}, {}),
+    "previous_response_id": ("resp_1", {}),
+    "service_tier": ("priority", {}),
+    "store": (True, {}),
+    "suffix": ("the end", {}),
+    "truncation": ("auto", {}),
+    "verbosity": ("low", {}),
+    "web_search_options": ({"search_context_size": "low"}, {}),
+}
+OTHERWISE = {  # the same name asks for something else there
+    (TEXT, "logprobs"): (1, {}),
+    (RESPONSES, "prompt"): ({"id": "p"}, {}),
+    (RESPONSES, "tools"): ([TOOL], {}),
+    (RESPONSES, "tool_choice"): ("none", {"tools": [TOOL]}),
+    (RESPONSES, "parallel_tool_calls"): (False, {"tools": [TOOL]}),
+    (RESPONSES, "top_logprobs"): (2, {}),
+}
+BATCHES = pytest.param(True, marks=pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24"))
+
+
+@pytest.fixture(scope="module", params=[False, BATCHES], ids=["in turn", "together"])
+def server(request: pytest.FixtureRequest) -> Iterator[Asking]:
+    """A server whose template reads tools and reasoning_effort."""
+    with asking(letters(), together=request.param) as started:
+        yield started
+
+
+def fields(path: str) -> set[str]:
+    """Fields of OpenAI's request, those of a streamed one included."""
+    return set(typing.get_type_hints(KINDS[path][1]))
+
+
+def read(path: str) -> set[str]:
+    """Fields that the server reads."""
+    types = typing.get_type_hints(KINDS[path][0])
+    return {name for name, field in KINDS[path][0].model_fields.items() if types[name] is not type(None)}
+
+
+def kept(path: str, name: str) -> str:
+    """What the table says of a field."""
+    if name in NEUTRAL:
+        return "refused, except " + ", ".join(map(repr, NEUTRAL[name])) if NEUTRAL[name] else "refused"
+    if name in LABELS and name in fields(path):
+        return "changes no answer"
+    if name in read(path):
+        return "honoured"
+    return "refused" if name in fields(path) else ""
+
+
+def test_the_page_has_the_table_of_all_fields() -> None:
+    known = {path: fields(path) | (read(path) - LABELS) for path in KINDS}
+    rows = [
+        [f"`{name}`", *(kept(path, name) if name in known[path] else "" for path in KINDS)]
+        for name in sorted(set().union(*known.values()))
+    ]
+    with (ROOT / "docs/tables/serving-fields.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == [["field", "chat", "completions", "responses"], *rows]
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_each_field_of_openai_is_known_here(path: str) -> None:
+    """A field that a new release of the package brings fails here, by its name."""
+    assert fields(path) - read(path) - NEUTRAL.keys() - LABELS <= {"prompt", "top_logprobs"} & fields(RESPONSES)
+    assert fields(path) | read(path) <= ASKS.keys() | LABELS
+
+
+def same(answer: Any) -> Any:
+    """An answer without what differs each time."""
+    if isinstance(answer, dict):
+        varies = ("id", "created", "created_at", "item_id", "completed_at")
+        return {name: same(value) for name, value in answer.items() if name not in varies}
+    return [same(value) for value in answer] if isinstance(answer, list) else answer
+
+
+WALK = [(path, name) for path in KINDS for name in sorted(fields(path) | read(path))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("server", "stream"),
+    [
+        pytest.param(False, False, marks=pytest.mark.nightly),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+        pytest.param(True, True, marks=BATCHES.marks),
+    ],
+    indirect=["server"],
+)
+def test_no_field_is_passed_over(server: Asking, stream: bool) -> None:
+    """A field that asks for something changes the answer, or is refused by its name."""
+    passed, unnamed = [], []
+    answers: dict[tuple[str, str], Any] = {}
+    for path, name in WALK:
+        value, beside = OTHERWISE.get((path, name), ASKS.get(name, ("x", {})))
+        body = BASE[path] | {field: other for field, other in SAMPLED.items() if field in read(path)}
+        body |= {"stream": stream} | beside
+        required = name in BASE[path]  # a length, too: without one, answers are long
+        less = body if required else {field: body[field] for field in body if field != name}
+        key = (path, json.dumps(less, sort_keys=True))
+        without = answers[key] = answers[key] if key in answers else server.raw(path, less)
+        assert without[0] == 200, (path, name, without)
+        status, answer = server.raw(path, body | {name: value})
+        if status in (400, 404):
+            unnamed += [] if name in answer["error"]["message"] else [(path, name, answer)]
+        else:
+            assert status == 200, (path, name, answer)
+            changed = same(answer) != same(without[1])
+            passed += [(path, name)] if changed == (name in LABELS) else []
+    assert (passed, unnamed) == ([], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize("path", KINDS)
+def test_null_is_as_good_as_nothing(server: Asking, path: str) -> None:
+    plain = server.raw(path, BASE[path])
+    nulls = dict.fromkeys((fields(path) | read(path)) - BASE[path].keys())
+    assert same(list(server.raw(path, nulls | BASE[path]))) == same(list(plain))
+    for name in ("messages", "prompt", "input"):
+        if name in BASE[path]:
+            assert name in server.refused(path, **BASE[path] | {name: None})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize("path", KINDS)
+def test_values_that_ask_for_nothing_are_taken(server: Asking, path: str) -> None:
+    for name, values in NEUTRAL.items():
+        for value in values if name in fields(path) else ():
+            assert server.raw(path, BASE[path] | {name: value})[0] == 200, (path, name, value)
+    assert "nobody" in server.refused(path, **BASE[path], nobody=1)
+
+
+def test_images_are_refused_as_such(server: Asking) -> None:
+    for path, part in ((CHAT, {"type": "image_url", "image_url": {"url": "x"}}), (RESPONSES, {"type": "input_image"})):
+        content = [{"role": "user", "content": [part]}]
+        body = {"messages": content} if path == CHAT else {"input": content}
+        assert "this server reads only text" in server.refused(path, **body)
+
+
+def deep(levels: int) -> Any:
+    """Lists inside of lists."""
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value] if levels % 2 else {"x": value}
+    return value
+
+
+ANYTHING: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    3,
+    1.5,
+    1e308,
+    10**40,
+    -(10**40),
+    "",
+    "x",
+    "\ud800",
+    "a\udfff",
+    "0" * 5000,
+]
+ANYTHING += [[], [[]], [None], [3], ["x"], ["\ud800"], [{}], {}, {"x": 1}, {"type": "x"}, {"\ud800": 1}, {"": None}]
+ANYTHING += [{"type": "function"}, {"type": "json_schema"}, {"type": "json_object"}, {"5": 1}, {"5": float("nan")}]
+ANYTHING += [float("nan"), float("-inf"), [float("inf")], deep(60), deep(300), deep(301), [[]] * 2000, "text", "none"]
+
+
+@pytest.mark.nightly
+def test_no_request_breaks_the_server(server: Asking) -> None:
+    """Wrong types in every field, one and several at a time: an answer, or a refusal in OpenAI's form."""
+    draw = random.Random(0)
+    tries: list[tuple[str, dict[str, Any]]] = []
+    for path in KINDS:
+        names = sorted(fields(path) | read(path) | {"nobody"})
+        tries += [(path, {name: draw.choice(ANYTHING)}) for name in names]
+        tries += [(path, {name: draw.choice(ANYTHING) for name in draw.sample(names, 3)}) for _ in range(20)]
+    for path, name in itertools.product(KINDS, ("messages", "input", "prompt", "tools", "stop", "logit_bias")):
+        tries += [(path, {name: value}) for value in ANYTHING if name in fields(path)]
+    assert len(tries) > 400
+    for path, fault in tries:
+        status, answer = server.raw(path, BASE[path] | fault)
+        assert status in (200, 400), (path, fault, answer)
+        assert status == 200 or len(answer["error"]["message"]) > 10, (path, fault)
