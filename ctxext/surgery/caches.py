@@ -19,12 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import create_causal_mask
 
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.edits import Edits
 
 # Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
 ARGUMENTS = ("cache", "past_key_values", "layer_past")
+# Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
+PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 
 NOT_ONE_GRAPH = (
@@ -92,6 +96,22 @@ def _keys_of(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
+def _halves(cache: Any) -> list[Any]:
+    """Return the caches that one holds: of an encoder-decoder two, as the encoder's text has positions too."""
+    halves = (_keys_of(cache), getattr(cache, "cross_attention_cache", None))
+    return [half for half in halves if half is not None]
+
+
+def _held(cache: Any) -> str:
+    """Begin a sentence about a cache that may hold keys; return "" for an empty one."""
+    if isinstance(cache, PagedAttentionCache):
+        return "The paged cache of this manager of continuous batches was filled" if PAGED_IN_LAYERS else ""
+    if not hasattr(cache, "get_seq_length"):
+        return f"This {type(cache).__name__} has no get_seq_length(), so that it may have been filled"
+    tokens = int(cache.get_seq_length())
+    return f"This cache of {tokens} tokens was filled" if tokens else ""
+
+
 def filled(cache: Any) -> Filled | None:
     """Return the record of a cache; None if the cache is empty or was not filled by a dynamic method."""
     if cache is None or not int(cache.get_seq_length()):
@@ -146,6 +166,7 @@ class CacheGuard:
     place: int
     takes_made: bool = False
     _filled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
+    _released: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_filled"}
@@ -160,8 +181,8 @@ class CacheGuard:
         cache = self.cache_of(args, kwargs)
         if self.stands(cache):
             return
-        recorded = getattr(_keys_of(cache), EXTENSION, None)
-        held = f"This cache of {int(cache.get_seq_length())} tokens was filled"
+        half = next(half for half in _halves(cache) if not self._stands(half))
+        recorded, held = getattr(half, EXTENSION, None), _held(half)
         if recorded is not None:
             raise PatchStateError(
                 f"{held} while the model was extended by {recorded.said}. Now the model is extended by "
@@ -175,27 +196,31 @@ class CacheGuard:
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record on the cache the extension that filled it."""
-        if torch.compiler.is_exporting():
-            return
-        cache = _keys_of(self.cache_of(args, kwargs, output))
-        if hasattr(cache, "get_seq_length"):
-            setattr(cache, EXTENSION, self.extension)
-            if not torch.compiler.is_compiling():
-                self._filled.add(cache)
+        if not torch.compiler.is_exporting():
+            self.claim(self.cache_of(args, kwargs, output))
+
+    def claim(self, cache: Any) -> None:
+        """Record on a cache, or on each half of one, that this extension fills it."""
+        for half in _halves(cache):
+            if hasattr(half, "update"):
+                setattr(half, EXTENSION, self.extension)
+                if not torch.compiler.is_compiling():
+                    self._filled.add(half)
 
     def stands(self, cache: Any) -> bool:
         """Return whether a cache may be continued."""
-        if not hasattr(cache, "get_seq_length"):
+        return all(map(self._stands, _halves(cache)))
+
+    def _stands(self, half: Any) -> bool:
+        recorded = getattr(half, EXTENSION, None)
+        if recorded == self.extension and not self._released:
+            vars(half).pop("update", None)  # the model is extended as it was when this cache was filled
             return True
-        holder = _keys_of(cache)
-        recorded = getattr(holder, EXTENSION, None)
-        if recorded == self.extension:
-            vars(holder).pop("update", None)  # the model is extended as it was when this cache was filled
-            return True
-        return (recorded is None and self.takes_made) or not int(cache.get_seq_length())
+        return (recorded is None and self.takes_made) or not _held(half)
 
     def release(self) -> None:
-        """Make every cache that this extension filled refuse to grow, when the model is unpatched."""
+        """Make every cache that this extension filled refuse to grow, before the model is unpatched."""
+        self._released = True  # another thread may be reading a text
         for cache in list(self._filled):
             cache.update = StaleUpdate(cache, self.extension.said)
 
@@ -279,11 +304,10 @@ class StaleUpdate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to add keys to a stale cache; update an emptied one as transformers does."""
         cache = self.cache
-        if int(cache.get_seq_length()):
+        if held := _held(cache):
             raise PatchStateError(
-                f"This cache of {int(cache.get_seq_length())} tokens was filled while the model was extended by "
-                f"{self.said}. ctxext.unpatch has undone that, so the model gives other positions now. Start with a "
-                f"new cache."
+                f"{held} while the model was extended by {self.said}. ctxext.unpatch has undone that, so "
+                f"the model gives other positions now. Start with a new cache."
             )
         vars(cache).pop("update", None)  # the cache has been emptied since
         return cache.update(*args, **kwargs)
@@ -315,14 +339,14 @@ def guard_caches(
             f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
             f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
         )
-    guards = []
+    guards: list[CacheGuard] = []
+    edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
     for module, name in taking.items():
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
         guard = kind(extension, arguments[module].index(name), takes_made)
         edits.hook(module, guard.before, guard.after)
         guards.append(guard)
-    edits.set(model, GUARDS, guards)
 
 
 def guards_of(model: nn.Module) -> list[CacheGuard]:

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 import ctxext
 from ctxext.serving.server import Gate, fit
-from ctxext.surgery.continuous import PAGED_IN_LAYERS
+from ctxext.surgery.caches import PAGED_IN_LAYERS
 from tests._models import byte_model
 from tests._products import some
 from tests._programs import command
