@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
 
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.surgery.code import masks_follow_positions
 from ctxext.surgery.edits import Edits
 
 # Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
@@ -126,13 +127,48 @@ def remember(cache: Any, **changes: Any) -> None:
     setattr(holder, FILLED, replace(getattr(holder, FILLED, None) or Filled(), **changes))
 
 
-def _returned(output: Any) -> Any:
+def returned(output: Any) -> Any:
     """Return the cache in a decoder's output, which it created itself; None if it created none."""
     name = next((name for name in ARGUMENTS if hasattr(output, name)), None)
     if name is not None:
         return getattr(output, name)
     parts = output if isinstance(output, tuple) else ()
     return next((part for part in parts if hasattr(part, "get_seq_length")), None)
+
+
+def _mixing(decoder: PreTrainedModel) -> str | None:
+    """Return why documents that lie in one row are not kept apart by all layers of a decoder; None if they are."""
+    config: Any = decoder.config
+    layers = DynamicCache(config=config).layers
+    kinds = zip(getattr(config, "layer_types", None) or ["recurrent"] * len(layers), layers, strict=False)
+    for kind, layer in kinds:
+        if hasattr(layer, "update_conv_state"):
+            return f"layers of type {kind!r} carry a state from one document into the next"
+    if config._attn_implementation in ("eager", "sdpa") and not masks_follow_positions(type(decoder)):
+        return f"{type(decoder).__name__} makes its attention masks without positions"
+    return None
+
+
+def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raise ``IncompatibleError`` for documents in one row of a call, if a layer does not keep them apart.
+
+    Args:
+        decoder: the module that makes the masks.
+        given: arguments of the call, by name. ``seq_idx`` tells layers with a state where a document begins.
+    """
+    positions, mask, cache = given.get("position_ids"), given.get("attention_mask"), cache_in(given)
+    if positions is None or isinstance(cache, PagedAttentionCache) or given.get("seq_idx") is not None:
+        return
+    begins = (positions if positions.ndim == 2 else positions[-1]) == 0
+    if begins.shape[-1] == 1 or isinstance(mask, dict) or (reason := _mixing(decoder)) is None:
+        return  # generate() prepares masks, and packs nothing
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        start = 0 if cache is None else int(cache.get_seq_length())
+        begins = begins & mask[:, start : start + begins.shape[-1]].bool()
+    if bool((begins.sum(-1) > 1).any()):
+        raise IncompatibleError(
+            f"position_ids restart, as for several documents in one row, but {reason}. Give each document a row."
+        )
 
 
 def empty(cache: Any) -> None:
@@ -158,12 +194,12 @@ class CacheGuard:
 
     Args:
         extension: the extension of this model.
-        place: the index of the cache among positional arguments.
+        names: the arguments of the decoder, in order.
         takes_made: whether to accept a cache without a record, as a learned prefix is.
     """
 
     extension: FilledUnder
-    place: int
+    names: tuple[str, ...]
     takes_made: bool = False
     _filled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
     _released: bool = False
@@ -174,10 +210,11 @@ class CacheGuard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _filled=weakref.WeakSet())  # a copy of the model has filled no cache yet
 
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a cache that was not filled under this extension."""
+    def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a cache that was not filled under this extension, and documents that would see each other."""
         if torch.compiler.is_compiling():
             return
+        require_apart(module, self._given(args, kwargs))
         cache = self.cache_of(args, kwargs)
         if self.stands(cache):
             return
@@ -224,10 +261,13 @@ class CacheGuard:
         for cache in list(self._filled):
             cache.update = StaleUpdate(cache, self.extension.said)
 
+    def _given(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
     def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         """Return the cache of a call: the argument, or else the one in the output; None if there is none."""
-        given = args[self.place] if len(args) > self.place else cache_in(kwargs)
-        return _returned(output) if given is None else given
+        given = cache_in(self._given(args, kwargs))
+        return returned(output) if given is None else given
 
 
 class Filling:
@@ -331,8 +371,8 @@ def guard_caches(
     """
     kind = DynamicGuard if dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    taking = {module: name for module in models if (name := cache_argument(module)) is not None}
-    arguments = {module: list(inspect.signature(type(module).forward).parameters)[1:] for module in models}
+    arguments = {module: tuple(inspect.signature(type(module).forward).parameters)[1:] for module in models}
+    taking = [module for module in models if cache_argument(module) is not None]
     unknown = next((module for module in models if "use_cache" in arguments[module]), None)
     if not taking and unknown is not None:
         raise IncompatibleError(
@@ -341,10 +381,10 @@ def guard_caches(
         )
     guards: list[CacheGuard] = []
     edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
-    for module, name in taking.items():
+    for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(extension, arguments[module].index(name), takes_made)
+        guard = kind(extension, arguments[module], takes_made)
         edits.hook(module, guard.before, guard.after)
         guards.append(guard)
 

@@ -8,8 +8,9 @@ each layer as the ``attention_mask`` argument, so gradient checkpointing replays
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.bounded import BoundedLayer, SplitLayer, bounded_layer_of, require_one_length
-from ctxext.surgery.caches import cache_in
+from ctxext.surgery.caches import cache_in, returned
 from ctxext.surgery.code import shows_all
 from ctxext.surgery.layout_mask import UNPATCH, LayoutMask, layout_of
 from ctxext.surgery.override import ForwardOverride
@@ -52,6 +53,7 @@ class _DecoderCall:
     cache: Any = None
     has_encoder: bool = False
     batch: PagedBatch | None = None
+    later: list[tuple[weakref.ref[Tensor], Callable[[Any], None]]] = field(default_factory=list)
 
 
 class _CurrentCall(threading.local):
@@ -99,7 +101,7 @@ class PositionedForward(ForwardOverride):
         if by_layout:
             kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
-        call = _DecoderCall(None, None) if outer is None else outer
+        call = _DecoderCall(None, None) if outer is None else replace(outer, later=[])
         if cache_in(given) is not None:
             call = replace(call, cache=cache_in(given))
         if isinstance(call.cache, PagedAttentionCache) and call.batch is None:
@@ -114,7 +116,13 @@ class PositionedForward(ForwardOverride):
             call = replace(call, shard=_shard(given, call))
         _current.call = call
         try:
-            return self.run(*args, **kwargs)
+            output = self.run(*args, **kwargs)
+            if call.later and call.cache is None:
+                _current.call = replace(call, cache=returned(output))
+                for keys, change in call.later:
+                    if (layer := cache_layer_of(keys())) is not None:
+                        change(layer)
+            return output
         finally:
             _current.call = outer
 
@@ -186,11 +194,17 @@ def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | Non
     return longest[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens.shape[1]]
 
 
-def cache_layer_of(keys: Tensor) -> Any:
+def change_later(keys: Tensor, change: Callable[[Any], None]) -> None:
+    """Change the layer of a cache that holds ``keys``, if the decoder made one, at the end of its call."""
+    if _current.call is not None:
+        _current.call.later.append((weakref.ref(keys), change))
+
+
+def cache_layer_of(keys: Tensor | None) -> Any:
     """Return the plain cache layer whose storage ``keys`` is; None if the keys are a copy, or new."""
     cache = None if _current.call is None else _current.call.cache
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys), None)
+    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys is not None), None)
 
 
 def replace_cache_layer(old: Any, new: Any) -> None:
