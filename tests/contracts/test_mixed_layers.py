@@ -449,7 +449,9 @@ def test_documents_of_one_row_are_read_each_alone_or_refused(model_type: str) ->
         for use_cache in (False,) if isinstance(method, str) else (False, True):
             with torch.no_grad():
                 if model_type in CARRYING or by_masks_alone:
-                    reason = "attention masks without positions" if by_masks_alone else "from one document into the next"
+                    reason = (
+                        "attention masks without positions" if by_masks_alone else "from one document into the next"
+                    )
                     with pytest.raises(IncompatibleError, match=rf"^position_ids restart.*{reason}\. .*a row\.$"):
                         model(ids, position_ids=positions, use_cache=use_cache)
                     model(ids[:, :50], position_ids=positions[:, :50], use_cache=use_cache)

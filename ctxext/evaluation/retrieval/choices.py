@@ -9,13 +9,17 @@ right answer fed in, the likeliest token is right at every step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -26,7 +30,13 @@ from ctxext.evaluation.forward import SMALL_MODEL, Progress, logits_of_answers, 
 from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
-from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference
+from ctxext.evaluation.statistics import (
+    CHANCE,
+    PairedDifference,
+    check_finite,
+    grouped_difference,
+    score_difference,
+)
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.task_result import TaskResult, relative_effective_length
 from ctxext.files import digest
@@ -227,13 +237,32 @@ class ChoiceTrial:
         return [[mean - loss for mean, loss in zip(means, row, strict=True)] for row in self.losses]
 
     @property
+    def chosen(self) -> list[int | None]:
+        """The answer to each question that gains most, by its place; None for a tie."""
+        best = [max(row) for row in self.gains]
+        return [row.index(most) if row.count(most) == 1 else None for row, most in zip(self.gains, best, strict=True)]
+
+    @property
+    def by_chance(self) -> list[float]:
+        """The probability of each number of right choices, were the answers dealt out to the questions by chance.
+
+        Source: Kaplansky & Riordan, Duke Mathematical Journal 13 (1946), 259-268: ``rooks`` counts the ways to choose
+            questions and their answers among those that are right.
+        """
+        answers, rooks = len(self.answers), [1]
+        for asked in Counter(place for place in self.chosen if place is not None).values():
+            rooks = [kept + asked * taken for kept, taken in zip([*rooks, 0], [0, *rooks], strict=True)]
+        dealt = [rook * math.factorial(answers - taken) for taken, rook in enumerate(rooks)]
+        signed = [
+            sum((-1) ** (j - right) * math.comb(j, right) * dealt[j] for j in range(right, len(dealt)))
+            for right in range(answers + 1)
+        ]
+        return [count / math.factorial(answers) for count in signed]
+
+    @property
     def score(self) -> float:
         """The percentage of questions whose right answer gains most; a tie counts as lost."""
-        right = [
-            all(row[place] > gain for other, gain in enumerate(row) if other != place)
-            for place, row in enumerate(self.gains)
-        ]
-        return 100 * sum(right) / len(right)
+        return 100 * sum(place == chosen for place, chosen in enumerate(self.chosen)) / len(self.chosen)
 
     @property
     def margin(self) -> float:
@@ -255,9 +284,10 @@ class RetrievalResult(TaskResult):
         return 1 / len(self.trials[0].answers)
 
     @property
-    def above_chance(self) -> PairedDifference:
-        """The score less that of guessing, points, with its error over texts."""
-        return _difference([trial.score - 100 * self.chance for trial in self.trials])
+    def luck(self) -> float:
+        """The probability that guessing chooses as many right, or more; exact for any number of texts."""
+        right = sum(place == chosen for trial in self.trials for place, chosen in enumerate(trial.chosen))
+        return float(functools.reduce(np.convolve, (trial.by_chance for trial in self.trials))[right:].sum())
 
     @property
     def margin(self) -> PairedDifference:
@@ -290,7 +320,7 @@ class RetrievalResult(TaskResult):
         pairs = zip(self.trials, other.trials, strict=True)
         if margin:
             return _difference([mine.margin - theirs.margin for mine, theirs in pairs])
-        return _difference([mine.score - theirs.score for mine, theirs in pairs])
+        return score_difference([mine.score - theirs.score for mine, theirs in pairs], over="texts")
 
     def effective_length(self, base: int) -> int | None:
         """Return the longest length that keeps 85 percent of the accuracy above chance at the base length.
@@ -301,18 +331,16 @@ class RetrievalResult(TaskResult):
             base: tokens, one of the lengths.
 
         Returns:
-            Tokens; None where the accuracy at the base length is not above chance by the 95 percent interval over
-            texts, so that there is nothing to keep.
+            Tokens; None where guessing would choose as many right at the base length in more than 2.5 percent, so that
+            there is nothing to keep.
 
         Source: Modarressi et al., arXiv:2502.05167, section 4, whose base is the best score of 250, 500 and 1K tokens
             and whose scores have no chance level.
         """
-        if base not in self.lengths:
+        if base not in self.lengths or self.only(length=base).luck > CHANCE / 2:
             return None
-        above = {length: self.only(length=length).above_chance for length in self.lengths if length >= base}
-        if above[base].mean <= above[base].margin:
-            return None
-        return relative_effective_length({length: max(0.0, share.mean) for length, share in above.items()})
+        scores = {length: self.only(length=length).score for length in self.lengths if length >= base}
+        return relative_effective_length({at: max(0.0, score - 100 * self.chance) for at, score in scores.items()})
 
 
 def _difference(values: Sequence[float]) -> PairedDifference:
