@@ -234,6 +234,11 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             f"This {type(base).__name__} is extended in part: ctxext.patch was interrupted while it undid its work. "
             f"Call ctxext.unpatch(model) first, which undoes the rest."
         )
+    if str(base.config._attn_implementation).startswith("paged|"):
+        raise PatchStateError(
+            f"A manager of continuous batches has set the attention of this {type(base).__name__} to "
+            f"{base.config._attn_implementation!r}. Stop the manager first, or call model.set_attn_implementation."
+        )
     name, published = f"this {type(base).__name__}", published_json(base.config)
     refuse_idle_scaling(base.config, name)
     if published:

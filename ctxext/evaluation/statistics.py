@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -206,10 +207,9 @@ def grouped_difference(
 
 
 def score_difference(differences: Sequence[float], *, over: str) -> PairedDifference:
-    """Average paired differences of scores of few steps, such as right and wrong, with an exact margin.
+    """Average differences of scores of few steps, with the exact margin of all ways to draw their signs by chance.
 
-    Between equal readings the sign of each difference is chance, so that all signs are tried. Few such differences are
-    often equal: they have no spread then, and Student's margin would be 0.
+    Few such differences are often equal: they have no spread then, and Student's margin would be 0.
 
     Args:
         differences: of each text or question.
@@ -219,15 +219,14 @@ def score_difference(differences: Sequence[float], *, over: str) -> PairedDiffer
     """
     sums = {0.0: 1.0}
     for value in differences:
-        before, sums = sums, {}
+        before, sums = sums, defaultdict(float)
         for total, share in before.items():
-            for changed in (round(total + value, 6), round(total - value, 6)):
-                sums[changed] = sums.get(changed, 0.0) + share / 2
-    sizes = sorted({abs(total) for total in sums})
-    beyond = (sum(share for total, share in sums.items() if abs(total) > size) for size in sizes)
-    exact = next(size for size, share in zip(sizes, beyond, strict=True) if share <= CHANCE) / len(differences)
+            for changed in (total + value, total - value):
+                sums[round(changed, 6)] += share / 2
+    exact = min(size for size in sums if sum(share for total, share in sums.items() if abs(total) > size) <= CHANCE)
     groups = [torch.tensor([value]) for value in differences]
-    return replace(grouped_difference(groups, [torch.zeros(1)] * len(groups), over=over), exact=exact)
+    difference = grouped_difference(groups, [torch.zeros(1)] * len(groups), over=over)
+    return replace(difference, exact=max(0.0, exact) / len(groups))
 
 
 def check_finite(losses: Tensor, where: str) -> None:

@@ -103,6 +103,11 @@ def _halves(cache: Any) -> list[Any]:
     return [half for half in halves if half is not None]
 
 
+def _parts(half: Any) -> list[Any]:
+    """Return a cache and those of its layers that hold keys, which other caches may hold as well."""
+    return [half, *(layer for layer in getattr(half, "layers", ()) if hasattr(layer, "update"))]
+
+
 def _held(cache: Any) -> str:
     """Begin a sentence about a cache that may hold keys; return "" for an empty one."""
     if isinstance(cache, PagedAttentionCache):
@@ -202,7 +207,7 @@ class CacheGuard:
     names: tuple[str, ...]
     takes_made: bool = False
     _filled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
-    _released: bool = False
+    released: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_filled"}
@@ -250,16 +255,17 @@ class CacheGuard:
 
     def _stands(self, half: Any) -> bool:
         recorded = getattr(half, EXTENSION, None)
-        if recorded == self.extension and not self._released:
-            vars(half).pop("update", None)  # the model is extended as it was when this cache was filled
+        if recorded == self.extension and not self.released:
+            for part in _parts(half):  # the model is extended as it was when this cache was filled
+                vars(part).pop("update", None)
             return True
         return (recorded is None and self.takes_made) or not _held(half)
 
     def release(self) -> None:
         """Make every cache that this extension filled refuse to grow, before the model is unpatched."""
-        self._released = True  # another thread may be reading a text
-        for cache in list(self._filled):
-            cache.update = StaleUpdate(cache, self.extension.said)
+        self.released = True  # another thread may be reading a text
+        for part in [part for cache in list(self._filled) for part in _parts(cache)]:
+            part.update = StaleUpdate(part, self.extension.said)
 
     def _given(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self.names, args, strict=False)) | kwargs
@@ -336,7 +342,7 @@ class DynamicGuard(CacheGuard):
 
 @dataclass
 class StaleUpdate:
-    """Replacement of ``cache.update``, which every attention layer calls, for a cache that became stale."""
+    """Replacement of ``update``, which every attention layer calls, for a cache or a layer that became stale."""
 
     cache: Any
     said: str

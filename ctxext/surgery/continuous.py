@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import Method
-from ctxext.surgery.caches import PAGED_IN_LAYERS, CacheGuard, guards_of
+from ctxext.surgery.caches import PAGED_IN_LAYERS, guards_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.paged_batch import REACHES
 from ctxext.surgery.positions import ATTENTION
@@ -42,28 +42,23 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def __init__(self, batching: ContinuousBatching, **settings: Any) -> None:
         self._batching = batching
-        self._under = guards_of(batching.model)[0].extension
+        self._guard = guards_of(batching.model)[0]
         super().__init__(batching.model, **settings)
 
-    def _guard(self) -> CacheGuard:
-        """Return the guard of the caches of the model.
-
-        Raises:
-            PatchStateError: if the model is no longer extended as it was when this manager was made.
-        """
-        guard = next((guard for guard in guards_of(self.model) if guard.extension == self._under), None)
-        if guard is None:
+    def _require_extended(self) -> None:
+        """Raise ``PatchStateError`` if the model is no longer extended as it was when this manager was made."""
+        if self._guard.released:
             raise PatchStateError(
-                f"This manager of continuous batches was made while the model was extended by {self._under.said}. Now "
-                f"the model is not, so keys in its cache have other positions. Make a new one: "
-                f"model.init_continuous_batching()."
+                f"This manager of continuous batches was made while the model was extended by "
+                f"{self._guard.extension.said}. ctxext.unpatch has undone that, so keys in its cache have other "
+                f"positions. Make a new one: model.init_continuous_batching()."
             )
-        return guard
 
     def _create_batch_processor(self) -> Any:
         """Create what holds the paged cache, and record the extension on that."""
-        guard, processor = self._guard(), super()._create_batch_processor()
-        guard.claim(processor.cache)
+        self._require_extended()
+        processor = super()._create_batch_processor()
+        self._guard.claim(processor.cache)
         return processor
 
     def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +68,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def add_request(self, input_ids: list[int], *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
         """Add a request as transformers does; a dynamic method needs its number of new tokens."""
-        self._guard()
+        self._require_extended()
         self._batching.require_limit(
             self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         )

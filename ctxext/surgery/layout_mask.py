@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    packed_sequence_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.attention import Layout
 from ctxext.errors import IncompatibleError, PatchStateError
@@ -126,19 +122,11 @@ class LayoutMask:
         layout = self.layout
         return self.is_plain and layout.memo(("plain", stop), lambda: _is_one_text_before(layout, stop))
 
-    def _apart(self) -> dict[str, Any]:
-        """Return what keeps documents of one row apart; not all models do so, and none with a cache."""
-        documents = None if self._layout is None else self._layout.key_documents
-        if documents is None or self.crosses or not bool((documents > 0).any()):
-            return {}
-        shown = and_masks(self.replaced["mask_function"], packed_sequence_mask_function(documents))
-        return {"mask_function": shown, "allow_is_causal_skip": False}
-
     def under(self, implementation: str) -> Any:
         """Build the replaced mask for an attention implementation of transformers, once per forward pass."""
         if implementation not in self._rebuilt:
             mask_of = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-            mask = None if mask_of is None else mask_of(**self.replaced | self._apart())
+            mask = None if mask_of is None else mask_of(**self.replaced)
             if self._queries is not None and isinstance(mask, Tensor) and mask.ndim == 4:
                 mask = mask[:, :, self._queries]
             self._rebuilt[implementation] = None if mask is None else mask.to(self.device)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from ctxext.attention import Layout
 from ctxext.attention.layout import Span
@@ -289,11 +289,12 @@ def _layout_mask(
         replaced["local_size"] = local_size
     if sees_both_ways and call.has_encoder:
         return LayoutMask(_across(slots, attention_mask), call.length, None, replaced, crosses=True)
-    if refusal and local_size and call.position_ids is not None and not torch.compiler.is_compiling():
-        _require_one_document(_layout(slots, attention_mask, _on_one_axis(call.position_ids)))
-    if refusal is not None:
+    if refusal is not None and (local_size is None or call.position_ids is None):
         return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
+    replaced |= _apart(layout, mask_function)
+    if refusal is not None:
+        return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
     bounded = bounded_layer_of(call.cache)
     if bounded is not None and not torch.compiler.is_compiling():
         require_one_length(call.cache)
@@ -343,14 +344,13 @@ SEES_AHEAD = (
 )
 
 
-def _require_one_document(layout: Layout) -> None:
-    """Raise if a row holds several documents, which windows to both sides do not tell apart."""
-    documents = layout.query_documents
-    if documents is not None and bool((documents > 0).any()):
-        raise IncompatibleError(
-            "position_ids restart, but windows to both sides go by places in the row and reach across documents. Give "
-            "each document a row of its own."
-        )
+def _apart(layout: Layout, mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what keeps documents of one row apart; not every model does so, and none with a cache."""
+    documents = layout.key_documents
+    if documents is None or torch.compiler.is_compiling() or not bool((documents > 0).any()):
+        return {}
+    shown = and_masks(mask_function, packed_sequence_mask_function(documents))
+    return {"mask_function": shown, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots) -> bool:

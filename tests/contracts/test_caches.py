@@ -177,6 +177,19 @@ def test_no_kind_of_cache_goes_on_under_another_extension(kind: str) -> None:
             ctxext.unpatch(model)
 
 
+@pytest.mark.parametrize("borrow", [copy.copy, lambda _: DynamicCache()])
+def test_a_cache_that_borrows_the_layers_of_another(borrow: Any) -> None:
+    model = build("llama", {"method": "yarn", "factor": 4.0})
+    cache = filled_by(model, KEPT)
+    made = borrow(cache)
+    made.layers = cache.layers
+    ctxext.unpatch(model)
+    with pytest.raises(PatchStateError, match=r"ctxext\.unpatch has undone that.*Start with a new cache"):
+        read(model, tokens(1), made)
+    extended(model, {"method": "yarn", "factor": 4.0})
+    read(model, tokens(1), cache)
+
+
 def test_the_half_of_a_cache_that_holds_the_text_of_an_encoder() -> None:
     """Its keys are computed from the states of an encoder, in which positions are of the extension too."""
     model = tiny("t5")

@@ -318,3 +318,15 @@ def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_c
             assert manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error is None
     finally:
         manager.stop(hard_stop=True)
+
+
+@paged_in_layers
+def test_a_model_whose_attention_a_manager_has_set_is_extended_when_that_is_stopped() -> None:
+    """Unpatched, it would have the manager's attention again, which reads rightly from a paged cache only."""
+    model = tiny(attn_implementation="eager")
+    manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(**SIZES))
+    with pytest.raises(PatchStateError, match=r"has set the attention .* 'paged\|eager'. Stop the manager first"):
+        ctxext.patch(model, "self_extend", factor=4.0)
+    manager.start()
+    manager.stop()
+    ctxext.patch(model, "self_extend", factor=4.0)

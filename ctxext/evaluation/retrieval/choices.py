@@ -9,12 +9,10 @@ right answer fed in, the likeliest token is right at every step.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import math
+import operator
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -243,26 +241,20 @@ class ChoiceTrial:
         return [row.index(most) if row.count(most) == 1 else None for row, most in zip(self.gains, best, strict=True)]
 
     @property
-    def by_chance(self) -> list[float]:
-        """The probability of each number of right choices, were the answers dealt out to the questions by chance.
+    def right(self) -> int:
+        """The number of questions whose right answer gains most; a tie counts as lost."""
+        return sum(map(operator.eq, range(len(self.chosen)), self.chosen))
 
-        Source: Kaplansky & Riordan, Duke Mathematical Journal 13 (1946), 259-268: ``rooks`` counts the ways to choose
-            questions and their answers among those that are right.
-        """
-        answers, rooks = len(self.answers), [1]
-        for asked in Counter(place for place in self.chosen if place is not None).values():
-            rooks = [kept + asked * taken for kept, taken in zip([*rooks, 0], [0, *rooks], strict=True)]
-        dealt = [rook * math.factorial(answers - taken) for taken, rook in enumerate(rooks)]
-        signed = [
-            sum((-1) ** (j - right) * math.comb(j, right) * dealt[j] for j in range(right, len(dealt)))
-            for right in range(answers + 1)
-        ]
-        return [count / math.factorial(answers) for count in signed]
+    @property
+    def by_chance(self) -> list[float]:
+        """The probability of each number of right choices, were the answers dealt out to the questions by chance."""
+        deals = [sum(map(operator.eq, deal, self.chosen)) for deal in itertools.permutations(range(len(self.chosen)))]
+        return [deals.count(right) / len(deals) for right in range(len(self.chosen) + 1)]
 
     @property
     def score(self) -> float:
-        """The percentage of questions whose right answer gains most; a tie counts as lost."""
-        return 100 * sum(place == chosen for place, chosen in enumerate(self.chosen)) / len(self.chosen)
+        """The percentage of right choices."""
+        return 100 * self.right / len(self.chosen)
 
     @property
     def margin(self) -> float:
@@ -286,8 +278,10 @@ class RetrievalResult(TaskResult):
     @property
     def luck(self) -> float:
         """The probability that guessing chooses as many right, or more; exact for any number of texts."""
-        right = sum(place == chosen for trial in self.trials for place, chosen in enumerate(trial.chosen))
-        return float(functools.reduce(np.convolve, (trial.by_chance for trial in self.trials))[right:].sum())
+        totals = np.ones(1)
+        for trial in self.trials:
+            totals = np.convolve(totals, trial.by_chance)
+        return float(totals[sum(trial.right for trial in self.trials) :].sum())
 
     @property
     def margin(self) -> PairedDifference:
