@@ -226,7 +226,7 @@ def score_difference(differences: Sequence[float], *, over: str) -> PairedDiffer
     exact = min(size for size in sums if sum(share for total, share in sums.items() if abs(total) > size) <= CHANCE)
     groups = [torch.tensor([value]) for value in differences]
     difference = grouped_difference(groups, [torch.zeros(1)] * len(groups), over=over)
-    return replace(difference, exact=max(0.0, exact) / len(groups))
+    return replace(difference, exact=exact / len(groups))
 
 
 def check_finite(losses: Tensor, where: str) -> None:

@@ -201,6 +201,7 @@ class CacheGuard:
         extension: the extension of this model.
         names: the arguments of the decoder, in order.
         takes_made: whether to accept a cache without a record, as a learned prefix is.
+        released: whether the model was unpatched.
     """
 
     extension: FilledUnder
@@ -352,8 +353,8 @@ class StaleUpdate:
         cache = self.cache
         if held := _held(cache):
             raise PatchStateError(
-                f"{held} while the model was extended by {self.said}. ctxext.unpatch has undone that, so "
-                f"the model gives other positions now. Start with a new cache."
+                f"{held} while the model was extended by {self.said}. ctxext.unpatch has undone that, so the model "
+                f"gives other positions now. Start with a new cache."
             )
         vars(cache).pop("update", None)  # the cache has been emptied since
         return cache.update(*args, **kwargs)

@@ -446,6 +446,7 @@ def guessed(generator: torch.Generator, number: int, index: int = 0) -> ChoiceTr
     return trial(losses.tolist(), index=index)
 
 
+@pytest.mark.slow
 def test_the_luck_of_a_reading_is_that_of_all_ways_to_deal_out_the_answers() -> None:
     generator = torch.Generator().manual_seed(0)
     for number in (2, 3, 4):
