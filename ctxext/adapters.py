@@ -194,7 +194,7 @@ def keep_extension(subject: Subject, edits: Edits) -> None:
         if isinstance(getattr(type(module), "peft_config", None), property):
             edits.set(module, "save_pretrained", ExtendedSave(module))
         _adopt(getattr(module, "peft_config", None), base, edits)
-    if "_ctxext" in vars(base):
+    if vars(base).get("_ctxext") is not None:
         edits.set(base._forward_pre_hooks, HOOK, _before_forward)
         edits.set(base._state_dict_pre_hooks, HOOK, _before_state_dict)
 

@@ -57,6 +57,8 @@ from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
 
 ModelT = TypeVar("ModelT")
+JOURNAL = "_ctxext_journal"
+"""Attribute of a model that is extended, or in part: the journal that undoes it."""
 REFERENCE = (
     "Trainers that load a reference model by themselves (TRL's DPO, KTO, GRPO and RLOO without PEFT) would load the "
     "plain one: give them ctxext.training.reference(model), or save the model and train what is loaded from there."
@@ -228,11 +230,23 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             f"This {type(base).__name__} is already extended by {state.method.name!r} (factor "
             f"{state.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
+    if JOURNAL in vars(base):
+        raise PatchStateError(
+            f"This {type(base).__name__} is extended in part: ctxext.patch was interrupted while it undid its work. "
+            f"Call ctxext.unpatch(model) first, which undoes the rest."
+        )
+    if str(base.config._attn_implementation).startswith("paged|"):
+        raise PatchStateError(
+            f"A manager of continuous batches has set the attention of this {type(base).__name__} to "
+            f"{base.config._attn_implementation!r}. Stop the manager first, or call model.set_attn_implementation."
+        )
     name, published = f"this {type(base).__name__}", published_json(base.config)
     refuse_idle_scaling(base.config, name)
     if published:
         refuse_lost_fields(base.config, name, published, live=True)
     with own_defaults(), Edits() as edits:
+        edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
+        edits.set(base, "_ctxext", None)
         saved = saved_extension(base.config, f"the config of {name}")
         if isinstance(arguments, ExtensionArguments) and not subject.sides:
             chosen, architecture, request = _resolved(subject, arguments, saved, edits)
@@ -253,7 +267,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
         for part in [extended.side for extended in state.sides.values()] or [subject]:
             write_old_form(part.config, edits, of_any_type=True)
         _raise_limits(subject, state, edits)
-        edits.set(base, "_ctxext", state)
+        base._ctxext = state
         keep_extension(subject, edits)
         _guard_caches(subject, state, edits)
     return model
@@ -378,8 +392,9 @@ def _guard_caches(subject: Subject, state: Patched, edits: Edits) -> None:
 def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
 
-    A cache that was filled while the model was patched does not fit any more, and refuses to be continued. A copy of a
-    cache that the patched model never read, or one on the disk, cannot be told what happened: drop those.
+    After an interrupt (Ctrl-C) a second call undoes the rest. A cache that was filled while the model was patched does
+    not fit any more, and refuses to be continued. A copy of a cache that the patched model never read, or one on the
+    disk, cannot be told what happened: drop those.
 
     Returns:
         The same model.
@@ -388,19 +403,19 @@ def unpatch(model: ModelT) -> ModelT:
         PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
     """
     subject = Subject.of(model)
-    base, state = subject.model, patched_state(subject.model)
-    if state is None:
+    base, edits = subject.model, vars(subject.model).get(JOURNAL)
+    if edits is None:
         architecture = find_architecture(subject) if subject.saved is not None else None
         final = None if architecture is None else architecture.why_final(subject)
         way = "A checkpoint that was saved extended is undone by loading the original checkpoint."
         raise PatchStateError(
             f"This {type(base).__name__} was not patched in place, so there is nothing to undo. {final or way}"
         )
-    guards = guards_of(base)
-    with own_defaults():
-        state.edits.undo()
-    for guard in guards:
+    for guard in guards_of(base):
         guard.release()
+    with own_defaults():
+        edits.undo(keep=1)
+    edits.undo()  # the journal leaves the model last of all
     return model
 
 
@@ -420,7 +435,7 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
     try:
         yield model
     finally:
-        if patched_state(Subject.of(model).model) is not None:
+        if JOURNAL in vars(Subject.of(model).model):
             unpatch(model)
 
 

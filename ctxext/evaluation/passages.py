@@ -30,7 +30,7 @@ from ctxext.evaluation.checkpoint import DTYPES, Checkpoint, checked_device
 from ctxext.evaluation.forward import Progress
 from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods, require_reached
-from ctxext.evaluation.statistics import PairedDifference, grouped_difference, wilson_interval
+from ctxext.evaluation.statistics import PairedDifference, score_difference, wilson_interval
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.files import digest
@@ -375,10 +375,10 @@ class PassageResult:
         The mean is a difference of shares, above 0 where this reading is the better one.
         """
         trials = self.at(length), other.at(length)
-        sides = [[torch.tensor([float(found)]) for found in trial.found] for trial in trials if trial is not None]
+        sides = [tuple(map(float, trial.found)) for trial in trials if trial is not None]
         if len(sides) < 2:
             return None
-        return grouped_difference(*sides, over="questions")
+        return score_difference([mine - theirs for mine, theirs in zip(*sides, strict=True)], over="questions")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,7 @@ class PairedDifference:
             about other documents; see ``scope``.
         baselines: how many baselines were measured, where the one here is the best of them on these very tokens. The
             best of many is partly the luckiest, which makes whatever is held against it look worse and never better.
+        exact: half of the 95 percent interval around 0, where it is not Student's; see ``score_difference``.
     """
 
     mean: float
@@ -43,6 +45,7 @@ class PairedDifference:
     units: int
     over: str = "blocks"
     baselines: int = 1
+    exact: float | None = None
 
     def errors_needed(self, candidates: int = 1) -> float:
         """Return how many standard errors a finding at 5 percent (two-sided, Student's quantile) must exceed.
@@ -57,7 +60,7 @@ class PairedDifference:
     @property
     def margin(self) -> float:
         """Half of the 95 percent interval, nats per token."""
-        return self.errors_needed() * self.standard_error
+        return self.exact if self.exact is not None else self.errors_needed() * self.standard_error
 
     @property
     def verdict(self) -> str:
@@ -201,6 +204,29 @@ def grouped_difference(
     check_finite(means, f"among {units} {over} that are compared")
     error = means.std().item() / math.sqrt(units)
     return PairedDifference(means.mean().item(), error, sum(map(len, losses)), units, over, baselines)
+
+
+def score_difference(differences: Sequence[float], *, over: str) -> PairedDifference:
+    """Average differences of scores of few steps, with the exact margin of all ways to draw their signs by chance.
+
+    Few such differences are often equal: they have no spread then, and Student's margin would be 0.
+
+    Args:
+        differences: of each text or question.
+        over: what those are, to show.
+
+    Source: Fisher, The Design of Experiments (1935), section 21.
+    """
+    sums = {0.0: 1.0}
+    for value in differences:
+        before, sums = sums, defaultdict(float)
+        for total, share in before.items():
+            for changed in (total + value, total - value):
+                sums[round(changed, 6)] += share / 2
+    exact = min(size for size in sums if sum(share for total, share in sums.items() if abs(total) > size) <= CHANCE)
+    groups = [torch.tensor([value]) for value in differences]
+    difference = grouped_difference(groups, [torch.zeros(1)] * len(groups), over=over)
+    return replace(difference, exact=exact / len(groups))
 
 
 def check_finite(losses: Tensor, where: str) -> None:

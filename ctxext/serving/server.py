@@ -27,7 +27,7 @@ from ctxext.serving.answers import OneByOne, Together
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
-from ctxext.surgery.continuous import PAGED_IN_LAYERS
+from ctxext.surgery.caches import PAGED_IN_LAYERS
 
 ENDPOINTS = {"/v1/chat/completions": Chats, "/v1/completions": Completions, "/v1/responses": Responses}
 

@@ -18,13 +18,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import create_causal_mask
 
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.surgery.code import masks_follow_positions
 from ctxext.surgery.edits import Edits
 
 # Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
 ARGUMENTS = ("cache", "past_key_values", "layer_past")
+# Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
+PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 
 NOT_ONE_GRAPH = (
@@ -92,6 +97,27 @@ def _keys_of(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
+def _halves(cache: Any) -> list[Any]:
+    """Return the caches that one holds: of an encoder-decoder two, as the encoder's text has positions too."""
+    halves = (_keys_of(cache), getattr(cache, "cross_attention_cache", None))
+    return [half for half in halves if half is not None]
+
+
+def _parts(half: Any) -> list[Any]:
+    """Return a cache and those of its layers that hold keys, which other caches may hold as well."""
+    return [half, *(layer for layer in getattr(half, "layers", ()) if hasattr(layer, "update"))]
+
+
+def _held(cache: Any) -> str:
+    """Begin a sentence about a cache that may hold keys; return "" for an empty one."""
+    if isinstance(cache, PagedAttentionCache):
+        return "The paged cache of this manager of continuous batches was filled" if PAGED_IN_LAYERS else ""
+    if not hasattr(cache, "get_seq_length"):
+        return f"This {type(cache).__name__} has no get_seq_length(), so that it may have been filled"
+    tokens = int(cache.get_seq_length())
+    return f"This cache of {tokens} tokens was filled" if tokens else ""
+
+
 def filled(cache: Any) -> Filled | None:
     """Return the record of a cache; None if the cache is empty or was not filled by a dynamic method."""
     if cache is None or not int(cache.get_seq_length()):
@@ -106,13 +132,48 @@ def remember(cache: Any, **changes: Any) -> None:
     setattr(holder, FILLED, replace(getattr(holder, FILLED, None) or Filled(), **changes))
 
 
-def _returned(output: Any) -> Any:
+def returned(output: Any) -> Any:
     """Return the cache in a decoder's output, which it created itself; None if it created none."""
     name = next((name for name in ARGUMENTS if hasattr(output, name)), None)
     if name is not None:
         return getattr(output, name)
     parts = output if isinstance(output, tuple) else ()
     return next((part for part in parts if hasattr(part, "get_seq_length")), None)
+
+
+def _mixing(decoder: PreTrainedModel) -> str | None:
+    """Return why documents that lie in one row are not kept apart by all layers of a decoder; None if they are."""
+    config: Any = decoder.config
+    layers = DynamicCache(config=config).layers
+    kinds = zip(getattr(config, "layer_types", None) or ["recurrent"] * len(layers), layers, strict=False)
+    for kind, layer in kinds:
+        if hasattr(layer, "update_conv_state"):
+            return f"layers of type {kind!r} carry a state from one document into the next"
+    if config._attn_implementation in ("eager", "sdpa") and not masks_follow_positions(type(decoder)):
+        return f"{type(decoder).__name__} makes its attention masks without positions"
+    return None
+
+
+def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raise ``IncompatibleError`` for documents in one row of a call, if a layer does not keep them apart.
+
+    Args:
+        decoder: the module that makes the masks.
+        given: arguments of the call, by name. ``seq_idx`` tells layers with a state where a document begins.
+    """
+    positions, mask, cache = given.get("position_ids"), given.get("attention_mask"), cache_in(given)
+    if positions is None or isinstance(cache, PagedAttentionCache) or given.get("seq_idx") is not None:
+        return
+    begins = (positions if positions.ndim == 2 else positions[-1]) == 0
+    if begins.shape[-1] == 1 or isinstance(mask, dict) or (reason := _mixing(decoder)) is None:
+        return  # generate() prepares masks, and packs nothing
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        start = 0 if cache is None else int(cache.get_seq_length())
+        begins = begins & mask[:, start : start + begins.shape[-1]].bool()
+    if bool((begins.sum(-1) > 1).any()):
+        raise IncompatibleError(
+            f"position_ids restart, as for several documents in one row, but {reason}. Give each document a row."
+        )
 
 
 def empty(cache: Any) -> None:
@@ -138,14 +199,16 @@ class CacheGuard:
 
     Args:
         extension: the extension of this model.
-        place: the index of the cache among positional arguments.
+        names: the arguments of the decoder, in order.
         takes_made: whether to accept a cache without a record, as a learned prefix is.
+        released: whether the model was unpatched.
     """
 
     extension: FilledUnder
-    place: int
+    names: tuple[str, ...]
     takes_made: bool = False
     _filled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
+    released: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_filled"}
@@ -153,15 +216,16 @@ class CacheGuard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _filled=weakref.WeakSet())  # a copy of the model has filled no cache yet
 
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a cache that was not filled under this extension."""
+    def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a cache that was not filled under this extension, and documents that would see each other."""
         if torch.compiler.is_compiling():
             return
+        require_apart(module, self._given(args, kwargs))
         cache = self.cache_of(args, kwargs)
         if self.stands(cache):
             return
-        recorded = getattr(_keys_of(cache), EXTENSION, None)
-        held = f"This cache of {int(cache.get_seq_length())} tokens was filled"
+        half = next(half for half in _halves(cache) if not self._stands(half))
+        recorded, held = getattr(half, EXTENSION, None), _held(half)
         if recorded is not None:
             raise PatchStateError(
                 f"{held} while the model was extended by {recorded.said}. Now the model is extended by "
@@ -175,34 +239,42 @@ class CacheGuard:
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record on the cache the extension that filled it."""
-        if torch.compiler.is_exporting():
-            return
-        cache = _keys_of(self.cache_of(args, kwargs, output))
-        if hasattr(cache, "get_seq_length"):
-            setattr(cache, EXTENSION, self.extension)
-            if not torch.compiler.is_compiling():
-                self._filled.add(cache)
+        if not torch.compiler.is_exporting():
+            self.claim(self.cache_of(args, kwargs, output))
+
+    def claim(self, cache: Any) -> None:
+        """Record on a cache, or on each half of one, that this extension fills it."""
+        for half in _halves(cache):
+            if hasattr(half, "update"):
+                setattr(half, EXTENSION, self.extension)
+                if not torch.compiler.is_compiling():
+                    self._filled.add(half)
 
     def stands(self, cache: Any) -> bool:
         """Return whether a cache may be continued."""
-        if not hasattr(cache, "get_seq_length"):
+        return all(map(self._stands, _halves(cache)))
+
+    def _stands(self, half: Any) -> bool:
+        recorded = getattr(half, EXTENSION, None)
+        if recorded == self.extension and not self.released:
+            for part in _parts(half):  # the model is extended as it was when this cache was filled
+                vars(part).pop("update", None)
             return True
-        holder = _keys_of(cache)
-        recorded = getattr(holder, EXTENSION, None)
-        if recorded == self.extension:
-            vars(holder).pop("update", None)  # the model is extended as it was when this cache was filled
-            return True
-        return (recorded is None and self.takes_made) or not int(cache.get_seq_length())
+        return (recorded is None and self.takes_made) or not _held(half)
 
     def release(self) -> None:
-        """Make every cache that this extension filled refuse to grow, when the model is unpatched."""
-        for cache in list(self._filled):
-            cache.update = StaleUpdate(cache, self.extension.said)
+        """Make every cache that this extension filled refuse to grow, before the model is unpatched."""
+        self.released = True  # another thread may be reading a text
+        for part in [part for cache in list(self._filled) for part in _parts(cache)]:
+            part.update = StaleUpdate(part, self.extension.said)
+
+    def _given(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=False)) | kwargs
 
     def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         """Return the cache of a call: the argument, or else the one in the output; None if there is none."""
-        given = args[self.place] if len(args) > self.place else cache_in(kwargs)
-        return _returned(output) if given is None else given
+        given = cache_in(self._given(args, kwargs))
+        return returned(output) if given is None else given
 
 
 class Filling:
@@ -271,7 +343,7 @@ class DynamicGuard(CacheGuard):
 
 @dataclass
 class StaleUpdate:
-    """Replacement of ``cache.update``, which every attention layer calls, for a cache that became stale."""
+    """Replacement of ``update``, which every attention layer calls, for a cache or a layer that became stale."""
 
     cache: Any
     said: str
@@ -279,11 +351,10 @@ class StaleUpdate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to add keys to a stale cache; update an emptied one as transformers does."""
         cache = self.cache
-        if int(cache.get_seq_length()):
+        if held := _held(cache):
             raise PatchStateError(
-                f"This cache of {int(cache.get_seq_length())} tokens was filled while the model was extended by "
-                f"{self.said}. ctxext.unpatch has undone that, so the model gives other positions now. Start with a "
-                f"new cache."
+                f"{held} while the model was extended by {self.said}. ctxext.unpatch has undone that, so the model "
+                f"gives other positions now. Start with a new cache."
             )
         vars(cache).pop("update", None)  # the cache has been emptied since
         return cache.update(*args, **kwargs)
@@ -307,22 +378,22 @@ def guard_caches(
     """
     kind = DynamicGuard if dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    taking = {module: name for module in models if (name := cache_argument(module)) is not None}
-    arguments = {module: list(inspect.signature(type(module).forward).parameters)[1:] for module in models}
+    arguments = {module: tuple(inspect.signature(type(module).forward).parameters)[1:] for module in models}
+    taking = [module for module in models if cache_argument(module) is not None]
     unknown = next((module for module in models if "use_cache" in arguments[module]), None)
     if not taking and unknown is not None:
         raise IncompatibleError(
             f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
             f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
         )
-    guards = []
-    for module, name in taking.items():
+    guards: list[CacheGuard] = []
+    edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
+    for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(extension, arguments[module].index(name), takes_made)
+        guard = kind(extension, arguments[module], takes_made)
         edits.hook(module, guard.before, guard.after)
         guards.append(guard)
-    edits.set(model, GUARDS, guards)
 
 
 def guards_of(model: nn.Module) -> list[CacheGuard]:

@@ -114,6 +114,15 @@ def _words(code: CodeType) -> Iterator[str]:
             yield from _words(inner)
 
 
+MASKS = re.compile(r"(?:mask_kwargs = \{|create_\w*causal_mask\((?!\*))([^})]*)")
+
+
+def masks_follow_positions(kind: type) -> bool:
+    """Return whether a decoder hands positions to its masks, which then keep documents of one row apart."""
+    made = MASKS.findall(source_of(kind))
+    return not made or any("position_ids" in arguments for arguments in made)
+
+
 def rotates_by_table(model: nn.Module) -> bool:
     """Return whether a model rotates by a table of sinusoids, which other models add to their input."""
     code = names_of(type(model))

@@ -7,7 +7,6 @@ returns is a subclass of transformers' own.
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +15,14 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.requests import FutureRequestState
-from transformers.masking_utils import create_causal_mask
 
-from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import Method
+from ctxext.surgery.caches import PAGED_IN_LAYERS, guards_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.paged_batch import REACHES
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.rebuild import FAILURES
-
-# Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
-PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
 
 ON_THE_DEVICE = ("use_cuda_graph", "use_async_batching", "varlen_compile_config", "decode_compile_config")
 """Settings of transformers under which a pass is a graph, or is queued before its requests are known."""
@@ -34,6 +30,8 @@ ON_THE_DEVICE = ("use_cuda_graph", "use_async_batching", "varlen_compile_config"
 
 class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
     """Manager of continuous batching for a patched model; it declares how long each request may become.
+
+    It serves the model under the extension under which it was made, and no other.
 
     Args:
         batching: the continuous batching of the model.
@@ -44,7 +42,24 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def __init__(self, batching: ContinuousBatching, **settings: Any) -> None:
         self._batching = batching
+        self._guard = guards_of(batching.model)[0]
         super().__init__(batching.model, **settings)
+
+    def _require_extended(self) -> None:
+        """Raise ``PatchStateError`` if the model is no longer extended as it was when this manager was made."""
+        if self._guard.released:
+            raise PatchStateError(
+                f"This manager of continuous batches was made while the model was extended by "
+                f"{self._guard.extension.said}. ctxext.unpatch has undone that, so keys in its cache have other "
+                f"positions. Make a new one: model.init_continuous_batching()."
+            )
+
+    def _create_batch_processor(self) -> Any:
+        """Create what holds the paged cache, and record the extension on that."""
+        self._require_extended()
+        processor = super()._create_batch_processor()
+        self._guard.claim(processor.cache)
+        return processor
 
     def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
         """Keep ctxext's attention; a model without it goes on transformers' paged one."""
@@ -53,6 +68,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def add_request(self, input_ids: list[int], *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
         """Add a request as transformers does; a dynamic method needs its number of new tokens."""
+        self._require_extended()
         self._batching.require_limit(
             self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         )
@@ -84,8 +100,8 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _declare(self) -> None:
         """Write beside the keys how long each request of the next pass may become."""
-        states = [request.state for request in self.batch_processor.inputs_and_outputs.requests_in_batch]
         if self._batching.method.dynamic:
+            states = [request.state for request in self.batch_processor.inputs_and_outputs.requests_in_batch]
             reaches = [len(state.initial_tokens) + state.max_new_tokens for state in states]
             setattr(self.batch_processor.cache, REACHES, reaches)
 
@@ -127,7 +143,8 @@ class ContinuousBatching:
             IncompatibleError: if continuous batching would be wrong, or settings need a compiled graph.
             InvalidParameterError: if no number of new tokens is set, and the method needs one.
         """
-        if reason := self.why_not():
+        is_special = self.method.dynamic or self.by_layout
+        if is_special and (reason := self.why_not()):
             raise self._refusal(reason)
         if workload_hints is not None:
             self.require_limit(workload_hints.max_generated_length or None)
@@ -138,12 +155,15 @@ class ContinuousBatching:
         if settings.eos_token_id is None:
             settings.eos_token_id = -1  # as transformers does: no token ends a text
         given = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
+        given = given or ContinuousBatchingConfig()
         manager = PagedManager(
             self,
             generation_config=settings,
-            continuous_batching_config=self._on_the_host(given or ContinuousBatchingConfig()),
+            continuous_batching_config=self._on_the_host(given) if is_special else given,
             workload_hints=workload_hints,
         )
+        if not is_special:
+            return manager
         try:
             manager.try_a_pass()
         except (CtxextError, *FAILURES) as error:
@@ -208,5 +228,5 @@ def batch_continuously(model: PreTrainedModel, method: Method, edits: Edits) -> 
     edits.set(model, "_cached_continuous_batching_manager", None)
     decoders = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     by_layout = any(decoder.config._attn_implementation == ATTENTION for decoder in decoders)
-    if method.dynamic or by_layout:
+    if method.dynamic or by_layout or PAGED_IN_LAYERS:
         edits.set(model, "init_continuous_batching", ContinuousBatching(model, method, by_layout))

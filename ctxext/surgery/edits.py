@@ -60,7 +60,8 @@ class Edits:
     def delete_unchecked(self, owner: object, name: str) -> None:
         """Delete ``owner.__dict__[name]``, if present, past properties of the owner, and record the old entry."""
         if name in owner.__dict__:
-            self._entries.append((owner, name, owner.__dict__.pop(name), True))
+            self._entries.append((owner, name, owner.__dict__[name], True))
+            owner.__dict__.pop(name)
 
     def delete(self, owner: object, name: str) -> None:
         """Delete the plain attribute ``owner.name``, if present, and record its old value."""
@@ -104,27 +105,31 @@ class Edits:
             getattr(module, called)[HOOK] = function
             getattr(module, with_kwargs)[HOOK] = True
 
-    def undo(self) -> None:
-        """Restore every old value, newest first. A second call does nothing."""
-        while self._entries:
-            owner, name, old, unchecked = self._entries.pop()
-            if name == HOOKS and isinstance(owner, nn.Module):
-                for registry in (*BEFORE, *AFTER):
-                    getattr(owner, registry).pop(HOOK, None)
-            elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
-                owner._parameters[name] = _followed(old, owner._parameters.get(name))
-            elif unchecked:
-                if old is _Absent.ABSENT:
-                    owner.__dict__.pop(name, None)
-                else:
-                    owner.__dict__[name] = old
-            elif old is _Absent.ABSENT:
-                if isinstance(owner, dict):
-                    owner.pop(name, None)
-                elif self._current(owner, name) is not _Absent.ABSENT:
-                    delattr(owner, name)
-            elif not (isinstance(owner, dict) and name not in owner):  # other code has removed the entry since
-                _assign(owner, name, _beside(getattr(owner, name, None), old))
+    def undo(self, *, keep: int = 0) -> None:
+        """Restore old values, newest first, but for the ``keep`` oldest; after an interrupt, call this again."""
+        while len(self._entries) > keep:
+            self._restore(*self._entries[-1])
+            self._entries.pop()
+
+    def _restore(self, owner: Any, name: str, old: object, unchecked: bool) -> None:
+        """Restore an old value; doing so twice is as good as once."""
+        if name == HOOKS and isinstance(owner, nn.Module):
+            for registry in (*BEFORE, *AFTER):
+                getattr(owner, registry).pop(HOOK, None)
+        elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
+            owner._parameters[name] = _followed(old, owner._parameters.get(name))
+        elif unchecked:
+            if old is _Absent.ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = old
+        elif old is _Absent.ABSENT:
+            if isinstance(owner, dict):
+                owner.pop(name, None)
+            elif self._current(owner, name) is not _Absent.ABSENT:
+                delattr(owner, name)
+        elif not (isinstance(owner, dict) and name not in owner):  # other code has removed the entry since
+            _assign(owner, name, _beside(getattr(owner, name, None), old))
 
     def puts_back(self, value: object) -> bool:
         """Tell whether ``undo`` would set an attribute to this very object."""

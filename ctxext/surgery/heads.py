@@ -516,7 +516,7 @@ def _recording(subject: Subject) -> Iterator[_Recorder]:
         PatchStateError: the model is patched.
     """
     model = subject.model
-    if "_ctxext" in vars(model):
+    if vars(model).get("_ctxext") is not None:
         raise PatchStateError(
             f"This {type(model).__name__} is extended by ctxext, and its heads are found without that. Call "
             f"ctxext.unpatch first."

@@ -8,8 +8,9 @@ each layer as the ``attention_mask`` argument, so gradient checkpointing replays
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from ctxext.attention import Layout
 from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.bounded import BoundedLayer, SplitLayer, bounded_layer_of, require_one_length
-from ctxext.surgery.caches import cache_in
+from ctxext.surgery.caches import cache_in, returned
 from ctxext.surgery.code import shows_all
 from ctxext.surgery.layout_mask import UNPATCH, LayoutMask, layout_of
 from ctxext.surgery.override import ForwardOverride
@@ -52,6 +53,7 @@ class _DecoderCall:
     cache: Any = None
     has_encoder: bool = False
     batch: PagedBatch | None = None
+    later: list[tuple[weakref.ref[Tensor], Callable[[Any], None]]] = field(default_factory=list)
 
 
 class _CurrentCall(threading.local):
@@ -99,7 +101,7 @@ class PositionedForward(ForwardOverride):
         if by_layout:
             kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
-        call = _DecoderCall(None, None) if outer is None else outer
+        call = _DecoderCall(None, None) if outer is None else replace(outer, later=[])
         if cache_in(given) is not None:
             call = replace(call, cache=cache_in(given))
         if isinstance(call.cache, PagedAttentionCache) and call.batch is None:
@@ -114,7 +116,13 @@ class PositionedForward(ForwardOverride):
             call = replace(call, shard=_shard(given, call))
         _current.call = call
         try:
-            return self.run(*args, **kwargs)
+            output = self.run(*args, **kwargs)
+            if call.later and call.cache is None:
+                _current.call = replace(call, cache=returned(output))
+                for keys, change in call.later:
+                    if (layer := cache_layer_of(keys())) is not None:
+                        change(layer)
+            return output
         finally:
             _current.call = outer
 
@@ -186,11 +194,17 @@ def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | Non
     return longest[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens.shape[1]]
 
 
-def cache_layer_of(keys: Tensor) -> Any:
+def change_later(keys: Tensor, change: Callable[[Any], None]) -> None:
+    """Change the layer of a cache that holds ``keys``, if the decoder made one, at the end of its call."""
+    if _current.call is not None:
+        _current.call.later.append((weakref.ref(keys), change))
+
+
+def cache_layer_of(keys: Tensor | None) -> Any:
     """Return the plain cache layer whose storage ``keys`` is; None if the keys are a copy, or new."""
     cache = None if _current.call is None else _current.call.cache
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys), None)
+    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys is not None), None)
 
 
 def replace_cache_layer(old: Any, new: Any) -> None:
@@ -275,11 +289,12 @@ def _layout_mask(
         replaced["local_size"] = local_size
     if sees_both_ways and call.has_encoder:
         return LayoutMask(_across(slots, attention_mask), call.length, None, replaced, crosses=True)
-    if refusal and local_size and call.position_ids is not None and not torch.compiler.is_compiling():
-        _require_one_document(_layout(slots, attention_mask, _on_one_axis(call.position_ids)))
-    if refusal is not None:
+    if refusal is not None and (local_size is None or call.position_ids is None):
         return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
+    replaced |= _apart(layout, mask_function)
+    if refusal is not None:
+        return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
     bounded = bounded_layer_of(call.cache)
     if bounded is not None and not torch.compiler.is_compiling():
         require_one_length(call.cache)
@@ -329,14 +344,13 @@ SEES_AHEAD = (
 )
 
 
-def _require_one_document(layout: Layout) -> None:
-    """Raise if a row holds several documents, which windows to both sides do not tell apart."""
-    documents = layout.query_documents
-    if documents is not None and bool((documents > 0).any()):
-        raise IncompatibleError(
-            "position_ids restart, but windows to both sides go by places in the row and reach across documents. Give "
-            "each document a row of its own."
-        )
+def _apart(layout: Layout, mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what keeps documents of one row apart; not every model does so, and none with a cache."""
+    documents = layout.key_documents
+    if documents is None or torch.compiler.is_compiling() or not bool((documents > 0).any()):
+        return {}
+    shown = and_masks(mask_function, packed_sequence_mask_function(documents))
+    return {"mask_function": shown, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots) -> bool:

@@ -36,7 +36,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.layout_mask import LayoutMask
 from ctxext.surgery.paged_batch import pads_little
-from ctxext.surgery.positions import cache_layer_of, replace_cache_layer
+from ctxext.surgery.positions import cache_layer_of, change_later, replace_cache_layer
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
@@ -221,6 +221,8 @@ class RemapAttend:
             out = self._attend(self.far, q, k, v, layout, cached, **how)
         else:
             out = self._attend_split(q, k, v, layout, cached, **how)
+        if cached is None:
+            change_later(k, functools.partial(self._drop_unseen, layout=layout))
         self._drop_unseen(cached, layout)
         return out
 

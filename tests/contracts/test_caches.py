@@ -13,7 +13,15 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM, LlamaModel, PreTrainedModel, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+)
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
@@ -85,6 +93,117 @@ def generated(model: PreTrainedModel, prompt: Tensor, **options: Any) -> Tensor:
         **options,
     )
     return found
+
+
+class OwnCache:
+    """A cache of a user's own, which keeps keys and does not say how many."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if layer in self.kept:
+            keys, values = (torch.cat(pair, 2) for pair in zip(self.kept[layer], (keys, values), strict=True))
+        self.kept[layer] = keys, values
+        return keys, values
+
+    def get_query_offset(self, layer: int) -> int:
+        return self.kept[layer][0].shape[2] if layer in self.kept else 0
+
+    def get_mask_sizes(self, new: int, layer: int) -> tuple[int, int]:
+        return self.get_query_offset(layer) + new, 0
+
+
+def halved(_: Any) -> EncoderDecoderCache:
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+class Subclass(DynamicCache):
+    """A class of a user's own."""
+
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 16}
+KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, str], Any]] = {
+    "growing": ("llama", {}, ("yarn", "pi"), lambda config: DynamicCache()),
+    "of a config": ("llama", {}, ("self_extend", "yarn"), lambda config: DynamicCache(config=config)),
+    "static": ("llama", {}, ("yarn", "rerope"), lambda config: StaticCache(config=config, max_cache_len=LONG)),
+    "of a subclass": ("llama", {}, ("alibi", "pi"), lambda config: Subclass()),
+    "of the user": ("llama", {}, ("yarn", "pi"), lambda config: OwnCache()),
+    "in windows": ("gemma3_text", WINDOWED, ("yarn", "self_extend"), lambda config: DynamicCache(config=config)),
+    "of states": ("qwen3_next", LINEAR, ("yarn", "self_extend"), lambda config: DynamicCache(config=config)),
+    "of two halves": ("t5", {}, ("stretch_buckets", "stretch_buckets"), halved),
+    "quantized": ("llama", {}, ("yarn", "pi"), lambda config: QuantizedCache("fp8", config)),
+}
+if not RECENT:  # before transformers 5.23
+    del KINDS["quantized"], KINDS["of the user"]
+
+
+@torch.no_grad()
+def go_on(model: Any, cache: Any, first: int, stop: int) -> Tensor:
+    given: dict[str, Any] = {"input_ids": tokens(LONG)[:, first:stop]}
+    if model.config.is_encoder_decoder:
+        states = torch.ones(1, 7, model.config.hidden_size)
+        given = {"decoder_input_ids": given["input_ids"], "encoder_outputs": (states,)}
+    elif isinstance(cache, OwnCache):
+        given["position_ids"] = torch.arange(first, stop)[None]
+    found: Tensor = model(**given, past_key_values=cache, use_cache=True).logits
+    return found
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "growing")) for kind in KINDS])
+def test_no_kind_of_cache_goes_on_under_another_extension(kind: str) -> None:
+    """Filled before ``patch``, before ``unpatch``, and under another method."""
+    model_type, changes, methods, made = KINDS[kind]
+    first, other = ({"method": name, "factor": factor} for name, factor in zip(methods, (4.0, 2.0), strict=True))
+    model = tiny(model_type, **changes)
+    for before, after in ((None, first), (first, None), (first, other)):
+        if before is not None:
+            extended(model, before)
+        cache = made(model.config)
+        if before is not None and not hasattr(cache, "get_seq_length"):
+            with pytest.raises(PatchStateError, match=r"This OwnCache has no get_seq_length"):
+                go_on(model, cache, 0, 9)
+            ctxext.unpatch(model)
+            continue
+        go_on(model, cache, 0, 9)
+        if before is not None:
+            ctxext.unpatch(model)
+        if after is not None:
+            extended(model, after)
+        with pytest.raises(PatchStateError, match=r"Start with a new cache\."):
+            go_on(model, cache, 9, 12)
+        if after is not None:
+            ctxext.unpatch(model)
+
+
+@pytest.mark.parametrize("borrow", [copy.copy, lambda _: DynamicCache()])
+def test_a_cache_that_borrows_the_layers_of_another(borrow: Any) -> None:
+    model = build("llama", {"method": "yarn", "factor": 4.0})
+    cache = filled_by(model, KEPT)
+    made = borrow(cache)
+    made.layers = cache.layers
+    ctxext.unpatch(model)
+    with pytest.raises(PatchStateError, match=r"ctxext\.unpatch has undone that.*Start with a new cache"):
+        read(model, tokens(1), made)
+    extended(model, {"method": "yarn", "factor": 4.0})
+    read(model, tokens(1), cache)
+
+
+def test_the_half_of_a_cache_that_holds_the_text_of_an_encoder() -> None:
+    """Its keys are computed from the states of an encoder, in which positions are of the extension too."""
+    model = tiny("t5")
+    for before in (None, "stretch_buckets"):
+        if before:
+            extended(model, {"method": before, "factor": 2.0})
+        cache = halved(None)
+        go_on(model, cache, 0, 9)
+        if before:
+            ctxext.unpatch(model)
+        extended(model, {"method": "stretch_buckets", "factor": 4.0})
+        with pytest.raises(PatchStateError, match=r"^This cache of 7 tokens was filled .*Start with a new cache\."):
+            go_on(model, EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache), 0, 3)
+        ctxext.unpatch(model)
 
 
 @following

@@ -13,12 +13,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import ctxext
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods import METHODS, DynamicYaRN, LongRoPE, Method, RetrievalHeads
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
-from ctxext.surgery.continuous import PAGED_IN_LAYERS
+from ctxext.surgery.caches import PAGED_IN_LAYERS
 from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -265,3 +265,68 @@ def test_blocks_that_were_filled_under_other_positions_are_not_shared() -> None:
     again = batched(model)
     assert_same(again, plain)
     assert_same(again, alone(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "yarn"),
+        ("yarn", None),
+        ("self_extend", None),
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in ((None, "self_extend"), ("yarn", "pi"), ("self_extend", "rerope"), ("dynamic_ntk", None))
+        ),
+    ],
+)
+@paged_in_layers
+def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_changes(
+    before: str | None, after: str | None
+) -> None:
+    """The keys in its cache, some of which the next prompts may share, have other positions."""
+    model = tiny()
+
+    def change(name: str | None) -> None:
+        if name is None:
+            ctxext.unpatch(model)
+        else:
+            ctxext.patch(model, name, factor=4.0, **({"growth": "request"} if name == "dynamic_ntk" else {}))
+
+    if before is not None:
+        change(before)
+    sizes = ContinuousBatchingConfig(**SIZES)
+    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
+    manager.start()
+    try:
+        for _ in range(2):  # the second shares blocks of the first
+            assert manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error is None
+        if before is not None:
+            ctxext.unpatch(model)
+        if before is None or after is not None:
+            change(after)
+        if before is None:  # transformers' own manager: the worker finds out
+            assert "before it was patched" in manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error
+        else:
+            with pytest.raises(PatchStateError, match=rf"was extended by '{before}'.*model\.init_continuous_batching"):
+                manager.add_request(PROMPTS[2])
+        assert_same(batched(model), alone(model))
+        if after is not None:
+            ctxext.unpatch(model)
+            change(before) if before is not None else None
+        if before is not None and after is not None:  # extended as it was: its keys are right again
+            assert manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error is None
+    finally:
+        manager.stop(hard_stop=True)
+
+
+@paged_in_layers
+def test_a_model_whose_attention_a_manager_has_set_is_extended_when_that_is_stopped() -> None:
+    """Unpatched, it would have the manager's attention again, which reads rightly from a paged cache only."""
+    model = tiny(attn_implementation="eager")
+    manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(**SIZES))
+    with pytest.raises(PatchStateError, match=r"has set the attention .* 'paged\|eager'. Stop the manager first"):
+        ctxext.patch(model, "self_extend", factor=4.0)
+    manager.start()
+    manager.stop()
+    ctxext.patch(model, "self_extend", factor=4.0)

@@ -21,6 +21,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import DualChunk, ReRoPE, RetrievalHeads, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
+from ctxext.training.sequences import require_separate
 from tests._models import tiny, tokens
 from tests._products import some
 from tests._remap import relative_positions, weights
@@ -426,3 +427,45 @@ def test_a_model_of_windows_alone_has_no_distance_to_remap() -> None:
     model = tiny("mistral", sliding_window=16)
     with pytest.raises(IncompatibleError, match="lift"):
         patched(model)
+
+
+CARRYING = {"qwen3_5_text", "qwen3_next", "granitemoehybrid", "lfm2_moe", "bamba"}
+PACKED = [SELF_EXTEND, *METHODS, Streaming(factor=4, window=20), "yarn", "dynamic_ntk"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", some(KINDS, "lfm2_moe", "gemma3_text", "smollm3", "gpt_oss"))
+def test_documents_of_one_row_are_read_each_alone_or_refused(model_type: str) -> None:
+    """By every method; where ctxext computes attention, also with a cache, with which no mask of transformers does."""
+    model, ids = model_of(model_type), tokens(90)
+    positions = torch.cat([torch.arange(50), torch.arange(40)])[None]
+    for method in PACKED:
+        factor = 4.0 if isinstance(method, str) else None
+        try:
+            ctxext.patch(model, method, factor=factor, trained_length=TRAINED_LENGTH)
+        except IncompatibleError:  # two methods do not fit layers of two kinds of positions
+            continue
+        by_masks_alone = isinstance(method, str) and model_type == "gpt_oss"
+        for use_cache in (False,) if isinstance(method, str) else (False, True):
+            with torch.no_grad():
+                if model_type in CARRYING or by_masks_alone:
+                    reason = (
+                        "attention masks without positions" if by_masks_alone else "from one document into the next"
+                    )
+                    with pytest.raises(IncompatibleError, match=rf"^position_ids restart.*{reason}\. .*a row\.$"):
+                        model(ids, position_ids=positions, use_cache=use_cache)
+                    model(ids[:, :50], position_ids=positions[:, :50], use_cache=use_cache)
+                    hidden = {"attention_mask": (torch.arange(50) > 5).long()[None]}
+                    model(ids[:, :50], position_ids=(positions[:, :50] - 6).clamp(min=0), **hidden)
+                    continue
+                found = model(ids, position_ids=positions, use_cache=use_cache).logits
+                alone = torch.cat([model(ids[:, :50]).logits, model(ids[:, 50:]).logits], 1)
+            tolerance = (EXACT if KINDS[model_type].dtype is torch.float64 else SINGLE) * float(alone.abs().max())
+            torch.testing.assert_close(found, alone, atol=tolerance, rtol=0)
+        ctxext.unpatch(model)
+
+
+def test_packed_rows_of_a_model_that_carries_a_state_in_the_recipe() -> None:
+    with pytest.raises(IncompatibleError, match=r"^position_ids restart.*'conv'"):
+        require_separate(patched(model_of("lfm2_moe")))
+    require_separate(patched(model_of("gpt_oss")))

@@ -218,13 +218,15 @@ def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack
         torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[20, 30], [70, 90, 1], [150, 10]])
 @pytest.mark.parametrize("model_type", WINDOWED)
-def test_documents_in_one_row_are_refused_where_windows_reach_across_them(model_type: str) -> None:
-    model = extended(SelfExtend, model_type)
-    positions = torch.arange(LENGTH)[None]
-    assert logits(model, tokens(LENGTH), position_ids=positions).isfinite().all()
-    with pytest.raises(IncompatibleError, match=r"reach across documents|mask function of the model's own"):
-        logits(model, tokens(LENGTH), position_ids=positions % 70)
+def test_windows_to_both_sides_end_where_a_document_does(model_type: str, lengths: list[int]) -> None:
+    model, ids = extended(SelfExtend, model_type), tokens(sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = logits(model, ids, position_ids=positions)
+    for part, document in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("model_type", WINDOWED)

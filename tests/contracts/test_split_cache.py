@@ -48,6 +48,23 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max())
 
 
+@pytest.mark.parametrize("way", ["given", "made", "made, in a tuple", "made by the decoder alone"])
+def test_one_call_of_a_long_text_holds_what_the_other_heads_see(way: str) -> None:
+    """Whoever makes the cache. After 200 tokens the other heads hold their window, and the first tokens."""
+    model, ids = model_of(exact=False), tokens(200)
+    with torch.no_grad():
+        cache = DynamicCache() if way == "given" else None
+        read_by = model.model if way == "made by the decoder alone" else model
+        out = read_by(ids, past_key_values=cache, use_cache=True, return_dict="tuple" not in way)
+        cache = out[1] if "tuple" in way else out.past_key_values
+        (far, near), (bounded,), (whole,) = held(cache)
+        assert (far, whole) == ((2, 200), (4, 200))
+        assert SINKS + WINDOW <= near[1] == bounded[1] < MOST
+        more = tokens(3, rows=2)[1:]
+        found = model(more, past_key_values=cache).logits
+    assert error(found, logits(model, torch.cat([ids, more], 1))[:, -3:]) < EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("steps", [[10] + [1] * 220, [200] + [1] * 30, [37] * 6, [90, 1, 1, 60, 3, 75], [16] * 14])

@@ -34,6 +34,16 @@ def held(cache: DynamicCache) -> int:
     return sizes.pop()
 
 
+@torch.no_grad()
+def test_one_call_of_a_long_text_holds_no_more_whoever_makes_the_cache() -> None:
+    model, ids = model_of(), tokens(LENGTH)
+    given = DynamicCache()
+    model(ids, past_key_values=given)
+    made = model(ids, use_cache=True).past_key_values
+    assert SINKS + WINDOW <= held(made) == held(given) < MOST
+    assert model(ids, use_cache=False).past_key_values is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "glm"])
 def test_decoding_is_that_of_no_cache_and_holds_no_more_keys_than_it_sees(model_type: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -437,3 +438,56 @@ def test_readings_are_compared_over_the_same_texts() -> None:
     difference = first.beyond(result({512: [0.0, 0.0, 100.0]}), margin=True)
     assert difference is not None
     assert difference.mean == pytest.approx((1.0 - -1.0) / 3)
+
+
+def guessed(generator: torch.Generator, number: int, index: int = 0) -> ChoiceTrial:
+    """A text of which nothing is known: answers are likelier or not by themselves, whatever is asked."""
+    losses = torch.randn(number, number, generator=generator) + 3 * torch.randn(1, number, generator=generator)
+    return trial(losses.tolist(), index=index)
+
+
+@pytest.mark.slow
+def test_the_luck_of_a_reading_is_that_of_all_ways_to_deal_out_the_answers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number in (2, 3, 4):
+        texts = [guessed(generator, number, index) for index in range(2)]
+        texts.append(trial([[1.0] * number] * number, index=2))  # a tie is lost, however answers are dealt out
+        found = RetrievalResult(tuple(texts))
+        deals = list(itertools.permutations(range(number)))
+        totals = [
+            sum(
+                place == chosen
+                for each, deal in zip(texts, dealt, strict=True)
+                for place, chosen in zip(deal, each.chosen, strict=True)
+            )
+            for dealt in itertools.product(deals, repeat=3)
+        ]
+        right = sum(place == chosen for each in texts for place, chosen in enumerate(each.chosen))
+        assert found.luck == pytest.approx(sum(total >= right for total in totals) / len(totals))
+
+
+@pytest.mark.parametrize(
+    ("number", "samples"),
+    [
+        pytest.param(number, samples, marks=pytest.mark.slow if samples == 8 else pytest.mark.nightly)
+        for number in (2, 3, 4)
+        for samples in (2, 3, 4, 5, 6, 8, 12)
+    ],
+)
+def test_guessing_has_an_effective_length_in_few_runs_and_equals_differ_in_few(number: int, samples: int) -> None:
+    """In at most 2.5 and 5 percent, give or take what 200 runs leave open."""
+    generator, runs = torch.Generator().manual_seed(0), 200
+    results = [
+        RetrievalResult(tuple(guessed(generator, number, index) for index in range(samples))) for _ in range(2 * runs)
+    ]
+    effective = sum(found.effective_length(512) is not None for found in results)
+    gaps = [found.beyond(other) for found, other in zip(results[::2], results[1::2], strict=True)]
+    differing = sum(abs(gap.mean) > gap.margin for gap in gaps if gap is not None)
+    assert effective / (2 * runs) < 0.025 + 3 * math.sqrt(0.025 * 0.975 / (2 * runs))
+    assert differing / runs < 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
+
+
+def test_three_texts_without_a_mistake_are_no_luck() -> None:
+    knows = [trial([[float(i != j) for j in range(4)] for i in range(4)], index=index) for index in range(3)]
+    assert RetrievalResult(tuple(knows)).luck == pytest.approx(1 / 24**3)
+    assert RetrievalResult(tuple(knows)).effective_length(512) == 512

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 import ctxext
 from ctxext.serving.endpoints import fit
 from ctxext.serving.gate import Gate
-from ctxext.surgery.continuous import PAGED_IN_LAYERS
+from ctxext.surgery.caches import PAGED_IN_LAYERS
 from tests._models import byte_model
 from tests._products import some
 from tests._programs import command

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -26,7 +28,13 @@ from ctxext.evaluation.forward import SMALL_MODEL, Progress, logits_of_answers, 
 from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
-from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference
+from ctxext.evaluation.statistics import (
+    CHANCE,
+    PairedDifference,
+    check_finite,
+    grouped_difference,
+    score_difference,
+)
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.task_result import TaskResult, relative_effective_length
 from ctxext.files import digest
@@ -227,13 +235,26 @@ class ChoiceTrial:
         return [[mean - loss for mean, loss in zip(means, row, strict=True)] for row in self.losses]
 
     @property
+    def chosen(self) -> list[int | None]:
+        """The answer to each question that gains most, by its place; None for a tie."""
+        best = [max(row) for row in self.gains]
+        return [row.index(most) if row.count(most) == 1 else None for row, most in zip(self.gains, best, strict=True)]
+
+    @property
+    def right(self) -> int:
+        """The number of questions whose right answer gains most; a tie counts as lost."""
+        return sum(map(operator.eq, range(len(self.chosen)), self.chosen))
+
+    @property
+    def by_chance(self) -> list[float]:
+        """The probability of each number of right choices, were the answers dealt out to the questions by chance."""
+        deals = [sum(map(operator.eq, deal, self.chosen)) for deal in itertools.permutations(range(len(self.chosen)))]
+        return [deals.count(right) / len(deals) for right in range(len(self.chosen) + 1)]
+
+    @property
     def score(self) -> float:
-        """The percentage of questions whose right answer gains most; a tie counts as lost."""
-        right = [
-            all(row[place] > gain for other, gain in enumerate(row) if other != place)
-            for place, row in enumerate(self.gains)
-        ]
-        return 100 * sum(right) / len(right)
+        """The percentage of right choices."""
+        return 100 * self.right / len(self.chosen)
 
     @property
     def margin(self) -> float:
@@ -255,9 +276,12 @@ class RetrievalResult(TaskResult):
         return 1 / len(self.trials[0].answers)
 
     @property
-    def above_chance(self) -> PairedDifference:
-        """The score less that of guessing, points, with its error over texts."""
-        return _difference([trial.score - 100 * self.chance for trial in self.trials])
+    def luck(self) -> float:
+        """The probability that guessing chooses as many right, or more; exact for any number of texts."""
+        totals = np.ones(1)
+        for trial in self.trials:
+            totals = np.convolve(totals, trial.by_chance)
+        return float(totals[sum(trial.right for trial in self.trials) :].sum())
 
     @property
     def margin(self) -> PairedDifference:
@@ -290,7 +314,7 @@ class RetrievalResult(TaskResult):
         pairs = zip(self.trials, other.trials, strict=True)
         if margin:
             return _difference([mine.margin - theirs.margin for mine, theirs in pairs])
-        return _difference([mine.score - theirs.score for mine, theirs in pairs])
+        return score_difference([mine.score - theirs.score for mine, theirs in pairs], over="texts")
 
     def effective_length(self, base: int) -> int | None:
         """Return the longest length that keeps 85 percent of the accuracy above chance at the base length.
@@ -301,18 +325,16 @@ class RetrievalResult(TaskResult):
             base: tokens, one of the lengths.
 
         Returns:
-            Tokens; None where the accuracy at the base length is not above chance by the 95 percent interval over
-            texts, so that there is nothing to keep.
+            Tokens; None where guessing would choose as many right at the base length in more than 2.5 percent, so that
+            there is nothing to keep.
 
         Source: Modarressi et al., arXiv:2502.05167, section 4, whose base is the best score of 250, 500 and 1K tokens
             and whose scores have no chance level.
         """
-        if base not in self.lengths:
+        if base not in self.lengths or self.only(length=base).luck > CHANCE / 2:
             return None
-        above = {length: self.only(length=length).above_chance for length in self.lengths if length >= base}
-        if above[base].mean <= above[base].margin:
-            return None
-        return relative_effective_length({length: max(0.0, share.mean) for length, share in above.items()})
+        scores = {length: self.only(length=length).score for length in self.lengths if length >= base}
+        return relative_effective_length({at: max(0.0, score - 100 * self.chance) for at, score in scores.items()})
 
 
 def _difference(values: Sequence[float]) -> PairedDifference:
