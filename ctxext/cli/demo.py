@@ -288,13 +288,12 @@ class Demo:
 
     def announcement(self, pace: Pace) -> str:
         """Return the sentence that says what is about to be measured."""
-        there = duration(pace.seconds)
+        takes = f"About {pace.seconds:.0f} s."
         if pace.idle < BUSY * pace.seconds:
-            there = f"busy: {there}, on an idle machine {duration(pace.idle)}"
+            takes = f"Busy: about {duration(pace.seconds)}, on an idle machine {duration(pace.idle)}."
         return (
             f", trained to {tokens_label(self.trained_length)} tokens, in {self.survey.checkpoint.dtype_note}, reads "
-            f"{tokens_label(self.length)} tokens of {self.passage.text.name} in {len(self.survey.jobs)} ways. "
-            f"About {there}.\n"
+            f"{tokens_label(self.length)} tokens of {self.passage.text.name} in {len(self.survey.jobs)} ways. {takes}\n"
         )
 
     def losses(self, job: ReadAndAnswer) -> Tensor:

@@ -153,7 +153,7 @@ def test_what_is_read_does_not_depend_on_the_machine(planned: Demo, monkeypatch:
 
 def test_a_busy_machine_is_called_busy(planned: Demo) -> None:
     assert planned.announcement(Pace(100.0, 100 * BUSY)).endswith("in 5 ways. About 100 s.\n")
-    assert planned.announcement(Pace(300.0, 90.0)).endswith("About busy: 5 min, on an idle machine 90 s.\n")
+    assert planned.announcement(Pace(300.0, 90.0)).endswith("Busy: about 5 min, on an idle machine 90 s.\n")
 
 
 def test_the_fact_stands_on_a_line_of_its_own_and_is_asked_for_at_the_end(
