@@ -30,10 +30,10 @@ from ctxext.evaluation.labels import all_of, perplexity_label, tokens_label
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
-from ctxext.evaluation.report.page import NONE, Heading, Page, TextTable
+from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.survey import Answer, Job, Survey
-from ctxext.evaluation.truncation import TRUNCATED, best_window
+from ctxext.evaluation.truncation import best_window
 from ctxext.files import parse_json
 from ctxext.methods import saved_class
 from ctxext.patching import patch, unpatch
@@ -46,7 +46,7 @@ from ctxext.texts.documents import Document, package_folders, read_documents
 
 METHODS = ("self_extend", "yarn")
 FIGURE, DATA, TABLE, UNFINISHED = "demo.png", "result.json", "table.md", "unfinished"
-PART = 8  # 1/8 of the window is scored at the end of the window and of the text, and read beyond the window
+PART = 8  # 1/8 of the window is read beyond the window, and scored
 # A folder of code up to the end of a class that an earlier file has too, some 8,300 tokens before.
 CODE, AFTERWARDS = "models/gemma2", "class Gemma2RMSNorm(GemmaRMSNorm)"
 DEFAULT = f"the code of transformers/{CODE}"
@@ -55,8 +55,6 @@ FACT, ANSWER = "\n# The pass key is {}. Remember it.\n", "48213"
 REQUEST = "\n# Remember the pass key. The pass key is"
 HIDDEN = 20  # the fact is 1/20 of the text after its beginning, or soon after that
 WRITTEN = 6  # tokens of an answer
-# Ratios to the best truncation's perplexity from which an unpatched model gets worse, and breaks.
-WORSE, BROKEN = 1.05, 2.0
 BUSY = 0.75  # share of the processor's time below which a CPU is called busy
 # Nats over the best truncation on a text that repeats nothing, of 1,024 tokens: docs/results/demo.md.
 PLAY = {"self_extend": "+0.021 ± 0.015", "yarn": "-0.017 ± 0.019"}
@@ -196,7 +194,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReadAndAnswer(Job):
-    """Read a passage once, score the ends of window and text, and write an answer behind it.
+    """Read a passage once, score its end, and write an answer behind it.
 
     Args:
         passage: to read.
@@ -214,14 +212,13 @@ class ReadAndAnswer(Job):
         return self.reader.window or self.passage.text.tokens - 1
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """Return the answer, and the losses inside the window, where it is read, and at the end."""
+        """Return the answer, and the losses at the end."""
         text, window, scored = self.passage.text, self.reader.window, self.trained_length // PART
         ids = text.input_ids
         if window is not None:
             ids = torch.cat([ids[:, : text.prefix], ids[:, text.prefix - window - 1 :]], dim=1)
         last = ids.shape[1] - 1
-        ends = [last] if window is not None else [self.trained_length, last]
-        positions = torch.cat([torch.arange(end - scored, end) for end in ends])
+        positions = torch.arange(last - scored, last)
         with ticking(model, self.name, self.cost, progress, passes=1):
             losses, reply = read_and_answer(model, ids, positions, self.passage)
         check_finite(losses, self.name)
@@ -273,7 +270,7 @@ class Demo:
     """Planned demo.
 
     Args:
-        survey: its jobs: unpatched, truncations, methods.
+        survey: its jobs: truncations, methods.
         methods: extensions that are compared.
         passage: to read.
         length: tokens that are read.
@@ -339,7 +336,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
             trained_length=trained,
         )
         for reading in found
-        if reading.name != TRUNCATED
+        if reading.is_candidate or reading.window
     ]
     survey = Survey("ctxext demo", checkpoint, jobs, corpus=corpus, journal=journal)
     return Demo(survey, methods, passage, length, trained)
@@ -399,7 +396,7 @@ def _measure(console: Console, demo: Demo) -> DemoResult:
         for job in survey.jobs:
             survey.measure([one for one in pending if one is job], progress=bar)
             line = survey.journal.finished()[job.key]
-            end = perplexity_label(math.exp(demo.losses(job)[-(demo.trained_length // PART) :].mean().item()))
+            end = perplexity_label(math.exp(demo.losses(job).mean().item()))
             console.print(f"{job.name:<22}{end:>8}  {first_line(line['reply'])}")
     return summarised(demo)
 
@@ -416,7 +413,7 @@ class TextReading:
     Args:
         name: of the reading.
         label: the same, to show.
-        inside: nats per token at the end of the window; None for a truncation.
+        is_method: False for a truncation.
         end: nats per token at the end of the text.
         difference: ``end`` minus that of the best truncation.
         answer: words behind the request.
@@ -426,7 +423,7 @@ class TextReading:
 
     name: str
     label: str
-    inside: float | None
+    is_method: bool
     end: float
     difference: PairedDifference
     answer: str
@@ -449,7 +446,7 @@ class DemoResult:
         distance: tokens from the fact to the end of the text.
         text: its name.
         window: tokens that the best truncation sees.
-        rows: unpatched, truncations, methods.
+        rows: truncations, methods.
         provenance: see ``provenance_of``.
     """
 
@@ -463,11 +460,9 @@ class DemoResult:
     made_by: str = "ctxext demo"
 
     @property
-    def spans(self) -> tuple[str, str]:
-        """Positions that are scored, inside the window and at the end of the text."""
-        scored = self.trained_length // PART
-        inside, end = (f"{tokens_label(n - scored)}-{tokens_label(n)}" for n in (self.trained_length, self.length))
-        return inside, end
+    def span(self) -> str:
+        """Positions that are scored."""
+        return f"{tokens_label(self.length - self.trained_length // PART)}-{tokens_label(self.length)}"
 
     @property
     def title(self) -> str:
@@ -478,7 +473,7 @@ class DemoResult:
     @property
     def extended(self) -> list[TextReading]:
         """Rows of methods."""
-        return [row for row in self.rows[1:] if row.inside is not None]
+        return [row for row in self.rows if row.is_method]
 
     @property
     def truncated(self) -> TextReading:
@@ -507,27 +502,25 @@ class DemoResult:
 
     def _draw(self, axes: Any) -> None:
         """Draw a bar for each reading, and its answer in words."""
-        rows = [*(row for row in self.rows if row.inside is None), self.rows[0], *self.extended]
-        places, colours = range(len(rows)), colours_for(row.name.split()[0] for row in rows)
-        axes.barh(places, [row.end for row in rows], color=colours, height=0.62)
-        for place, row, colour in zip(places, rows, colours, strict=True):
+        places, colours = range(len(self.rows)), colours_for(row.name.split()[0] for row in self.rows)
+        axes.barh(places, [row.end for row in self.rows], color=colours, height=0.62)
+        for place, row, colour in zip(places, self.rows, colours, strict=True):
             mark, weight = ("✓", "bold") if row.is_right else ("✗", "normal")
             words = f"{row.end:.2f}   {mark} “{first_line(row.answer)}”"
             axes.annotate(
                 words, (row.end, place), (6, 0), textcoords="offset points", va="center", color=colour, weight=weight
             )
-        axes.set_yticks(places, [row.label for row in rows])
+        axes.set_yticks(places, [row.label for row in self.rows])
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.6 * max(row.end for row in rows))
-        axes.set_xlabel(f"loss at tokens {self.spans[1]}, nats per token: less is better")
+        axes.set_xlim(0, 1.6 * max(row.end for row in self.rows))
+        axes.set_xlabel(f"loss at tokens {self.span}, nats per token: less is better")
         draw_grid(axes, axis="x")
 
     def _table(self) -> TextTable:
         rows = [
             [
                 row.label,
-                NONE if row.inside is None else perplexity_label(math.exp(row.inside)),
                 perplexity_label(math.exp(row.end)),
                 "the best" if row is self.truncated else gain(row.difference),
                 first_line(row.answer),
@@ -536,10 +529,9 @@ class DemoResult:
             ]
             for row in self.rows
         ]
-        inside, end = self.spans
         return TextTable(
             title=f"{self.text}: perplexity, nats gained over the best truncation, and the answer (right: {ANSWER})",
-            header=["", inside, end, "gain", "writes", "margin", "took"],
+            header=["", self.span, "gain", "writes", "margin", "took"],
             rows=rows,
             caption="Margin: nats by which the right answer leads any other, at the least of its tokens.",
             styles={row.label: "reference" for row in self.rows if row not in self.extended},
@@ -548,18 +540,18 @@ class DemoResult:
 
 def summarised(demo: Demo) -> DemoResult:
     """Put the finished jobs together."""
-    survey, scored = demo.survey, demo.trained_length // PART
+    survey = demo.survey
     lines = survey.journal.finished()
     losses = {job: demo.losses(job) for job in survey.jobs}
-    ends = {job.reader.window: [losses[job][-scored:]] for job in survey.jobs if job.reader.window}
+    ends = {job.reader.window: [losses[job]] for job in survey.jobs if job.reader.window}
     window = best_window(ends)
     rows = [
         TextReading(
             name=job.reader.reading.name,
             label=job.name,
-            inside=None if job.reader.window else mine[:scored].mean().item(),
-            end=mine[-scored:].mean().item(),
-            difference=document_difference([mine[-scored:]], ends[window], baselines=len(ends)),
+            is_method=job.reader.window is None,
+            end=mine.mean().item(),
+            difference=document_difference([mine], ends[window], baselines=len(ends)),
             answer=lines[job.key]["reply"],
             margin=lines[job.key]["margin"],
             seconds=lines[job.key]["seconds"],
@@ -579,13 +571,13 @@ def summarised(demo: Demo) -> DemoResult:
 
 def sentences(result: DemoResult) -> list[str]:
     """Return what a newcomer should take away, in sentences that follow from the numbers."""
-    found = [_unpatched_sentence(result), _gain_sentence(result), _answer_sentence(result)]
+    found = [_gain_sentence(result), _answer_sentence(result)]
     best = min(result.extended, key=lambda row: row.end)
     if result.text == DEFAULT and {row.name.split()[0] for row in result.extended} == PLAY.keys():
         if best.name.startswith("yarn"):
             found.append(
-                "YaRN is best on this text. Self-Extend is advised all the same: it changes nothing inside the window, "
-                "and loses to no truncation where a text repeats nothing."
+                "YaRN is best on this text. Self-Extend is advised all the same: inside the window it changes no bit, "
+                "where YaRN costs 0.03 nats, and no truncation beats it where a text repeats nothing."
             )
         found.append(
             f"Most texts repeat little. On a play Self-Extend gains {PLAY['self_extend']} nats, YaRN {PLAY['yarn']} "
@@ -594,38 +586,19 @@ def sentences(result: DemoResult) -> list[str]:
     return found
 
 
-def _cost(result: DemoResult, row: TextReading) -> str:
-    """Say what a method costs inside the window."""
-    cost = (row.inside or 0.0) - (result.rows[0].inside or 0.0)
-    return "changes nothing" if abs(cost) < 0.0005 else f"{'costs' if cost > 0 else 'gains'} {abs(cost):.3f} nats"
-
-
-def _unpatched_sentence(result: DemoResult) -> str:
-    ratio = math.exp(result.rows[0].difference.mean)
-    fate = "it breaks" if ratio > BROKEN else "it gets worse" if ratio > WORSE else "it does not break"
-    return (
-        f"Unpatched, the model's perplexity at {result.spans[1]} is {ratio:.2f} times that of the best truncation: "
-        f"{fate} beyond its {tokens_label(result.trained_length)} tokens."
-    )
-
-
 def _gain_sentence(result: DemoResult) -> str:
-    """Say whether the best method pays, and what methods cost inside the window."""
+    """Say whether the best method pays."""
     best = min(result.extended, key=lambda row: row.end)
     verdict = VERDICTS[best.difference.verdict_of_best(len(result.extended))]
     gains = all_of([f"{row.label} {gain(row.difference)}" for row in result.extended])
-    inside = all_of([f"{row.label} {_cost(result, row)}" for row in result.extended])
-    return (
-        f"A longer window {verdict} on this text: {gains} nats per token over the best truncation. Inside the old "
-        f"window {inside}."
-    )
+    return f"A longer window {verdict} on this text: {gains} nats per token over the best truncation."
 
 
 def _answer_sentence(result: DemoResult) -> str:
     right, wrong = (
         [
             f"{row.label} (which lacks it)" if row is result.truncated else row.label
-            for row in [*result.extended, result.rows[0], result.truncated]
+            for row in [*result.extended, result.truncated]
             if row.is_right is is_right
         ]
         for is_right in (True, False)

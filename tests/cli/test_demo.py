@@ -49,7 +49,7 @@ from tests._models import byte_model
 
 TRAINED = 512
 SCORED = 64
-NAMES = ["unpatched", "truncated 256", "truncated 512"]
+NAMES = ["truncated 256", "truncated 512"]
 OUTPUTS = ["demo.png", "result.json", "table.md"]
 
 
@@ -93,17 +93,17 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     found = call(*arguments, "--save", saved_model)
     assert found.exception is None, found.output
     assert sorted(path.name for path in output.iterdir()) == OUTPUTS
-    for word in ("unpatched", "last 256", "the best", "Self-Extend", "YaRN", "What you see", ANSWER, "ctxext serve"):
+    for word in ("last 256", "the best", "Self-Extend", "YaRN", "What you see", ANSWER, "ctxext serve"):
         assert word in found.output
     assert [line for line in found.stdout.splitlines() if len(line) > 80 and "/" not in line] == []  # a path is whole
     assert (output / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     saved = json.loads((output / "result.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in saved["rows"]] == [*NAMES, "self_extend x2", "yarn x2"]
-    assert min(row["end"] for row in saved["rows"][1:3]) == saved["rows"][1 + (saved["window"] == 512)]["end"]
+    assert min(row["end"] for row in saved["rows"][:2]) == saved["rows"][saved["window"] == 512]["end"]
     assert (saved["text"], saved["trained_length"], saved["length"]) == ("long", TRAINED, TRAINED + SCORED)
     assert saved["distance"] > TRAINED
     assert all((row["margin"] > 0) == row["answer"].strip().startswith(ANSWER) for row in saved["rows"])
-    assert set(saved["provenance"]["extensions"]) == {"unpatched", "self_extend x2", "yarn x2"}
+    assert set(saved["provenance"]["extensions"]) == {"self_extend x2", "yarn x2"}
     assert "| Self-Extend \N{MULTIPLICATION SIGN}2 |" in (output / "table.md").read_text(encoding="utf-8")
     description = ctxext.describe(ctxext.load(saved_model))
     assert (description.method or {})["method"] == "self_extend"
@@ -123,14 +123,14 @@ def test_what_is_finished_outlives_an_interruption(
 
     def stopping(job: ReadAndAnswer, *rest: Any) -> Any:
         asked.append(job.reader.reading.name)
-        if len(asked) == 4:
+        if len(asked) == 3:
             raise KeyboardInterrupt
         return ask(job, *rest)
 
     monkeypatch.setattr(ReadAndAnswer, "ask", stopping)
     interrupted = call(*arguments)
     assert interrupted.exit_code == 130
-    assert "Interrupted. 3 of 5 jobs are finished and kept in" in " ".join(interrupted.output.split())
+    assert "Interrupted. 2 of 4 jobs are finished and kept in" in " ".join(interrupted.output.split())
     assert call(*arguments).exit_code == 0
     assert asked == [*NAMES, "self_extend x2", "self_extend x2", "yarn x2"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == OUTPUTS
@@ -146,13 +146,13 @@ def test_what_is_read_does_not_depend_on_the_machine(planned: Demo, monkeypatch:
     """The length was once as much as a measured time allowed."""
     times = iter(range(0, 10**6, 1000))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(times)))
-    assert [job.tokens for job in planned.survey.jobs] == [576, 256, 512, 576, 576]
-    assert seconds_of(planned.survey.checkpoint.model, planned).seconds == 5 * 1000, "two layers of two, five readings"
+    assert [job.tokens for job in planned.survey.jobs] == [256, 512, 576, 576]
+    assert seconds_of(planned.survey.checkpoint.model, planned).seconds == 4 * 1000, "two layers of two, four readings"
     assert all(not layer._forward_hooks for layer in planned.survey.checkpoint.model.modules())
 
 
 def test_a_busy_machine_is_called_busy(planned: Demo) -> None:
-    assert planned.announcement(Pace(100.0, 100 * BUSY)).endswith("in 5 ways. About 100 s.\n")
+    assert planned.announcement(Pace(100.0, 100 * BUSY)).endswith("in 4 ways. About 100 s.\n")
     assert planned.announcement(Pace(300.0, 90.0)).endswith("Busy: about 5 min, on an idle machine 90 s.\n")
 
 
@@ -202,41 +202,29 @@ def test_losses_are_those_of_the_evaluations_and_answers_those_of_generate(
 def test_what_it_says_follows_what_it_measured() -> None:
     """The same words for every outcome would be a brochure."""
 
-    def said(
-        unpatched: float,
-        method: float,
-        error: float = 0.01,
-        answer: str = ANSWER,
-        *,
-        others: bool = False,
-        text: str = DEFAULT,
-    ) -> str:
+    def said(method: float, error: float = 0.01, answer: str = ANSWER, *, both: bool = False, on: str = DEFAULT) -> str:
         rows = [
-            TextReading(name, label, inside, 3.0 + gap, PairedDifference(gap, error, 512, 8), reply, 1.0, 1.0)
-            for name, label, inside, gap, reply in (
-                ("unpatched", "unpatched", 3.0, unpatched, "no"),
-                ("truncated 512", "last 512", None, 0.0, "no"),
-                ("yarn x2", "YaRN", 3.03, method, answer),
-                *([("self_extend x2", "Self-Extend", 3.0, -0.5, answer)] if others else []),
+            TextReading(name, label, label != "last 512", 3.0 + gap, found, reply, 1.0, 1.0)
+            for name, label, gap, reply in (
+                ("truncated 512", "last 512", 0.0, "no"),
+                ("yarn x2", "YaRN", method, answer),
+                *([("self_extend x2", "Self-Extend", -0.5, answer)] if both else []),
             )
+            for found in [PairedDifference(gap, error, 512, 8)]
         ]
-        return " ".join(sentences(DemoResult(TRAINED, 2 * TRAINED, 987, text, 512, tuple(rows), {})))
+        return " ".join(sentences(DemoResult(TRAINED, 2 * TRAINED, 987, on, 512, tuple(rows), {})))
 
-    assert "7.39 times that of the best truncation: it breaks beyond its 512" in said(2.0, 0.0)
-    assert "it gets worse" in said(0.3, 0.0)
-    assert "it does not break" in said(0.0, 0.0)
-    assert "A longer window pays on this text: YaRN +0.500 ± 0.010" in said(2.0, -0.5)
-    assert "makes no sure difference on this text: YaRN +0.100 ± 0.500" in said(2.0, -0.1, 0.5)
-    assert "does not pay on this text: YaRN -0.500 ± 0.010" in said(2.0, 0.5)
-    assert "Inside the old window YaRN costs 0.030 nats" in said(2.0, 0.0)
-    assert "987 tokens back, YaRN answered right; unpatched and last 512 (which lacks it) did not." in said(2.0, 0.0)
-    assert "987 tokens back, no reading answered right." in said(2.0, 0.0, answer="48 213")
-    assert "play" not in said(2.0, 0.0), "nothing was measured there by YaRN alone"
-    assert "play" not in said(2.0, 0.0, others=True, text="mine")
-    both = {name: said(2.0, gap, others=True) for name, gap in (("yarn", -0.6), ("self_extend", -0.4))}
-    assert "YaRN is best on this text. Self-Extend is advised all the same" in both["yarn"]
-    assert "advised" not in both["self_extend"]
-    assert all(f"gains {PLAY['self_extend']} nats, YaRN {PLAY['yarn']} (stored" in text for text in both.values())
+    assert "A longer window pays on this text: YaRN +0.500 ± 0.010" in said(-0.5)
+    assert "makes no sure difference on this text: YaRN +0.100 ± 0.500" in said(-0.1, 0.5)
+    assert "does not pay on this text: YaRN -0.500 ± 0.010" in said(0.5)
+    assert "987 tokens back, YaRN answered right; last 512 (which lacks it) did not." in said(0.0)
+    assert "987 tokens back, no reading answered right." in said(0.0, answer="48 213")
+    assert "play" not in said(0.0), "nothing was measured there by YaRN alone"
+    assert "play" not in said(0.0, both=True, on="mine")
+    texts = {name: said(gap, both=True) for name, gap in (("yarn", -0.6), ("self_extend", -0.4))}
+    assert "YaRN is best on this text. Self-Extend is advised all the same" in texts["yarn"]
+    assert "advised" not in texts["self_extend"]
+    assert all(f"gains {PLAY['self_extend']} nats, YaRN {PLAY['yarn']} (stored" in text for text in texts.values())
 
 
 def test_what_is_stored_of_the_play_is_what_its_page_says() -> None:
@@ -318,6 +306,5 @@ def test_the_real_demo_shows_the_same_by_every_arithmetic(rounding: str, tmp_pat
         assert rows[name]["difference"]["mean"] < -0.5
         assert rows[name]["answer"].startswith(f" {ANSWER}")
         assert rows[name]["margin"] > 1.5
-    for name in ("unpatched", "truncated 4096", "truncated 8192"):
+    for name in ("truncated 4096", "truncated 8192"):
         assert rows[name]["margin"] < -1.5
-    assert rows["self_extend x2"]["inside"] == pytest.approx(rows["unpatched"]["inside"], abs=0.01)
