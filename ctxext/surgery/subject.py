@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,6 +87,17 @@ class Subject:
     def saved(self) -> dict[str, Any] | None:
         """The extension in the config, as it was saved; None for a plain model."""
         return getattr(self.model.config, "ctxext", None) or None
+
+    @property
+    def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
+        """The ids of the vocabulary that the config gives no special meaning; the row of a padding token is zero."""
+        usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
+        for config in (self.config, self.text):
+            for name, value in vars(config).items():
+                if name.endswith(("_token_id", "_token_index")):
+                    ids = [value] if isinstance(value, int) else value or []
+                    usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
+        return usable.nonzero()[:, 0]
 
     @functools.cached_property
     def rotaries(self) -> list[tuple[str, nn.Module]]:
