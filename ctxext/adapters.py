@@ -243,10 +243,7 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
     """
     for name, adapter in list(adapters.items()) if isinstance(adapters, dict) else ():
         if adapter.peft_type == "SHADOW":
-            raise IncompatibleError(
-                f"Adapter {name!r} (SHADOW) runs a decoder of its own beside the model, which ctxext does not extend. "
-                f"Take another kind of adapter, such as LoRA."
-            )
+            raise IncompatibleError(f"Adapter {name!r} (SHADOW) runs a decoder that ctxext does not extend. Take LoRA.")
         save = vars(adapter).get("save_pretrained")
         if isinstance(save, ExtendedAdapter) and save.base is base and not save.once:
             continue

@@ -191,8 +191,7 @@ def _compiled(device: str) -> Callable[..., Any]:
                 return compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:  # torch 2.15 on a CPU, with a soft cap
             raise BackendUnavailableError(
-                f"Attention backend 'flex': torch {torch.__version__} cannot compile this call. Set attention='auto', "
-                f"or name another backend. ({type(error).__name__})"
+                f"Backend 'flex': torch {torch.__version__} cannot compile this call. Set attention='auto', or another."
             ) from error
 
     return kernel

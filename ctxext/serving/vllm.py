@@ -54,10 +54,10 @@ def register() -> None:
         )
         return
     from vllm.platforms import current_platform
-    from vllm.transformers_utils import config as configs
+    from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER as parsers
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    parser = type(configs.get_config_parser("hf"))
+    parser = parsers["hf"]
     if getattr(parser, "reads_ctxext", False):
         return
     device = "cpu" if current_platform.is_cpu() else current_platform.device_name
@@ -71,8 +71,7 @@ def register() -> None:
             content, config = super().parse(model, *args, **kwargs)
             return content, served_config(config, str(model), device=device)
 
-    # Not by register_config_parser: where vLLM's own reader has the name, it warns of plain models too.
-    configs._CONFIG_FORMAT_TO_CONFIG_PARSER["hf"] = ServedConfig
+    parsers["hf"] = ServedConfig  # register_config_parser would warn, on plain models too
     register_backend(AttentionBackendEnum.CPU_ATTN, "ctxext.serving.vllm_attention.RemapBackend")
 
 

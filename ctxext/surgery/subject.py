@@ -92,11 +92,10 @@ class Subject:
     def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
         """The ids of the vocabulary that the config gives no special meaning; the row of a padding token is zero."""
         usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
-        for config in (self.config, self.text):
-            for name, value in vars(config).items():
-                if name.endswith(("_token_id", "_token_index")):
-                    ids = [value] if isinstance(value, int) else value or []
-                    usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
+        for name, value in [*vars(self.config).items(), *vars(self.text).items()]:
+            if name.endswith(("_token_id", "_token_index")):
+                ids = [value] if isinstance(value, int) else value or []
+                usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
         return usable.nonzero()[:, 0]
 
     @functools.cached_property

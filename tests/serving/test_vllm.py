@@ -147,7 +147,6 @@ class Registry:
             "vllm": {"__version__": version},
             "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True, device_name="cpu")},
             "vllm.transformers_utils.config": {
-                "get_config_parser": lambda name: self.parsers[name](),
                 "register_config_parser": lambda name: lambda parser: self.warn(name, parser),
                 "_CONFIG_FORMAT_TO_CONFIG_PARSER": self.parsers,
             },
