@@ -212,7 +212,7 @@ def _before_forward(base: PreTrainedModel, args: Any, kwargs: dict[str, Any]) ->
         _adopt(vars(base).get("peft_config"), base, base._ctxext.edits)
     cache, prefix, embeddings = (kwargs.get(name) for name in ("cache", "past_key_values", "inputs_embeds"))
     caller = getattr(vars(base).get("prepare_inputs_for_generation"), "__self__", None)
-    config = getattr(caller, "active_peft_config", None)
+    config: Any = getattr(caller, "active_peft_config", None)
     if cache is None or not getattr(config, "is_prompt_learning", False):
         return None
     continues = kwargs.get("use_cache") is not False and int(cache.get_seq_length()) > 0

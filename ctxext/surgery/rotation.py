@@ -129,7 +129,7 @@ def _queries_of(decoder: nn.Module, known: Int[Tensor, " tokens"]) -> Tensor | N
         with torch.no_grad():
             decoder(input_ids=tried.repeat(2)[:, None].to(device), position_ids=places, use_cache=False)
     except _Seen as seen:
-        pairs = seen.queries.unflatten(0, (2, -1))  # [position, token, heads, 1, head_dim]
+        pairs = seen.queries.reshape(2, len(tried), *seen.queries.shape[1:])  # [position, token, heads, 1, head_dim]
         sizes = pairs[0].double().flatten(1).norm(dim=1).nan_to_num(nan=0.0)
         largest = int(sizes.argmax())
         return pairs[:, largest].permute(2, 1, 0, 3) if sizes[largest] > 0 else None
