@@ -48,7 +48,7 @@ class RemoteModel(PreTrainedModel):  # type: ignore[misc]
         given = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES and value is not None}
         asked = cls._auto_class  # transformers has just noted here which of its classes calls
         kinds = _built(asked, config) if asked and config is not None else ()
-        if kinds and not {kind.__name__ for kind in kinds} & {*config.architectures}:
+        if kinds and not {kind.__name__ for kind in kinds} & {*(config.architectures or ())}:
             given["auto_class"] = asked
         return load(place, **given)
 

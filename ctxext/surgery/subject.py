@@ -90,13 +90,13 @@ class Subject:
 
     @property
     def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
-        """The ids of the vocabulary that the config gives no special meaning; the row of a padding token is zero."""
+        """The ids without a special meaning in the config, or all ids; the embedding of a padding token is zero."""
         usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
         for name, value in [*vars(self.config).items(), *vars(self.text).items()]:
             if name.endswith(("_token_id", "_token_index")):
                 ids = [value] if isinstance(value, int) else value or []
                 usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
-        return usable.nonzero()[:, 0]
+        return (usable if usable.any() else ~usable).nonzero()[:, 0]
 
     @functools.cached_property
     def rotaries(self) -> list[tuple[str, nn.Module]]:

@@ -89,6 +89,8 @@ def test_a_table_is_found_in_a_model_of_few_tokens() -> None:
 def test_ordinary_tokens_are_those_without_a_name() -> None:
     config = LlamaConfig(**SMALL, vocab_size=8, bos_token_id=1, eos_token_id=[2, 99], pad_token_id=-1)
     assert Subject(LlamaForCausalLM(config)).ordinary_tokens.tolist() == [0, 3, 4, 5, 6]
+    config = LlamaConfig(**SMALL, vocab_size=2, bos_token_id=1, eos_token_id=0)
+    assert Subject(LlamaForCausalLM(config)).ordinary_tokens.tolist() == [0, 1], "there are no others"
 
 
 @pytest.mark.slow
