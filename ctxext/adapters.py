@@ -193,16 +193,35 @@ def keep_extension(subject: Subject, edits: Edits) -> None:
     for module in (*subject.wrappers, base):
         if isinstance(getattr(type(module), "peft_config", None), property):
             edits.set(module, "save_pretrained", ExtendedSave(module))
+        if "base_model_prepare_inputs_for_generation" in vars(module):  # PEFT took it before the base was extended
+            edits.set(module, "base_model_prepare_inputs_for_generation", base.prepare_inputs_for_generation)
         _adopt(getattr(module, "peft_config", None), base, edits)
     if vars(base).get("_ctxext") is not None:
         edits.set(base._forward_pre_hooks, HOOK, _before_forward)
+        edits.set(base._forward_pre_hooks_with_kwargs, HOOK, True)
         edits.set(base._state_dict_pre_hooks, HOOK, _before_state_dict)
 
 
-def _before_forward(base: PreTrainedModel, _: Any) -> None:
-    """Adopt adapters before an engine gathers and saves their weights without asking for a state_dict (ZeRO-3)."""
+def _before_forward(base: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Adopt adapters before an engine gathers and saves their weights without asking for a state_dict (ZeRO-3).
+
+    And give ``generate`` one cache. Since transformers 5.24 calls it ``cache``, PEFT 0.21 finds none under its older
+    name: it puts a learned prompt before each new token, and a learned prefix into a cache that is passed over.
+    """
     if not torch.compiler.is_compiling():
         _adopt(vars(base).get("peft_config"), base, base._ctxext.edits)
+    cache, prefix, embeddings = (kwargs.get(name) for name in ("cache", "past_key_values", "inputs_embeds"))
+    caller = getattr(vars(base).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(caller, "active_peft_config", None)
+    if cache is None or not getattr(config, "is_prompt_learning", False):
+        return None
+    continues = kwargs.get("use_cache") is not False and int(cache.get_seq_length()) > 0
+    if prefix is not None:
+        del kwargs["past_key_values"]
+        kwargs["cache"] = cache if continues else prefix
+    elif embeddings is not None and continues:
+        kwargs["inputs_embeds"] = embeddings[:, config.num_virtual_tokens :]
+    return args, kwargs
 
 
 def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
@@ -223,6 +242,8 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
             extension too, once.
     """
     for name, adapter in list(adapters.items()) if isinstance(adapters, dict) else ():
+        if adapter.peft_type == "SHADOW":
+            raise IncompatibleError(f"Adapter {name!r} (SHADOW) runs a decoder that ctxext does not extend. Take LoRA.")
         save = vars(adapter).get("save_pretrained")
         if isinstance(save, ExtendedAdapter) and save.base is base and not save.once:
             continue

@@ -374,8 +374,8 @@ def _short_config(subject: Subject, extension: Extension) -> Extension:
         return extension
     note = (
         f"The config goes on saying max_position_embeddings={named}, from which stock code counts. Programs cut texts "
-        f"there unless told otherwise: lm-eval by max_length={extension.target_length}, sentence-transformers by "
-        f"max_seq_length={extension.target_length}."
+        f"there unless told otherwise after each load: lm-eval by max_length={extension.target_length}, "
+        f"sentence-transformers by max_seq_length={extension.target_length}."
     )
     return replace(extension, notes=(*extension.notes, note))
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.layout import Layout
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import BackendUnavailableError, InvalidParameterError
 
 BLOCK = 128
 """Tokens per side of a block of the mask."""
@@ -186,8 +186,13 @@ def _compiled(device: str) -> Callable[..., Any]:
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=KINDS, specialize_float=True):
-            return compiled(*args, **kwargs)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=KINDS, specialize_float=True):
+                return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:  # torch 2.15 on a CPU, with a soft cap
+            raise BackendUnavailableError(
+                f"Backend 'flex': torch {torch.__version__} cannot compile this call. Set attention='auto', or another."
+            ) from error
 
     return kernel
 

@@ -273,7 +273,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     if saved is not None and saved_sides(saved):
         raise IncompatibleError(
             f"This {config.model_type} is an encoder-decoder whose sides have an extension each; no runtime here has "
-            f"flags for that. Serve it with transformers."
+            f"flags for that. Serve it with ctxext serve."
         )
     rotary = saved is None or "rope_parameters" in saved["original"]  # an ALiBi Falcon has a rope dict all the same
     reaching = [
@@ -282,7 +282,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     if not reaching:
         raise IncompatibleError(
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
-            f"for it. Serve it with transformers."
+            f"for it. Serve it with ctxext serve."
         )
     types = {rope.get("rope_type", "default") for _, rope in reaching}
     if saved is not None and not saved["stock"] and types <= {*STOCK_TYPES}:

@@ -40,13 +40,23 @@ class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class RemoteModel(PreTrainedModel):  # type: ignore[misc]
-    """Model that is loaded by ctxext; what it returns is of the class that was saved."""
+    """Model that is loaded by ctxext; what it returns is of the class that was saved, or of another that was asked."""
 
     @classmethod
     def from_pretrained(cls, place: Any, *_: Any, config: Any = None, **arguments: Any) -> Any:
         """Load a checkpoint as ``ctxext.load`` does."""
         given = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES and value is not None}
+        asked = cls._auto_class  # transformers has just noted here which of its classes calls
+        kinds = _built(asked, config) if asked and config is not None else ()
+        if kinds and not {kind.__name__ for kind in kinds} & {*(config.architectures or ())}:
+            given["auto_class"] = asked
         return load(place, **given)
+
+
+def _built(name: str, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], ...]:
+    """Return the classes of which an auto class of transformers builds models of a config; none for other names."""
+    kinds = getattr(getattr(transformers, name), "_model_mapping", {}).get(type(config), ())
+    return tuple(kinds) if isinstance(kinds, tuple | list) else (kinds,)
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
@@ -55,13 +65,9 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
     Raises:
         IncompatibleError: no ``AutoModel`` of transformers loads it.
     """
-    names = []
-    for name in dir(transformers):
-        mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
-        if mapping is not None and type(model.config) in mapping:
-            kinds = mapping[type(model.config)]
-            names += [name] if type(model) in (kinds if isinstance(kinds, tuple | list) else (kinds,)) else []
-    if not names:
+    built = {name: _built(name, model.config) for name in dir(transformers) if name.startswith("AutoModel")}
+    names = [name for name, kinds in built.items() if kinds]
+    if not any(type(model) in kinds for kinds in built.values()):
         raise IncompatibleError(
             f"remote_code=True: no AutoModel of transformers loads a {type(model).__name__}. Save it without, and load "
             f"it by ctxext.load."

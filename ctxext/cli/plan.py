@@ -97,7 +97,6 @@ def plan(
     """
     if asked.memory is None and asked.length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
-    require_package("peft", "train", "Training is planned with", CheckpointError)
 
     from ctxext.adapters import base_of, is_adapter
     from ctxext.checkpoints.source import checked_path, read_any_config
@@ -118,6 +117,7 @@ def plan(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         serving = _planned(plan_serving(config, **common), size, asked.length)
         try:
+            require_package("peft", "train", "Training is planned with")
             planned = plan_training(config, memory=way, **asdict(trained), **common)
             training: Breakdown | str = _planned(planned, size, asked.length)
         except (IncompatibleError, InvalidParameterError) as error:

@@ -254,7 +254,7 @@ def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
         raise IncompatibleError(
             f"{runtime} cannot run {extended.method!r}: the config's rope_type={extended.rope_type!r} is unknown to "
             f"{runtime}, and no setting computes the same. Extend the checkpoint by a method that plain transformers "
-            f"can express (see ctxext methods), or serve it with transformers."
+            f"can express (see ctxext methods), or serve it with ctxext serve."
         )
 
 

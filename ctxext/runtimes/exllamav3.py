@@ -56,7 +56,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
     if kind == "dynamic":
         raise IncompatibleError(
             f"exllamav3 {VERSION} stops on this {extended.text.model_type}: rope_type 'dynamic' is unknown to it. "
-            f"Extend the checkpoint by a static method (yarn or ntk), or serve it with transformers."
+            f"Extend the checkpoint by a static method (yarn or ntk), or serve it with ctxext serve."
         )
     computed = None
     stretch = longest(extended) / extended.trained_length
@@ -68,7 +68,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
         raise IncompatibleError(
             f"exllamav3 {VERSION} would run this {extended.text.model_type} with another attention factor: "
             f"{computed:.6g} from the two lengths, and not {extended.scale:.6g}. Extend the checkpoint by a method "
-            f"without a factor of its own (yarn, pi, ntk), or serve it with transformers."
+            f"without a factor of its own (yarn, pi, ntk), or serve it with ctxext serve."
         )
 
 

@@ -87,7 +87,7 @@ class LlamaCpp(Runtime):
         if extended.model_type not in ALIBI:
             raise IncompatibleError(
                 f"llama.cpp was not seen to run the ALiBi of {extended.model_type}, only that of {', '.join(ALIBI)}: "
-                f"the converter of {_version()} has no class for it, or one that rotates. Serve it with transformers."
+                f"the converter of {_version()} has no class for it, or one that rotates. Serve it with ctxext serve."
             )
         flags: tuple[str, ...] = (self.length_flag, str(extended.target_length), "--flash-attn", "off")
         if extended.unsaid:

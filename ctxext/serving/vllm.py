@@ -54,10 +54,10 @@ def register() -> None:
         )
         return
     from vllm.platforms import current_platform
-    from vllm.transformers_utils.config import get_config_parser, register_config_parser
+    from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER as parsers
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    parser = type(get_config_parser("hf"))
+    parser = parsers["hf"]
     if getattr(parser, "reads_ctxext", False):
         return
     device = "cpu" if current_platform.is_cpu() else current_platform.device_name
@@ -71,7 +71,7 @@ def register() -> None:
             content, config = super().parse(model, *args, **kwargs)
             return content, served_config(config, str(model), device=device)
 
-    register_config_parser("hf")(ServedConfig)
+    parsers["hf"] = ServedConfig  # register_config_parser would warn, on plain models too
     register_backend(AttentionBackendEnum.CPU_ATTN, "ctxext.serving.vllm_attention.RemapBackend")
 
 
@@ -104,7 +104,7 @@ def _extended(config: Any, saved: dict[str, Any], place: str, device: str) -> An
     if name not in REMAPPED:
         raise IncompatibleError(
             f"vLLM does not serve {place}, extended by {name!r}. ctxext's plugin computes {', '.join(REMAPPED)}. Serve "
-            f"it with transformers."
+            f"it with ctxext serve."
         )
     rope = text_of(config).rope_parameters
     plain = plain_config(config, saved)
@@ -141,17 +141,17 @@ def _require_served(plain: Any, place: str, device: str, rope_types: tuple[str, 
     refusal = f"vLLM does not serve {place}"
     if device != "cpu":
         raise IncompatibleError(
-            f"{refusal}: ctxext's plugin remaps attention on a CPU only, found {device}. Serve it with transformers."
+            f"{refusal}: ctxext's plugin remaps attention on a CPU only, found {device}. Serve it with ctxext serve."
         )
     if plain.model_type not in REMAPPED_TYPES:
         raise IncompatibleError(
             f"{refusal}, a {plain.model_type}. ctxext's plugin was measured on {', '.join(REMAPPED_TYPES)}. Serve it "
-            f"with transformers."
+            f"with ctxext serve."
         )
     for _, rope in rope_dicts(plain):
         kind = rope.get("rope_type", "default")
         if kind not in rope_types or rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise IncompatibleError(
                 f"{refusal}: ctxext's plugin knows the rope types {', '.join(rope_types)} of whole heads, found "
-                f"{kind!r} of {rope.get('partial_rotary_factor', 1.0):g}. Serve it with transformers."
+                f"{kind!r} of {rope.get('partial_rotary_factor', 1.0):g}. Serve it with ctxext serve."
             )

@@ -117,8 +117,8 @@ def fit_to_lengths(
         more = request if rule.by_request else shard if known is None else ""
         raise IncompatibleError(
             f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than its {before} cached "
-            f"tokens{'' if known is None else description}. model.generate() recomputes the cache; in your own loop, "
-            f"call the model on the whole sequence without a cache.{more}"
+            f"tokens{'' if known is None else description}. model.generate() recomputes the cache, unless PEFT put a "
+            f"learned prompt into it; in your own loop, call the model on the whole sequence without a cache.{more}"
         )
     note_fitted_lengths(row, [max(fitted_lengths, default=rule.trained_length)])
     return fitted_lengths
@@ -182,8 +182,8 @@ class RecomputeStaleCache:
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
                     f"Method {self.rule.method.name!r} changes positions at {total} tokens, and the earlier tokens are "
-                    f"unknown: the prompt was given as embeddings, or the cache came from elsewhere. Generate from "
-                    f"input_ids, with a new cache."
+                    f"unknown: the prompt was given as embeddings or learned by PEFT, or the cache is from elsewhere. "
+                    f"Generate from input_ids, with a new cache."
                 )
             empty(cache)
             input_ids, next_sequence_length = whole, None

@@ -316,17 +316,9 @@ class _Source:
     """
 
     def __init__(self, subject: Subject, seed: int) -> None:
-        text = subject.text
-        vocabulary = getattr(text, "vocab_size", None) or 0
-        usable = torch.ones(vocabulary, dtype=torch.bool)
-        for config in (subject.config, text):
-            for name, value in vars(config).items():
-                if name.endswith(("_token_id", "_token_index")):
-                    ids = [value] if isinstance(value, int) else value or []
-                    usable[[token for token in ids if 0 <= token < vocabulary]] = False
-        self.ordinary = usable.nonzero()[:, 0]
+        text, self.ordinary = subject.text, subject.ordinary_tokens
         # Many models read a text rightly only behind the token that begins it.
-        first = getattr(text, "bos_token_id", None)
+        first, vocabulary = getattr(text, "bos_token_id", None), getattr(text, "vocab_size", None) or 0
         self.start = torch.tensor(
             [first] if isinstance(first, int) and 0 <= first < vocabulary else [], dtype=torch.long
         )

@@ -533,7 +533,7 @@ def _attention(
     if attend is None:
         raise PatchStateError(
             f"{type(module).__name__} has the attention implementation {ATTENTION!r}, but is not patched. Call "
-            f"ctxext.patch or ctxext.load."
+            f"ctxext.patch or ctxext.load; an adapter that wraps or copies attention layers is added afterwards."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     rows, heads, tokens = query.shape[:3]

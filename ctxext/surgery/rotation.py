@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.attention.pieces import RotationForm, Turn
@@ -69,7 +69,7 @@ def rotation_form(
     if not out_of_reach and not replaced_in(type(first).__module__):
         with Edits() as trial:
             install_attention(subject, site, dict.fromkeys(far, _show_queries), trial, left=left)
-            queries = _queries_of(decoder, next(decoder.parameters()).device)
+            queries = _queries_of(decoder, subject.ordinary_tokens)
             trial.undo()
     if queries is None:
         queries, tails = _rotated_by_code(subject, site, first, refusal), [hasattr(subject.text, "qk_rope_head_dim")]
@@ -116,19 +116,23 @@ def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refus
     return rotated
 
 
-def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor | None:
+def _queries_of(decoder: nn.Module, known: Int[Tensor, " tokens"]) -> Tensor | None:
     """Return queries of the first remapped layer for one token at positions 0 and ``FAR``, ``[1, heads, 2, head_dim]``.
 
-    Two texts of one token each: in layers before that one the token then sees itself alone. Return None if the decoder
-    does not run on positions.
+    Of eight tokens, each a text by itself, the one with the largest queries: in layers before that one a token then
+    sees itself alone. Return None if the decoder does not run on positions, or its queries are zero.
     """
-    tokens = torch.ones(2, 1, dtype=torch.long, device=device)
-    places = torch.tensor([[0], [FAR]], device=device)
+    device = next(decoder.parameters()).device
+    tried = known[:: max(1, len(known) // 8)][:8] if len(known) else torch.ones(1, dtype=torch.long)
+    places = torch.tensor([0, FAR], device=device).repeat_interleave(len(tried))[:, None]
     try:
         with torch.no_grad():
-            decoder(input_ids=tokens, position_ids=places, use_cache=False)
+            decoder(input_ids=tried.repeat(2)[:, None].to(device), position_ids=places, use_cache=False)
     except _Seen as seen:
-        return seen.queries.permute(2, 1, 0, 3)
+        pairs = seen.queries.reshape(2, len(tried), *seen.queries.shape[1:])  # [position, token, heads, 1, head_dim]
+        sizes = pairs[0].double().flatten(1).norm(dim=1).nan_to_num(nan=0.0)
+        largest = int(sizes.argmax())
+        return pairs[:, largest].permute(2, 1, 0, 3) if sizes[largest] > 0 else None
     except FAILURES:
         return None
     raise IncompatibleError(f"{type(decoder).__name__} ran without calling the attention interface of transformers.")

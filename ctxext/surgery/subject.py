@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,6 +87,16 @@ class Subject:
     def saved(self) -> dict[str, Any] | None:
         """The extension in the config, as it was saved; None for a plain model."""
         return getattr(self.model.config, "ctxext", None) or None
+
+    @property
+    def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
+        """The ids without a special meaning in the config, or all ids; the embedding of a padding token is zero."""
+        usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
+        for name, value in [*vars(self.config).items(), *vars(self.text).items()]:
+            if name.endswith(("_token_id", "_token_index")):
+                ids = [value] if isinstance(value, int) else value or []
+                usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
+        return (usable if usable.any() else ~usable).nonzero()[:, 0]
 
     @functools.cached_property
     def rotaries(self) -> list[tuple[str, nn.Module]]:

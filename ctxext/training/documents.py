@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -82,6 +81,7 @@ class TokenisedDocuments:
             CheckpointError: the cache of ``datasets`` cannot be written.
         """
         import pyarrow.compute
+        from accelerate import PartialState
         from datasets import Dataset, Features, Value, config
         from datasets import List as Listed
         from datasets.exceptions import DatasetGenerationError

@@ -93,7 +93,8 @@ def shift_of(model: nn.Module) -> int:
     base, architecture = subject.model, find_architecture(subject)
     firsts = [table.first for table in architecture.tables(subject)] if isinstance(architecture, LearnedTable) else []
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, base.get_input_embeddings().weight.shape[0], (1, READ), generator=generator).to(base.device)
+    known = subject.ordinary_tokens
+    ids = known[torch.randint(len(known), (1, READ), generator=generator)].to(base.device)
     chosen = base(input_ids=ids).logits
     near = 1e-4 * chosen.abs().max().item()
     positions = torch.arange(READ, device=base.device)[None]

@@ -23,8 +23,8 @@ from transformers import (
 
 import ctxext
 from ctxext.architectures.mpt import Mpt
-from ctxext.attention import flex
 from ctxext.errors import BackendUnavailableError, IncompatibleError, InvalidParameterError, UnknownNameError
+from tests.attention.cases import leave_flex_uncompiled
 
 TRAINED = 32
 LENGTH = 80
@@ -42,7 +42,7 @@ every_backend = pytest.mark.parametrize("backend", ["sdpa", "reference", "flex"]
 @pytest.fixture(autouse=True)
 def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling costs seconds on CPU; tests/attention/test_flex.py compiles a few."""
-    monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
+    leave_flex_uncompiled(monkeypatch)
 
 
 def build(family: str, heads: int = 4, **changes: Any) -> PreTrainedModel:

@@ -6,14 +6,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import Layout
+from ctxext.attention import Layout, flex
 from ctxext.attention.reference import Reference
 
 N = 96
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+def leave_flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run FlexAttention with dynamo's settings as in use, but without the compiler, which takes 10 s for each shape."""
+    with monkeypatch.context() as making:
+        making.setattr(torch, "compile", lambda function, **_: function)
+        kernel = flex._compiled.__wrapped__("cpu")
+    monkeypatch.setattr(flex, "_compiled", lambda _: kernel)
 
 
 def _keep(*rows: tuple[int, int]) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, Need, flex, named
+from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, Need, named
 from ctxext.attention.flash import INSTALLED, Flash
 from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.attention.reference import Reference
@@ -20,6 +20,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Piece, PositionMap
 from tests._products import crossed, some
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
+from tests.attention.cases import leave_flex_uncompiled
 
 LENGTH = 203
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 12
@@ -153,7 +154,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.fixture(autouse=True)
 def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling costs 10 s per shape on CPU."""
-    monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
+    leave_flex_uncompiled(monkeypatch)
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import ctxext
-from ctxext.errors import IncompatibleError, InvalidParameterError
-from tests._models import logits, tiny, tokens
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
+from tests._models import bert, logits, tiny, tokens
 from tests._programs import ran
 from tests._tokenizer import make_letters
 
@@ -30,6 +30,50 @@ def test_it_loads_by_its_path_where_its_code_is_trusted(method: str, tmp_path: P
     assert len(AutoTokenizer.from_pretrained(tmp_path / "there", trust_remote_code=True)) == 257
     config = AutoConfig.from_pretrained(tmp_path / "there", trust_remote_code=True)
     assert config.max_position_embeddings == 256
+
+
+@pytest.mark.slow
+def test_every_auto_class_of_its_type_loads_it(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(pad_token_id=0), "self_extend", factor=4)
+    ctxext.save(model, tmp_path / "there", remote_code=True)
+    program = f"""
+import sys
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+asked = {{"trust_remote_code": True, "dtype": torch.float32}}
+ids = torch.tensor({tokens().tolist()})
+found = {{}}
+with torch.no_grad():
+    for kind in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModel):
+        loaded = kind.from_pretrained("there", **asked).eval()
+        found[kind.__name__] = getattr(loaded, "model", loaded)(ids).last_hidden_state
+        print(type(loaded).__name__, loaded.config.ctxext["target_length"])
+torch.save(found, "found.pt")
+try:
+    LlamaForCausalLM.from_pretrained("there", **asked)
+except Exception as error:
+    print("ctxext.load" in str(error))
+"""
+    said = ran(["-c", program], tmp_path).stdout.split()
+    kinds = ["LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel"]
+    assert said == [word for kind in kinds for word in (kind, "256")] + ["True"]
+    with torch.no_grad():
+        expected = model.model(tokens()).last_hidden_state
+    for states in torch.load(tmp_path / "found.pt").values():
+        assert torch.equal(states, expected)
+
+
+@pytest.mark.slow
+def test_a_saved_base_model_has_a_name_in_auto_classes_too(tmp_path: Path) -> None:
+    model = ctxext.patch(bert(BertModel), "hierarchical", factor=2)
+    ctxext.save(model, tmp_path / "there", remote_code=True)
+    found = AutoModel.from_pretrained(tmp_path / "there", trust_remote_code=True).eval()
+    assert type(found) is BertModel
+    with torch.no_grad():
+        assert torch.equal(found(tokens(80)).last_hidden_state, model(tokens(80)).last_hidden_state)
+    (tmp_path / "there" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="safetensors"):
+        AutoModel.from_pretrained(tmp_path / "there", trust_remote_code=True)
 
 
 @pytest.mark.slow

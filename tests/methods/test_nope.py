@@ -90,6 +90,7 @@ def test_a_causal_model_made_to_read_both_ways_is_refused() -> None:
 
 
 def test_its_picture_shows_that_everything_has_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs ctxext[eval]")
     rope, method = RopeSpec(64, 1e4, 4096), NoPE(factor=4, sharpening=0.1)
     shares, scale = speed(method, rope)
     assert set(bands(shares, 4.0)) == {"stopped"}

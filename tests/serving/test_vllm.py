@@ -147,8 +147,8 @@ class Registry:
             "vllm": {"__version__": version},
             "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True, device_name="cpu")},
             "vllm.transformers_utils.config": {
-                "get_config_parser": lambda name: self.parsers[name](),
-                "register_config_parser": lambda name: lambda parser: self.parsers.update({name: parser}),
+                "register_config_parser": lambda name: lambda parser: self.warn(name, parser),
+                "_CONFIG_FORMAT_TO_CONFIG_PARSER": self.parsers,
             },
             "vllm.v1.attention.backends.registry": {
                 "AttentionBackendEnum": SimpleNamespace(CPU_ATTN="CPU_ATTN"),
@@ -160,12 +160,21 @@ class Registry:
                 "CPUAttentionBackendImpl": OwnImpl,
             },
         }
+        names["vllm.transformers_utils"] = {}
         for name, content in names.items():
             module = ModuleType(name)
             vars(module).update(content)
             patch.setitem(sys.modules, name, module)
-        for parent in ("vllm.transformers_utils", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        config = "vllm.transformers_utils.config"
+        patch.setattr(sys.modules["vllm.transformers_utils"], "config", sys.modules[config], raising=False)
+        for parent in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
             patch.setitem(sys.modules, parent, ModuleType(parent))
+
+    def warn(self, name: str, parser: type) -> None:
+        """Register as vLLM's function does, which warns where the name is taken."""
+        if name in self.parsers:
+            logging.getLogger("vllm.transformers_utils.config").warning("Config format %r is already registered", name)
+        self.parsers[name] = parser
 
 
 class OwnImpl:
@@ -192,16 +201,22 @@ class OwnImpl:
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
 
-def test_it_registers_once_and_reads_configs_through_vllms_own_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_registers_once_and_reads_configs_through_vllms_own_reader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     registry = Registry(monkeypatch)
-    register()
-    register()
+    with caplog.at_level(logging.DEBUG):
+        register()
+        register()
+    assert "already registered" not in caplog.text
     assert registry.backends == [("CPU_ATTN", "ctxext.serving.vllm_attention.RemapBackend")]
     read = registry.parsers["hf"]().parse("place", config=extended())
     assert read[0] == {"from": "place"}
     assert hasattr(read[1], REMAP)
     plain = tiny_config("llama")
+    before = plain.to_json_string()
     assert registry.parsers["hf"]().parse("place", config=plain)[1] is plain
+    assert plain.to_json_string() == before
 
 
 def test_another_version_is_a_sentence_and_nothing_else(

@@ -72,6 +72,23 @@ def test_a_sentence_transformer_is_extended_and_given_back(kind: str, method: st
     assert (model.encode(texts) == before).all()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not RECENT, reason="transformers 5.16 cannot build a ModernBertConfig without sliding windows")
+def test_a_loaded_sentence_transformer_cuts_at_what_the_config_says(tmp_path: Path) -> None:
+    for method in ("yarn", "dynamic_ntk"):
+        model = encoder(tmp_path / "plain", "modernbert")
+        ctxext.patch(model, method, factor=4)
+        texts = ["a" * 100 + "b"]
+        expected = model.encode(texts)
+        notes = " ".join(ctxext.describe(model).notes)
+        model.save(str(tmp_path / method))
+        loaded = type(model)(str(tmp_path / method), device="cpu")
+        said = f"after each load: lm-eval by max_length={TARGET}, sentence-transformers by max_seq_length={TARGET}"
+        assert (said in notes) is (method == "dynamic_ntk") is (loaded.max_seq_length == TRAINED)
+        loaded.max_seq_length = TARGET
+        assert abs(loaded.encode(texts) - expected).max() < 1e-5
+
+
 def test_a_shorter_choice_stays_and_is_named(tmp_path: Path) -> None:
     model = encoder(tmp_path / "plain", limit=24)
     ctxext.patch(model, "tile", factor=4)
