@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import inspect
 import io
+import json
 import os
 import re
 import typing
@@ -28,7 +29,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from ctxext.cli.app import app
-from ctxext.cli.show import method_rows, methods_markdown
+from ctxext.cli.methods import described_methods, method_rows, methods_markdown
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import parameters_of
 from ctxext.training.settings import Settings
@@ -300,6 +301,8 @@ def _from(folder: Path, home: Path, target: str) -> str:
 def made() -> dict[Path, str]:
     """Return every file that is made or filled in, with its text of today."""
     filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
+    filled_in[ROOT / "ctxext" / "methods" / "listed.json"] = f"{{\n{lines}\n}}\n"
     return filled_in | {TABLES / f"{name}.csv": text for name, text in tables().items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,14 @@ from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
 from ctxext.spec import LLAMA, Description, RopeSpec
 from ctxext.surgery.config import window_fields, window_note
+from ctxext.surgery.edits import own_attributes
 from ctxext.surgery.published import foreign_fields
+from ctxext.surgery.rebuild import Scalar
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject, owns_its_config, text_of
 
-Progress = Callable[[int, int], None]
 FEW = 8
-"""The fewest layers that a model is inspected with: no pattern that a config gives by a number is longer."""
+"""The fewest layers to try where layers differ: no pattern that a config gives by a number is longer."""
 TRIED = 4
 """The factor that methods are tried at, of ``Method.example``."""
 
@@ -120,7 +120,6 @@ def inspect_checkpoint(
     *,
     trained_length: int | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
     **location: Any,
 ) -> Inspection:
     """Inspect a checkpoint from its config alone; ``location`` may name a ``gguf_file`` in the directory.
@@ -145,7 +144,7 @@ def inspect_checkpoint(
         given = {} if saved_sides(saved) else {name: saved[name] for name in ("trained_length", "scaling")}
     window, caps = _window(plain.get_text_config(decoder=True), known)
     positions, reason, spec = _positions(Subject.of(model), known or 1)
-    verdicts = _verdicts(model, given, spec, caps, progress)
+    verdicts = _verdicts(model, given, spec, caps)
     return Inspection(
         model_type=config.model_type,
         positions=positions,
@@ -179,7 +178,8 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     text = text_of(short)
     count = getattr(text, "num_hidden_layers", None)
     lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
-    keep = max([FEW, *(_until_all(value) for value in lists.values())])
+    few = 2 if all(_is_one_repeated(part) for part in whole.modules() if isinstance(part, nn.ModuleList)) else FEW
+    keep = max([few, *(_until_all(value) for value in lists.values())])
     if not isinstance(count, int) or keep >= count:
         return whole
     for name, value in lists.items():
@@ -190,6 +190,23 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     except CheckpointError:  # its config checks one field against another, which says the number of layers too
         return whole
     return shallow if _kinds(shallow) == _kinds(whole) else whole
+
+
+def _is_one_repeated(layers: nn.ModuleList) -> bool:
+    """Return whether layers have the same modules, whose numbers and words differ in nothing but the layer's index."""
+    traits = [
+        {
+            (path, name): value
+            for path, module in layer.named_modules()
+            for name, value in {"": type(module).__name__, **own_attributes(module)}.items()
+            if isinstance(value, Scalar)
+        }
+        for layer in layers
+    ]
+    count, keys = len(traits), traits[0].keys()
+    return all(one.keys() == keys for one in traits) and all(
+        [one[key] for one in traits] in ([traits[0][key]] * count, [*range(count)]) for key in keys
+    )
 
 
 def _until_all(values: list[Any]) -> int:
@@ -303,18 +320,16 @@ def _positions(subject: Subject, trained_length: int) -> tuple[tuple[Positions, 
 
 
 def _verdicts(
-    model: PreTrainedModel, given: dict[str, Any], spec: RopeSpec | None, caps: bool, progress: Progress | None
+    model: PreTrainedModel, given: dict[str, Any], spec: RopeSpec | None, caps: bool
 ) -> tuple[MethodCheck, ...]:
-    verdicts, alike, methods = [], dict[Any, MethodCheck](), known_methods()
-    for done, kind in enumerate(methods.values(), start=1):
+    verdicts, alike = [], dict[Any, MethodCheck]()
+    for kind in known_methods().values():
         method = kind.example(spec or LLAMA)
         # Encodings of one form are put in by the same hand, which looks at the model for a second or two.
         form = (method.form, method.carries) if isinstance(method, EncodingMethod) else method
         if form not in alike:
             alike[form] = _verdict(model, method, given, caps)
         verdicts.append(alike[form].of(method))
-        if progress is not None:
-            progress(done, len(methods))
     return tuple(verdicts)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 from typer.testing import Result
 
 import ctxext
+from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.inspect import Inspection, inspect_adapter, inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import CtxextError, PatchStateError
+from ctxext.errors import CheckpointError, CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
 from ctxext.spec import LLAMA
 from ctxext.surgery.rotary import find_sites
@@ -188,16 +191,62 @@ def test_an_adapter_says_the_extension_that_it_carries(cli: Cli, tmp_path: Path)
     assert (told["method"]["method"], told["trained_length"]) == ("self_extend", TRAINED_LENGTH)
 
 
+def counting(reads: Any, opened: list[Path]) -> Any:
+    """Note each file that a reader opens."""
+
+    def read(self: Any, path: Any, *mode: Any) -> None:
+        opened.append(Path(path))
+        reads(self, path, *mode)
+
+    return read
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_a_gguf_file_that_ctxext_extended(tmp_path: Path) -> None:
+def test_a_gguf_file_that_ctxext_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny(vocab_size=64)
     assert isinstance(model, LlamaForCausalLM)
     model.save_pretrained(tmp_path / "plain")
     files = (write_gguf(model, tmp_path / "plain.gguf"), tmp_path / "long.gguf")
     ctxext.export(tmp_path / "plain", to="llama.cpp", method="yarn", factor=4.0, gguf=files)
+    opened: list[Path] = []
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counting(gguf.GGUFReader.__init__, opened))
     found = inspect_checkpoint(tmp_path, gguf_file="long.gguf")
+    assert opened == [tmp_path / "long.gguf"], "it is read once"
     assert [site.base for site in found.positions] == [10000.0]
     assert found.longest == 4 * TRAINED_LENGTH
     assert found.extended is not None
     assert found.extended.startswith(f"rope_type={found.positions[0].rope_type}")
+
+
+def test_a_gguf_file_is_read_as_the_package_reads_it(tmp_path: Path) -> None:
+    path = write_gguf(tiny(vocab_size=64), tmp_path / "plain.gguf")
+    ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
+    assert ours.tensors == [tensor.name for tensor in theirs.tensors]
+    assert ours.keys == [name for name in theirs.fields if not name.startswith("GGUF.")]
+    for key in ours.keys:
+        wanted = theirs.fields[key].contents()
+        texts = isinstance(wanted, list) and isinstance(wanted[0], str)
+        assert ours.get(key) == ([""] * len(wanted) if texts else wanted), key
+
+
+@pytest.mark.parametrize("kept", range(5, 3000, 311))
+def test_a_gguf_file_that_ends_too_soon(kept: int, tmp_path: Path) -> None:
+    """In the middle of a key, of a number, of a list of numbers or of texts."""
+    path = write_gguf(tiny(vocab_size=64), tmp_path / "plain.gguf")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        GGUFFile(path)
+
+
+@pytest.mark.parametrize("count", [2**63 + 1, 2**64 - 1, 10**6])
+@pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.token_type"])
+def test_a_gguf_file_that_counts_more_than_it_holds(key: str, count: int, tmp_path: Path) -> None:
+    path = write_gguf(tiny(vocab_size=64), tmp_path / "plain.gguf")
+    data = bytearray(path.read_bytes())
+    place = data.index(key.encode()) + len(key) + 8  # behind its type and that of its items
+    assert struct.unpack_from("<Q", data, place)[0] == 64
+    struct.pack_into("<Q", data, place, count)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        GGUFFile(path)

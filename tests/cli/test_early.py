@@ -18,6 +18,7 @@ from huggingface_hub import constants
 import ctxext
 from ctxext.cli.eval.ruler import TASKS as RULER
 from ctxext.cli.lab import BASELINES, TASKS
+from ctxext.cli.methods import described_methods, method_rows
 from ctxext.cli.options import Dtype
 from ctxext.errors import NAMED_ELSEWHERE, CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation import checkpoint, ruler
@@ -27,7 +28,7 @@ from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
 from ctxext.methods import METHODS, known_methods
 from ctxext.mistakes import DEVICES, refuse_mistakes, refuse_no_checkpoint, refuse_unknown_method
-from ctxext.registry import method_names, method_parameters
+from ctxext.registry import listed_methods, method_names, method_parameters
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
@@ -193,10 +194,18 @@ def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None
     assert {*DEVICES} >= {"cpu", "cuda"}
 
 
-def test_parameters_are_read_from_the_source_as_the_classes_have_them() -> None:
+def test_the_list_of_methods_is_what_the_classes_say() -> None:
+    """`python scripts/update_readme.py` writes it."""
+    assert listed_methods() == described_methods()
     found = {name: method_parameters(name) for name in known_methods()}
     assert found == {name: {field.name for field in fields(kind)} for name, kind in known_methods().items()}
     assert method_parameters("mine") is None
+
+
+def test_a_method_that_the_list_lacks_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {name: told for name, told in listed_methods().items() if name != "yarn"}
+    monkeypatch.setattr("ctxext.cli.methods.listed_methods", lambda: listed)
+    assert "yarn" in [row["method"] for row in method_rows()]
 
 
 def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -456,7 +456,7 @@ where = "tests/contracts/test_encodings.py"
 code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"])
 
 # Not before pytest, which checks the types of what is imported after it.
-from ctxext.cli.show import method_rows, methods_markdown
+from ctxext.cli.methods import method_rows, methods_markdown
 import ctxext
 
 assert ctxext.methods()["doublings"].__module__ == "ctxext.laboratory.encodings.doublings"

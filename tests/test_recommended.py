@@ -11,9 +11,9 @@ from typer.testing import Result
 
 import ctxext
 from ctxext.methods import known_methods
-from ctxext.methods.recommended import RECOMMENDED, to_take
+from ctxext.recommended import RECOMMENDED, to_take
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_every_recommended_method_exists_and_needs_no_training_to_run() -> None:
