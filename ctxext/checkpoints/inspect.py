@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,20 +194,17 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _is_one_repeated(layers: nn.ModuleList) -> bool:
-    """Return whether layers have the same modules, whose numbers and words differ in nothing but the layer's index."""
+    """Return whether layers have the same modules, whose numbers and words differ in the layer's index alone."""
     traits = [
-        {
-            (path, name): value
+        [
+            (path, type(module), {key: one for key, one in own_attributes(module).items() if isinstance(one, Scalar)})
             for path, module in layer.named_modules()
-            for name, value in {"": type(module).__name__, **own_attributes(module)}.items()
-            if isinstance(value, Scalar)
-        }
+        ]
         for layer in layers
     ]
-    count, keys = len(traits), traits[0].keys()
-    return all(one.keys() == keys for one in traits) and all(
-        [one[key] for one in traits] in ([traits[0][key]] * count, [*range(count)]) for key in keys
-    )
+    for _, _, numbers in itertools.chain(*traits):
+        numbers.pop("layer_idx", None)
+    return all(one == traits[0] for one in traits)
 
 
 def _until_all(values: list[Any]) -> int:

@@ -118,7 +118,7 @@ def inspect(
         inspection = inspect_checkpoint(folder, trained_length=trained_length, **where)
         repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
     if as_json:
-        told = [one._asdict() | {"verdict": one.verdict, "gain": one.gain._asdict()} for one in repeats]
+        told = [one._asdict() | {"verdict": one.verdict, "gain": one.gain} for one in repeats]
         _print_json(asdict(inspection) | ({"texts": told} if text else {}))
         return
     show_repeats(repeats, checkpoint, text or (), terminal())

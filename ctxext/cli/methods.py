@@ -1,14 +1,11 @@
-"""The list of methods. ``ctxext methods`` prints it from a file beside them, so that none of them is imported."""
+"""The list of methods, printed from the file that is kept beside them, so that none of them is imported."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -17,10 +14,7 @@ from rich.text import Text
 
 from ctxext.progress import terminal
 from ctxext.recommended import RECOMMENDED
-from ctxext.registry import listed_methods, method_names
-
-if TYPE_CHECKING:
-    from ctxext.methods import Method
+from ctxext.registry import listed_methods
 
 COLUMNS = ("method", "group", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
 # What a method extends, then what an encoding changes, in the order of listings. A method of several groups stands with
@@ -28,45 +22,15 @@ COLUMNS = ("method", "group", "what it does", "pick it", "dynamic", "stock form 
 GROUPS = ("rotary", "remapping", "ALiBi", "tables", "buckets", "input", "scores", "attention", "other")
 
 
-def described_methods() -> dict[str, dict[str, Any]]:
-    """Describe every method by what it says of itself; scripts/update_readme.py writes it for ``listed_methods``."""
-    from ctxext.methods import known_methods
-    from ctxext.spec import LLAMA
-
-    described = {}
-    for name, kind in known_methods().items():
-        example = kind.example(LLAMA)
-        dynamic = "yes" if example.dynamic else "no"
-        cells = (name, _group(example), kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
-        more = {"to train": kind.needs_training, "parameters": [field.name for field in fields(kind)]}
-        described[name] = dict(zip(COLUMNS, cells, strict=True)) | more
-    return described
-
-
 def method_rows(*, to_train: bool = False) -> list[dict[str, str]]:
-    """Return one row per method, group by group.
+    """Return one row per listed method, group by group.
 
     Args:
         to_train: list the encodings that a model has to be trained with, instead of what extends a checkpoint.
     """
-    known = listed_methods()
-    if known.keys() != {*method_names()}:  # a file was put into one of the folders, or taken out of it
-        known = described_methods()
-    rows = [{name: row[name] for name in COLUMNS} for row in known.values() if row["to train"] == to_train]
+    known = listed_methods().values()
+    rows = [{name: row[name] for name in COLUMNS} for row in known if row["to train"] == to_train]
     return sorted(rows, key=lambda row: GROUPS.index(_heading(row)))
-
-
-def _group(method: Method) -> str:
-    """Return what a method extends, or what an encoding changes."""
-    from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, RopeMethod, TableMethod
-    from ctxext.methods.remap import RemapMethod
-
-    kinds = {"rotary": RopeMethod, "ALiBi": BiasMethod, "tables": TableMethod, "buckets": BucketMethod}
-    if isinstance(method, EncodingMethod):
-        return {"added": "input", "own": "attention"}.get(method.form, "scores")
-    if isinstance(method, RemapMethod):
-        return "remapping"
-    return ", ".join(name for name, kind in kinds.items() if isinstance(method, kind)) or "other"
 
 
 def _heading(row: Mapping[str, str]) -> str:
@@ -122,22 +86,3 @@ def show_heading(heading: str, sentences: Sequence[object], console: Console) ->
         console.print(Text(f"\n{heading}", style="bold"))
         for sentence in sentences:
             console.print(f"  {sentence}", soft_wrap=True)
-
-
-def _pick(kind: type[Method]) -> str:
-    """Return the sentence of a method's docstring that says when one would pick it."""
-    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
-    reason = next((" ".join(text.split()) for text in paragraphs if text.startswith("Pick it ")), "")
-    return reason.removeprefix("Pick it ").split(". ")[0].removesuffix(".").replace("``", "`")
-
-
-def _stock_form(method: Method) -> str:
-    from ctxext.methods import BucketMethod, RopeMethod, TableMethod
-    from ctxext.spec import LLAMA
-
-    if isinstance(method, BucketMethod):
-        return "not for a Llama; on a T5, another largest distance"
-    form = method.rope_parameters(LLAMA) if isinstance(method, RopeMethod) else None
-    if form is None:
-        return "for tables" if isinstance(method, TableMethod) else "none"
-    return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])

@@ -12,21 +12,9 @@ STRING = 6
 """Tokens of a string that is looked for in the far part of a text."""
 FEW = 0.05
 """The share of repeats below which most texts gained nothing."""
-TEXTS = 51
-"""The measured texts of docs/results/need.csv, whose least squares follow: of the gain by Self-Extend, by the share."""
-START, SLOPE = 0.02658, 1.31801
-MEAN, SQUARES = 0.08198, 0.93894
-"""The mean share, and the sum of squared differences from it."""
-WIDTH = 0.33121
-"""The standard deviation of the rest, times Student's quantile of 95 percent for 49 degrees of freedom."""
-
-
-class Gain(NamedTuple):
-    """The nats per token that twice the window is predicted to gain, and the interval of 95 percent of new texts."""
-
-    expected: float
-    low: float
-    high: float
+# Least squares over the texts of docs/results/need.csv: the gain of Self-Extend by the share of repeats, its mean,
+# the sum of squares about that, and the deviation of the rest times Student's quantile of 95 percent.
+TEXTS, START, SLOPE, MEAN, SQUARES, WIDTH = 51, 0.02658, 1.31801, 0.08198, 0.93894, 0.33121
 
 
 class Repeats(NamedTuple):
@@ -45,11 +33,11 @@ class Repeats(NamedTuple):
     share: float
 
     @property
-    def gain(self) -> Gain:
-        """The prediction for a text of this share, by the measured texts."""
+    def gain(self) -> tuple[float, float, float]:
+        """The nats per token that twice the window is predicted to gain, and the interval of 95 percent of texts."""
         expected = START + SLOPE * self.share
         width = WIDTH * math.sqrt(1 + 1 / TEXTS + (self.share - MEAN) ** 2 / SQUARES)
-        return Gain(expected, expected - width, expected + width)
+        return expected, expected - width, expected + width
 
     @property
     def verdict(self) -> str:
@@ -57,7 +45,7 @@ class Repeats(NamedTuple):
         said = f"{100 * self.share:.1f} % repeat from beyond the window"
         if self.share < FEW:
             return f"little to gain ({said}, below {100 * FEW:.0f} %)"
-        return f"{'likely to gain' if self.gain.low > 0 else 'may gain'} ({said})"
+        return f"{'likely to gain' if self.gain[1] > 0 else 'may gain'} ({said})"
 
 
 def far_repeats(ids: Sequence[int], window: int, last: int) -> float:

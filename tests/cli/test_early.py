@@ -18,7 +18,6 @@ from huggingface_hub import constants
 import ctxext
 from ctxext.cli.eval.ruler import TASKS as RULER
 from ctxext.cli.lab import BASELINES, TASKS
-from ctxext.cli.methods import described_methods, method_rows
 from ctxext.cli.options import Dtype
 from ctxext.errors import NAMED_ELSEWHERE, CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation import checkpoint, ruler
@@ -32,6 +31,7 @@ from ctxext.registry import listed_methods, method_names, method_parameters
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
+from scripts.update_readme import described_methods
 
 ROOT = Path(__file__).parents[2]
 # Runs command lines one after the other in one process, and tells after each whether torch is there by now.
@@ -200,12 +200,6 @@ def test_the_list_of_methods_is_what_the_classes_say() -> None:
     found = {name: method_parameters(name) for name in known_methods()}
     assert found == {name: {field.name for field in fields(kind)} for name, kind in known_methods().items()}
     assert method_parameters("mine") is None
-
-
-def test_a_method_that_the_list_lacks_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = {name: told for name, told in listed_methods().items() if name != "yarn"}
-    monkeypatch.setattr("ctxext.cli.methods.listed_methods", lambda: listed)
-    assert "yarn" in [row["method"] for row in method_rows()]
 
 
 def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
