@@ -52,4 +52,3 @@ def test_methods_and_help_give_the_same_answer(cli: Callable[..., Result]) -> No
     explained = ctxext.patch.__doc__ or ""
     assert all(name in explained for name, method in known_methods().items() if not method.needs_training)
     assert explained.index("self_extend``, by") < explained.index("``yarn``")
-    assert "Example::" in explained
