@@ -100,9 +100,9 @@ def show_written(written: Written) -> None:
         weights.append("written anew, dequantised to bfloat16")
     if written.copied:
         weights.append(f"{written.copied} copied")
-    lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]
+    lines = [f"Wrote {written.directory}", *(f"stays, and cuts texts: {limit}" for limit in written.limits)]
+    lines += [str(written.description), f"weight files: {', '.join(weights)}"]
     lines += [f"changed {change}" for change in written.changed]
-    lines += [f"stays, and cuts texts: {limit}" for limit in written.limits]
     if written.left_out:
         lines.append(f"left out, as not part of a safetensors checkpoint: {', '.join(written.left_out)}")
     typer.echo("\n".join(lines))

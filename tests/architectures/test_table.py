@@ -319,7 +319,12 @@ def test_describe() -> None:
     model = roberta()
     assert ctxext.describe(model).trained_length == 32, "not the 34 of its config"
     text = str(ctxext.describe(ctxext.patch(model, "pi", factor=4), verbose=True))
-    for part in ("32 -> 128 tokens", "max_position_embeddings=130", "plain transformers", "train before use"):
+    for part in (
+        "32 -> 128 tokens",
+        "max_position_embeddings=130",
+        "plain transformers",
+        "compare with the unextended",
+    ):
         assert part in text
     assert "Embedding.weight" in text
 

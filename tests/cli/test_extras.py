@@ -204,7 +204,7 @@ def test_it_names_the_extra(found: dict[str, Any], verb: str, extra: str) -> Non
     code, said, complained, _ = found[verb]
     assert (code, said) == (1, "")
     assert complained.startswith("Error: ")
-    assert f"pip install 'ctxext[{extra}]'" in re.sub(r"\s+", " ", complained)
+    assert f"pip install -e '.[{extra}]'" in re.sub(r"\s+", " ", complained)
     assert "Traceback" not in complained
 
 
