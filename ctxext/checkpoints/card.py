@@ -93,7 +93,7 @@ def _description(model: PreTrainedModel) -> str:
 def _loading(
     model: PreTrainedModel, name: str, adapter: bool, trusted: bool, is_pipeline: bool, cuts: Sequence[str]
 ) -> str:
-    kind, of_texts = type(model), "max_seq_length"
+    kind = type(model)
     lines = ["import ctxext", "", f"model = ctxext.load({json.dumps(name)})"]
     if not adapter and describe_saved(model.config.ctxext, "").stock and kind.__module__.startswith("transformers."):
         loaded = f"model = {kind.__name__}.from_pretrained({json.dumps(name)})"
@@ -101,9 +101,9 @@ def _loading(
         if is_pipeline:
             loaded = f"model = SentenceTransformer({json.dumps(name)})"
             lines = ["from sentence_transformers import SentenceTransformer", "", loaded]
-            raised = f"model.{of_texts} = {model.config.ctxext['target_length']}  # "
-            cuts = [raised + cut if of_texts in cut else cut for cut in cuts]
-    lines += [cut if cut.startswith("model.") else f"# Texts are cut: {cut}" for cut in cuts]
+            if any("max_seq_length" in cut for cut in cuts):
+                lines.append(f"model.max_seq_length = {model.config.ctxext['target_length']}")
+    lines += [f"# Texts are cut: {cut}" for cut in cuts]
     if trusted:
         lines.append("# or, in a program that takes a path, with ctxext installed: trust_remote_code=True")
     return "\n".join(["Load it:", "", "```python", *lines, "```"])

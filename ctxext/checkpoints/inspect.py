@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,16 +194,13 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 
 def _is_one_repeated(layers: nn.ModuleList) -> bool:
     """Return whether layers have the same modules, whose numbers and words differ in the layer's index alone."""
-    traits = [
-        [
-            (path, type(module), {key: one for key, one in own_attributes(module).items() if isinstance(one, Scalar)})
-            for path, module in layer.named_modules()
-        ]
-        for layer in layers
-    ]
-    for _, _, numbers in itertools.chain(*traits):
-        numbers.pop("layer_idx", None)
+    traits = [[(path, type(module), _words(module)) for path, module in layer.named_modules()] for layer in layers]
     return all(one == traits[0] for one in traits)
+
+
+def _words(module: nn.Module) -> dict[str, Any]:
+    held = own_attributes(module).items()
+    return {name: value for name, value in held if isinstance(value, Scalar) and name != "layer_idx"}
 
 
 def _until_all(values: list[Any]) -> int:

@@ -67,9 +67,7 @@ def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
     ready = [verdict for verdict in applies if not verdict.needs_training]
     show_heading("take", to_take([verdict.method for verdict in ready]), console)
     if applies:
-        console.print(
-            Text.assemble(("\nmethods", "bold"), ": each applied to this model without its weights, then taken back")
-        )
+        console.print(Text.assemble(("\nmethods", "bold"), ": tried on this architecture, without weights"))
         console.print(_verdict_table(ready))
     useless = [verdict.method for verdict in applies if verdict.needs_training]
     if useless:
@@ -79,7 +77,9 @@ def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
     refused: dict[str, list[str]] = {}
     for verdict in verdicts:
         if verdict.refused is not None:
-            reason = verdict.refused.replace(repr(verdict.method), "it").replace("method it", "it")
+            reason = verdict.refused.replace(f"method {verdict.method!r}", "this method").replace(
+                repr(verdict.method), "it"
+            )
             refused.setdefault(reason, []).append(verdict.method)
     if refused:
         console.print(Text("refused", style="bold"))

