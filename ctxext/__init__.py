@@ -1,12 +1,14 @@
 """Give an existing Hugging Face checkpoint a longer context, in place and in one line.
 
+```python
 import ctxext
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
-ctxext.patch(model, method="yarn", factor=4)  # in place; ctxext.methods() lists the methods
+ctxext.patch(model, method="yarn", factor=2, trained_length=131072)  # in place; ctxext.methods() lists the methods
 print(ctxext.describe(model))
-model.save_pretrained("llama-4x")
+model.save_pretrained("llama-2x")
+```
 """
 
 import importlib

@@ -130,10 +130,15 @@ def no_reach(method: str) -> InvalidParameterError:
     )
 
 
+def install_line(extra: str) -> str:
+    """Return the command that installs one of ctxext's extras, and where: no package index has ctxext yet."""
+    return f"`pip install -e '.[{extra}]'` in the clone of ctxext"
+
+
 def require_package(package: str, extra: str, who: str, error: type[CtxextError] = InvalidParameterError) -> None:
     """Raise ``error``, with the command that installs it, if a package of one of ctxext's extras is missing."""
     if importlib.util.find_spec(package) is None:
-        raise error(f"{who} the package {package}, which is not installed. Run `pip install 'ctxext[{extra}]'`.")
+        raise error(f"{who} the package {package}, which is not installed. Run {install_line(extra)}.")
 
 
 def gone(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:

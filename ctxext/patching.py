@@ -134,10 +134,10 @@ def patch(
 ) -> ModelT:
     """Give a loaded model a longer context, in place, and prove that it took effect.
 
-    Example::
-
-        model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
-        ctxext.patch(model, "self_extend", factor=4, trained_length=8192)
+    ```python
+    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    ctxext.patch(model, "self_extend", factor=2)  # 8K -> 16K tokens
+    ```
 
     Without training take ``self_extend``, by 2 to 4: short texts are read as before. For other runtimes take ``yarn``,
     by 2, and to fine-tune too. ``retrieval_heads`` needs less time and memory on long texts. To choose by measuring:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from functools import cache
@@ -44,42 +44,23 @@ def method_names(incomplete: str = "") -> list[str]:
     return sorted(name for folder in METHODS for name in _names_in(folder, incomplete))
 
 
+@cache
+def listed_methods() -> dict[str, dict[str, Any]]:
+    """Return what is known of each method by its name, from the file that scripts/update_readme.py writes."""
+    listed: dict[str, dict[str, Any]] = json.loads(
+        (Path(__file__).parent / "methods" / "listed.json").read_text("utf-8")
+    )
+    return listed
+
+
 def method_parameters(name: str) -> set[str] | None:
-    """Return the names of a method's parameters by the source, which is not imported; None for no method of ours."""
-    family = _family(name)
-    return {field for kind in family for field in _annotated(kind, is_field=True)} if family else None
+    """Return the names of a method's parameters; None for a method that is not listed."""
+    return {*listed_methods()[name]["parameters"]} if name in listed_methods() else None
 
 
 def needs_reach(name: str) -> bool:
     """Return whether a method of ours, without parameters of its own, has to be told a factor or a target."""
-    return any(kind.name in ("RopeMethod", "TableMethod") for kind in _family(name))
-
-
-def _family(name: str) -> list[ast.ClassDef]:
-    """Return the class of a method and all its bases; nothing for no method of ours."""
-    classes = _classes()
-    family = [kind for kind in classes.values() if _annotated(kind, is_field=False).get("name") == name]
-    for kind in family:  # grows by the bases of each
-        family += [classes[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in classes]
-    return family
-
-
-@cache
-def _classes() -> dict[str, ast.ClassDef]:
-    """Return the classes in the files of methods, none of which is imported."""
-    files = (file for folder in METHODS for file in (Path(__file__).parent / folder).glob("*.py"))
-    nodes = (node for file in files for node in ast.parse(file.read_text("utf-8")).body)
-    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-
-
-def _annotated(kind: ast.ClassDef, *, is_field: bool) -> dict[str, Any]:
-    """Return the fields of a dataclass, or its class variables, each with its value where that is a constant."""
-    items = (item for item in kind.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name))
-    return {
-        ast.unparse(item.target): getattr(item.value, "value", None)
-        for item in items
-        if ast.unparse(item.annotation).startswith("ClassVar") != is_field
-    }
+    return listed_methods().get(name, {}).get("group") in ("rotary", "tables")
 
 
 def runtime_names(incomplete: str = "") -> list[str]:

@@ -117,7 +117,7 @@ def arguments_in_place_of(
         PatchStateError: the trained length is missing, or not the saved one.
     """
     sides = saved_sides(saved)
-    checked_trained_length(next(iter(sides.values()), saved), arguments.trained_length)
+    checked_trained_length(saved, arguments.trained_length)
     if not sides:
         return replace(arguments, scaling=arguments.scaling or choices(saved)["scaling"])
     each = dict.fromkeys(SIDES, replace(arguments, trained_length=None))
@@ -246,6 +246,7 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
     Raises:
         PatchStateError: no length is given, or another length than the saved one.
     """
+    saved = next(iter(saved_sides(saved).values()), saved)
     known, name = saved["trained_length"], saved["method"]["method"]
     if trained_length == known:
         return

@@ -448,7 +448,7 @@ class Description:
             reach = "its config names no length" if self.target_length is None else f"{self.target_length} tokens"
             lines = [f"{self.model_type}: not extended by ctxext, {reach}"]
             return "\n".join([*lines, *(f"  note         {note}" for note in self.notes)])
-        loads = f"  loads with   {'plain transformers' if self.stock else 'ctxext.load only'}"
+        loads = f"  loads with   {'plain transformers' if self.stock else 'ctxext.load only, in transformers'}"
         if self.sides:
             lines = [f"{self.model_type}: an encoder-decoder, {len(self.sides)} of its 2 sides extended"]
             lines += [f"{name}: {side}" for name, side in self.sides]

@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import inspect
 import io
+import json
 import os
 import re
 import typing
@@ -28,9 +29,12 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from ctxext.cli.app import app
-from ctxext.cli.show import method_rows, methods_markdown
-from ctxext.methods import known_methods
+from ctxext.cli.methods import COLUMNS as METHOD_COLUMNS
+from ctxext.cli.methods import method_rows, methods_markdown
+from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.parameters import parameters_of
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import LLAMA
 from ctxext.training.settings import Settings
 from scripts.published_page import published_rows
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
@@ -123,6 +127,44 @@ def arguments_of(documented: Any) -> dict[str, str]:
     return {
         name: " ".join(text.split()).replace("``", "`") for name, text in zip(entries[::2], entries[1::2], strict=True)
     }
+
+
+def described_methods() -> dict[str, dict[str, Any]]:
+    """Describe every method by what it says of itself, for the file that ``ctxext methods`` prints."""
+    described = {}
+    for name, kind in known_methods().items():
+        example = kind.example(LLAMA)
+        dynamic = "yes" if example.dynamic else "no"
+        cells = (name, _group(example), kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
+        more = {"to train": kind.needs_training, "parameters": [field.name for field in dataclasses.fields(kind)]}
+        described[name] = dict(zip(METHOD_COLUMNS, cells, strict=True)) | more
+    return described
+
+
+def _group(method: Method) -> str:
+    """Return what a method extends, or what an encoding changes."""
+    kinds = {"rotary": RopeMethod, "ALiBi": BiasMethod, "tables": TableMethod, "buckets": BucketMethod}
+    if isinstance(method, EncodingMethod):
+        return {"added": "input", "own": "attention"}.get(method.form, "scores")
+    if isinstance(method, RemapMethod):
+        return "remapping"
+    return ", ".join(name for name, kind in kinds.items() if isinstance(method, kind)) or "other"
+
+
+def _pick(kind: type[Method]) -> str:
+    """Return the sentence of a method's docstring that says when one would pick it."""
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
+    reason = next((" ".join(text.split()) for text in paragraphs if text.startswith("Pick it ")), "")
+    return reason.removeprefix("Pick it ").split(". ")[0].removesuffix(".").replace("``", "`")
+
+
+def _stock_form(method: Method) -> str:
+    if isinstance(method, BucketMethod):
+        return "not for a Llama; on a T5, another largest distance"
+    form = method.rope_parameters(LLAMA) if isinstance(method, RopeMethod) else None
+    if form is None:
+        return "for tables" if isinstance(method, TableMethod) else "none"
+    return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])
 
 
 def parameter_rows() -> list[list[str]]:
@@ -300,6 +342,8 @@ def _from(folder: Path, home: Path, target: str) -> str:
 def made() -> dict[Path, str]:
     """Return every file that is made or filled in, with its text of today."""
     filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
+    filled_in[ROOT / "ctxext" / "methods" / "listed.json"] = f"{{\n{lines}\n}}\n"
     return filled_in | {TABLES / f"{name}.csv": text for name, text in tables().items()}
 
 

@@ -24,6 +24,7 @@ ROOMS = [
     "files",
     "progress",
     "registry",
+    "recommended",
     "quantities",
     "mistakes",
     "spec",

@@ -56,7 +56,7 @@ class Rope(Architecture):
             return replace_rotation(subject, method, request, places, layers, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
-                f"This {subject.kind} rotates, and method {method.name!r} does not work on rotations. "
+                f"This {subject.kind} has rotations, which method {method.name!r} does not extend. "
                 f"Take a method for rotations, such as yarn or self_extend."
             )
         scaling = scaling_of(subject.config)

@@ -234,7 +234,7 @@ def _notes(trained: int, rows: Rows, others: tuple[str, ...]) -> list[str]:
     elif is_kept(rows, trained):
         notes.append(f"The rows of the first {trained:,} tokens are the trained ones.")
     else:
-        notes.append("Positions of short texts change too: train before use, or compare.")
+        notes.append("Positions of short texts change too: compare with the unextended model before use.")
     if others:
         notes.append(
             f"{others[0]} depends on the length too ({len(others)} such attributes), so its layers compute "

@@ -22,6 +22,7 @@ from torch import Tensor
 from ctxext.attention.base import AttentionBackend, Call, Need, evened
 from ctxext.attention.columns import COLUMNS, with_columns
 from ctxext.attention.layout import Layout
+from ctxext.errors import install_line
 
 
 def _has_distribution(name: str) -> bool:
@@ -138,7 +139,7 @@ class Flash(_FlashFamily):
     name: ClassVar[str] = "flash"
     summary: ClassVar[str] = "flash-attn 2 with native float32 ALiBi slopes"
     module: ClassVar[str] = "flash_attn.flash_attn_interface"
-    install: ClassVar[str] = "pip install 'ctxext[flash]'"
+    install: ClassVar[str] = install_line("flash")
     reads_cache: ClassVar[bool] = True
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -34,6 +35,7 @@ def write_card(
     results: str | None = None,
     adapter: bool = False,
     trusted: bool = False,
+    cuts: Sequence[str] = (),
 ) -> None:
     """Say in the model card of a directory how its model is extended, what was measured, and how to load and serve it.
 
@@ -45,6 +47,7 @@ def write_card(
         results: a report in Markdown, as the measuring commands write it.
         adapter: whether the directory holds an adapter of the model.
         trusted: whether a module beside the weights lets transformers load it where code is trusted.
+        cuts: the limits in files beside the weights that still cut texts, a sentence each.
 
     Raises:
         CheckpointError: the metadata of the card cannot be read.
@@ -53,7 +56,7 @@ def write_card(
     card = _read(path)
     sections = [
         _description(model),
-        _loading(model, name, adapter, trusted),
+        _loading(model, name, adapter, trusted, (directory / "modules.json").is_file(), cuts),
         _serving(model, name) if not adapter else "",
         _measured(results) if results else "",
     ]
@@ -87,12 +90,20 @@ def _description(model: PreTrainedModel) -> str:
     return f"```text\n{describe_saved(model.config.ctxext, model.config.model_type)}\n```"
 
 
-def _loading(model: PreTrainedModel, name: str, adapter: bool, trusted: bool) -> str:
+def _loading(
+    model: PreTrainedModel, name: str, adapter: bool, trusted: bool, is_pipeline: bool, cuts: Sequence[str]
+) -> str:
     kind = type(model)
     lines = ["import ctxext", "", f"model = ctxext.load({json.dumps(name)})"]
     if not adapter and describe_saved(model.config.ctxext, "").stock and kind.__module__.startswith("transformers."):
         loaded = f"model = {kind.__name__}.from_pretrained({json.dumps(name)})"
         lines = [f"from transformers import {kind.__name__}", "", loaded]
+        if is_pipeline:
+            loaded = f"model = SentenceTransformer({json.dumps(name)})"
+            lines = ["from sentence_transformers import SentenceTransformer", "", loaded]
+            if any("max_seq_length" in cut for cut in cuts):
+                lines.append(f"model.max_seq_length = {model.config.ctxext['target_length']}")
+    lines += [f"# Texts are cut: {cut}" for cut in cuts]
     if trusted:
         lines.append("# or, in a program that takes a path, with ctxext installed: trust_remote_code=True")
     return "\n".join(["Load it:", "", "```python", *lines, "```"])
@@ -101,9 +112,9 @@ def _loading(model: PreTrainedModel, name: str, adapter: bool, trusted: bool) ->
 def _serving(model: PreTrainedModel, name: str) -> str:
     if not model.can_generate() or model.config.is_encoder_decoder:
         return ""
-    exports = exports_of(model.config, name, checked=True)
+    exports, stock = exports_of(model.config, name, checked=True), describe_saved(model.config.ctxext, "").stock
     commands = [
-        f"{export.command}  # {target}"
+        f"{export.command}  # {target if stock else export.notes[0]}"
         for target, export in exports.items()
         if not isinstance(export, str) and export.exact
     ]

@@ -96,7 +96,8 @@ def export(
 def with_start(made: Export, checkpoint: str) -> Export:
     """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it."""
     file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
-    return replace(made, start=RUNTIMES[made.target].start(checkpoint, file))
+    runtime = RUNTIMES[made.target]
+    return replace(made, start=(*made.start, checkpoint) if made.start else runtime.start(checkpoint, file))
 
 
 def _read(

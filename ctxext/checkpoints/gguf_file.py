@@ -6,9 +6,11 @@ other key and tensor are taken over as they lie in the file, so that no type, or
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,15 +46,34 @@ class GGUFFile:
 
     def __post_init__(self) -> None:
         require_package("gguf", "demo", f"Reading {self.path} needs", CheckpointError)
-        from gguf import GGUFReader
-
         if not self.path.is_file():
             raise CheckpointError(f"There is no file {self.path}.")
         try:
-            reader = GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError, OSError, RecursionError) as error:  # a short file: IndexError
+            reader = _reader_class()(self.path)
+        except (
+            ValueError,
+            LookupError,
+            OSError,
+            RecursionError,
+            struct.error,
+        ) as error:  # short files: the second or last
             raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}") from error
         object.__setattr__(self, "_reader", reader)
+
+    @contextlib.contextmanager
+    def read_by_transformers(self) -> Iterator[None]:
+        """Give transformers what was read of this file, where it would read the whole of it again."""
+        import gguf
+
+        def reader(path: Any, *mode: Any) -> Any:
+            return self._reader if Path(path) == self.path else opened(path, *mode)
+
+        opened = gguf.GGUFReader
+        setattr(gguf, "GGUFReader", reader)  # noqa: B010 - to mypy a class is no variable
+        try:
+            yield
+        finally:
+            setattr(gguf, "GGUFReader", opened)  # noqa: B010
 
     @property
     def keys(self) -> list[str]:
@@ -185,6 +206,34 @@ class GGUFFile:
     def _padded(self, size: int) -> int:
         alignment = int(self._reader.alignment)
         return -(-size // alignment) * alignment
+
+
+@functools.cache
+def _reader_class() -> Any:
+    """Return gguf's reader; a list is walked over at once, and one of texts (a vocabulary) is only counted.
+
+    By themselves, four reads for each token of a vocabulary take seconds.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    class Reader(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
+            start = int(orig_offs)
+            kind = GGUFValueType(self._get(start, np.uint32)[0]) if raw_type == GGUFValueType.ARRAY else None
+            if kind in (None, GGUFValueType.ARRAY) or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            count, end, types = int(self._get(start + 4, np.uint64)[0]), start + 12, [GGUFValueType.ARRAY, kind]
+            if number := self.gguf_scalar_to_np.get(kind):
+                values = np.asarray(self._get(end, number, count)).reshape(-1, 1)
+                if len(values) < count:
+                    raise IndexError(f"a list of {count} numbers ends after {len(values)}")
+                return 12 + values.nbytes, [self.data[start:end], *values], list(range(1, count + 1)), types
+            data: Any = self.data.data
+            for _ in range(count):
+                end += 8 + struct.unpack_from("<Q", data, end)[0]
+            return end - start, [self.data[start:end], self.data[:0]], [1] * count, types
+
+    return Reader
 
 
 def _bytes_of(entry: Any) -> bytes:

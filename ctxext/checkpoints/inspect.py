@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,17 @@ from ctxext.methods import EncodingMethod, Method, known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes.base import Export
-from ctxext.saved import already_extended, plain_config, saved_extension
+from ctxext.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
 from ctxext.spec import LLAMA, Description, RopeSpec
 from ctxext.surgery.config import window_fields, window_note
+from ctxext.surgery.edits import own_attributes
 from ctxext.surgery.published import foreign_fields
+from ctxext.surgery.rebuild import Scalar
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject, owns_its_config, text_of
 
-Progress = Callable[[int, int], None]
 FEW = 8
-"""The fewest layers that a model is inspected with: no pattern that a config gives by a number is longer."""
+"""The fewest layers to try where layers differ: no pattern that a config gives by a number is longer."""
 TRIED = 4
 """The factor that methods are tried at, of ``Method.example``."""
 
@@ -87,7 +87,7 @@ class Inspection:
 
     Args:
         model_type: transformers' name of the architecture.
-        positions: the rotary frequencies that reach beyond a sliding window.
+        positions: the rotary frequencies that reach beyond a sliding window, as they were before ctxext extended them.
         no_positions: why there are none.
         trained_length: tokens the weights were trained for: before an extension by ctxext, or with the scaling that the
             config has otherwise; None where nothing says so.
@@ -120,7 +120,6 @@ def inspect_checkpoint(
     *,
     trained_length: int | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
     **location: Any,
 ) -> Inspection:
     """Inspect a checkpoint from its config alone; ``location`` may name a ``gguf_file`` in the directory.
@@ -132,21 +131,26 @@ def inspect_checkpoint(
         checked_tokens("trained_length", trained_length)
     checked_path(place, location)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
-    model = _shortest(config, trust_remote_code)
+    saved = saved_extension(config, os.fspath(place))
+    if saved is not None and trained_length is not None:
+        checked_trained_length(saved, trained_length)
+    plain = config if saved is None else plain_config(config, saved)
+    model = _shortest(plain, trust_remote_code)
     owns_its_config(model)  # which was read here
-    text = config.get_text_config(decoder=True)
+    known = trained_length or (trained_length_of(Subject.of(model)) if saved is None else saved["trained_length"])
     extended = already_extended(config)
-    known = trained_length or trained_length_of(Subject.of(model))
-    window, caps = _window(text, known)
+    given: dict[str, Any] = {"trained_length": known if extended else trained_length}
+    if saved is not None:  # the sides of an encoder-decoder have a length each, in their configs
+        given = {} if saved_sides(saved) else {name: saved[name] for name in ("trained_length", "scaling")}
+    window, caps = _window(plain.get_text_config(decoder=True), known)
     positions, reason, spec = _positions(Subject.of(model), known or 1)
-    verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
-    saved = getattr(config, "ctxext", None)
+    verdicts = _verdicts(model, given, spec, caps)
     return Inspection(
         model_type=config.model_type,
         positions=positions,
         no_positions=reason,
         trained_length=known,
-        longest=getattr(text, "max_position_embeddings", None),
+        longest=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
         window=window,
         window_caps=caps,
         extended=extended,
@@ -160,7 +164,7 @@ def inspect_checkpoint(
         )
         if extended
         else None,
-        notes=_notes(config, model),
+        notes=_notes(plain, model),
     )
 
 
@@ -174,7 +178,8 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     text = text_of(short)
     count = getattr(text, "num_hidden_layers", None)
     lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
-    keep = max([FEW, *(_until_all(value) for value in lists.values())])
+    few = 2 if all(_is_one_repeated(part) for part in whole.modules() if isinstance(part, nn.ModuleList)) else FEW
+    keep = max([few, *(_until_all(value) for value in lists.values())])
     if not isinstance(count, int) or keep >= count:
         return whole
     for name, value in lists.items():
@@ -185,6 +190,17 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     except CheckpointError:  # its config checks one field against another, which says the number of layers too
         return whole
     return shallow if _kinds(shallow) == _kinds(whole) else whole
+
+
+def _is_one_repeated(layers: nn.ModuleList) -> bool:
+    """Return whether layers have the same modules, whose numbers and words differ in the layer's index alone."""
+    traits = [[(path, type(module), _words(module)) for path, module in layer.named_modules()] for layer in layers]
+    return all(one == traits[0] for one in traits)
+
+
+def _words(module: nn.Module) -> dict[str, Any]:
+    held = own_attributes(module).items()
+    return {name: value for name, value in held if isinstance(value, Scalar) and name != "layer_idx"}
 
 
 def _until_all(values: list[Any]) -> int:
@@ -287,7 +303,7 @@ def _positions(subject: Subject, trained_length: int) -> tuple[tuple[Positions, 
         if isinstance(architecture, Sinusoids):
             names = " and ".join(table.name for table in architecture.tables(subject))
             return (), f"none: it adds sinusoids to its input, from {names}", architecture.spec(subject)
-        sites = find_sites(subject, trained_length, scaled=not subject.saved)
+        sites = find_sites(subject, trained_length, scaled=True)
         for site in sites:
             kind = str(site.rope_dict(text).get("rope_type", "default"))
             base, rotary_dim = site.spec.base, site.spec.rotary_dim
@@ -298,24 +314,22 @@ def _positions(subject: Subject, trained_length: int) -> tuple[tuple[Positions, 
 
 
 def _verdicts(
-    model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
+    model: PreTrainedModel, given: dict[str, Any], spec: RopeSpec | None, caps: bool
 ) -> tuple[MethodCheck, ...]:
-    verdicts, alike, methods = [], dict[Any, MethodCheck](), known_methods()
-    for done, kind in enumerate(methods.values(), start=1):
+    verdicts, alike = [], dict[Any, MethodCheck]()
+    for kind in known_methods().values():
         method = kind.example(spec or LLAMA)
         # Encodings of one form are put in by the same hand, which looks at the model for a second or two.
         form = (method.form, method.carries) if isinstance(method, EncodingMethod) else method
         if form not in alike:
-            alike[form] = _verdict(model, method, trained_length, caps)
+            alike[form] = _verdict(model, method, given, caps)
         verdicts.append(alike[form].of(method))
-        if progress is not None:
-            progress(done, len(methods))
     return tuple(verdicts)
 
 
-def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None, caps: bool) -> MethodCheck:
+def _verdict(model: PreTrainedModel, method: Method, given: dict[str, Any], caps: bool) -> MethodCheck:
     try:
-        patch(model, method, trained_length=trained_length, sliding_window="lift" if caps else None)
+        patch(model, method, sliding_window="lift" if caps else None, **given)
     except CtxextError as error:
         is_asked = isinstance(error, PatchStateError) and already_extended(model.config) is not None
         why = "say --trained-length first: already extended" if is_asked else str(error)

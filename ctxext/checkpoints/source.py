@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             raw = raw | {name: original[name] for name in guarded}
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
-            with running_code(f"the config of {place}"):
+            with running_code(f"the config of {place}"), file.read_by_transformers() if file else nullcontext():
                 config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
         if file is not None:
             read_positions(config, file)
@@ -124,7 +125,7 @@ def _gguf_file(place: str | os.PathLike[str], gguf_file: str | None = None, **lo
 
 def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> bool:
     """Return whether the config at ``place`` has a guard where readers of transformers 4 look for the base."""
-    raw, _ = PreTrainedConfig.get_config_dict(place, **location)
+    raw, _ = ({}, None) if location.get("gguf_file") else PreTrainedConfig.get_config_dict(place, **location)
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     return any(value == OLD_GUARD for part in parts for value in part.values())
 

@@ -140,7 +140,7 @@ def patch_checkpoint(
                 if is_rewritten:
                     _write_weights(source, partial, contents, method, arguments, trust_remote_code)
                 changed, limits = _write_small_files(source, partial, contents, extended, description)
-                write_card(partial, model, name=destination.name, base=name, results=results)
+                write_card(partial, model, name=destination.name, base=name, results=results, cuts=limits)
                 _prove_readable(partial, extended, trust_remote_code)
                 weights = [] if is_rewritten else contents.weights
                 linked, cloned = _place_weights(source, partial, weights, link, progress)

@@ -14,8 +14,8 @@ from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, OTHERS, Figu
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import known_methods
-from ctxext.methods.recommended import to_take
 from ctxext.quantities import duration
+from ctxext.recommended import to_take
 
 CHOSEN, USUAL, LEFT = COLOURS["yarn"], COLOURS["truncated"], "#B5B5B5"
 # Rows of the short table of candidates.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
+from rich.progress import BarColumn, DownloadColumn
 from typer import Argument, Option
 
 from ctxext.cli.check import check
@@ -35,7 +35,7 @@ from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
 from ctxext.errors import InvalidParameterError
-from ctxext.progress import DelayedBar, terminal
+from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import method_names, runtime_names
 
 app = typer.Typer(
@@ -98,30 +98,31 @@ def inspect(
 
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B --text mine.txt
     """
-    from ctxext.adapters import is_adapter
-    from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-    from ctxext.checkpoints.source import read_tokenizer
-    from ctxext.cli.show import repeats_in, show_inspection, show_repeats
+    with status(terminal(stderr=True), f"Trying methods on {Path(checkpoint).name} ..."):  # torch alone takes seconds
+        from ctxext.adapters import is_adapter
+        from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
+        from ctxext.checkpoints.source import read_tokenizer
+        from ctxext.cli.show import repeats_in, show_inspection, show_repeats
 
-    place = Path(checkpoint)
-    if is_adapter(place):
-        if text:
-            raise typer.BadParameter("name the base checkpoint, whose window it is", param_hint="--text")
-        description = inspect_adapter(place)
-        _print_json(description) if as_json else typer.echo(str(description))
-        return
-    gguf = place.suffix == ".gguf"
-    folder, location = (place.parent, {"gguf_file": place.name}) if gguf else (checkpoint, {})
-    where: dict[str, Any] = {"trust_remote_code": trust, **location}
-    tokenizer = read_tokenizer(folder, **where) if text else None
-    with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
-        inspection = inspect_checkpoint(folder, trained_length=trained_length, progress=progress, **where)
-    repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
+        place = Path(checkpoint)
+        if is_adapter(place):
+            if text:
+                raise typer.BadParameter("name the base checkpoint, whose window it is", param_hint="--text")
+            description = inspect_adapter(place)
+            _print_json(description) if as_json else typer.echo(str(description))
+            return
+        gguf = place.suffix == ".gguf"
+        folder, location = (place.parent, {"gguf_file": place.name}) if gguf else (checkpoint, {})
+        where: dict[str, Any] = {"trust_remote_code": trust, **location}
+        tokenizer = read_tokenizer(folder, **where) if text else None
+        inspection = inspect_checkpoint(folder, trained_length=trained_length, **where)
+        repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
     if as_json:
-        _print_json(asdict(inspection) | ({"texts": [one._asdict() for one in repeats]} if text else {}))
+        told = [one._asdict() | {"verdict": one.verdict, "gain": one.gain} for one in repeats]
+        _print_json(asdict(inspection) | ({"texts": told} if text else {}))
         return
+    show_repeats(repeats, checkpoint, text or (), terminal())
     show_inspection(inspection, checkpoint, terminal())
-    show_repeats(repeats, terminal())
 
 
 @app.command(cls=StrictCommand)
@@ -240,7 +241,7 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
 
     [bold]Example[/]: ctxext methods
     """
-    from ctxext.cli.show import show_methods
+    from ctxext.cli.methods import show_methods
 
     show_methods(to_train=False, as_json=as_json, markdown=markdown)
 

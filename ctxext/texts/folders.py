@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ctxext.errors import CheckpointError, LeftOutWarning
+from ctxext.errors import CheckpointError, LeftOutWarning, install_line
 from ctxext.files import followed
 from ctxext.texts.pdf import is_pdf
 
@@ -22,7 +22,7 @@ FOREIGN = frozenset(
 )
 ENVIRONMENT = "pyvenv.cfg"  # lies in every virtual environment, whatever it is called
 HIDDEN, NO_TEXT, LONG = "hidden", "not UTF-8 text", f"over {SOURCE_BYTES // 2**20} MiB"
-NO_READER = "PDF, which takes pip install 'ctxext[pdf]'"
+NO_READER = f"PDF, which takes {install_line('pdf')}"
 OUTSIDE, SPECIAL = "behind symbolic links that lead out of the folder or to nothing", "not regular files"
 NAMED = 3  # files of a kind that a sentence names
 

@@ -17,7 +17,7 @@ from transformers.integrations import deepspeed as zero
 from ctxext import patching
 from ctxext.adapters import base_of, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config
-from ctxext.errors import BackendUnavailableError, CheckpointError
+from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.training.lora import reattach_lora
@@ -46,8 +46,8 @@ def require_device(settings: Settings) -> str:
         )
     if settings.quantisation is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise BackendUnavailableError(
-            f"quantisation: {settings.quantisation} needs bitsandbytes. Run `pip install 'ctxext[qlora]'`, or set "
-            f"quantisation to null."
+            f"quantisation: {settings.quantisation} needs bitsandbytes. Run {install_line('qlora')}, "
+            f"or set quantisation to null."
         )
     return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
 

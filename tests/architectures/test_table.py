@@ -179,7 +179,7 @@ def test_methods_for_tables_on_a_rotary_model(method: str) -> None:
     refused(
         model,
         IncompatibleError,
-        f"This llama rotates, and method '{method}' does not work on rotations",
+        f"This llama has rotations, which method '{method}' does not extend",
         method,
         factor=2,
     )
@@ -319,7 +319,12 @@ def test_describe() -> None:
     model = roberta()
     assert ctxext.describe(model).trained_length == 32, "not the 34 of its config"
     text = str(ctxext.describe(ctxext.patch(model, "pi", factor=4), verbose=True))
-    for part in ("32 -> 128 tokens", "max_position_embeddings=130", "plain transformers", "train before use"):
+    for part in (
+        "32 -> 128 tokens",
+        "max_position_embeddings=130",
+        "plain transformers",
+        "compare with the unextended",
+    ):
         assert part in text
     assert "Embedding.weight" in text
 

@@ -214,7 +214,7 @@ def test_why_not(backend, change: dict, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "install"),
-    [(Flash, r"ctxext\[flash\]"), (Flash3, "hopper"), (Flash4, "pip install --pre flash-attn-4")],
+    [(Flash, r"pip install -e '\.\[flash\]'"), (Flash3, "hopper"), (Flash4, "pip install --pre flash-attn-4")],
 )
 def test_what_is_not_installed_says_how_to(backend, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INSTALLED, backend.name, False)

@@ -91,6 +91,26 @@ def test_a_bound_of_the_tokenizer_is_raised_whatever_it_is(source: Path, value: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_pipeline", [True, False])
+def test_what_still_cuts_is_in_the_model_card(source: Path, is_pipeline: bool) -> None:
+    """With the line that raises it, where the folder is one of sentence-transformers."""
+    put(source, "sentence_bert_config.json", ("max_seq_length",), 24)
+    put(source, "generation_config.json", ("max_length",), 20)
+    if is_pipeline:
+        (source / "modules.json").write_text("[]")
+    written = patch_checkpoint(source, source.parent / "out", "tile", factor=4)
+    code = (written.directory / "README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    cut, other = "sentence_bert_config.json: max_seq_length 24", "generation_config.json: max_length 20"
+    assert f"# Texts are cut: {other} is below {TARGET}" in code
+    if is_pipeline:
+        assert code.startswith("from sentence_transformers import SentenceTransformer\n")
+        assert f"\nmodel.max_seq_length = {TARGET}\n" in code
+    else:
+        assert code.startswith("from transformers import BertModel\n")
+    assert f"# Texts are cut: {cut} is below {TARGET}" in code
+
+
+@pytest.mark.slow
 def test_limits_above_the_window_and_none_at_all_stay_unsaid(source: Path) -> None:
     put(source, "tokenizer_config.json", ("model_max_length",), 1e30)
     put(source, "sentence_bert_config.json", ("max_seq_length",), 4 * TARGET)

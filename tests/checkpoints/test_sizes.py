@@ -74,10 +74,16 @@ WINDOWED = {"layer_types": ["full_attention"] * 12 + ["sliding_attention"] + ["f
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
-        (LlamaConfig(**SHAPE | {"num_hidden_layers": 40}), 8),
+        (LlamaConfig(**SHAPE | {"num_hidden_layers": 40}), 2),
         (LlamaConfig(**SHAPE), 2),
         (Qwen2Config(**SHAPE | {"num_hidden_layers": 40}, **WINDOWED, sliding_window=16, use_sliding_window=True), 13),
-        (MistralConfig(**SHAPE | {"num_hidden_layers": 40}), 8),
+        (MistralConfig(**SHAPE | {"num_hidden_layers": 40}), 2),
+        # every eighth layer attends, by a number
+        (
+            AutoConfig.for_model("jamba", **SHAPE | {"num_hidden_layers": 24}, attn_layer_period=8, attn_layer_offset=4,
+                                 use_mamba_kernels=False, mamba_d_state=4, num_experts=2, num_experts_per_tok=1),
+            8,
+        ),
         # the first dense layers of a mixture of experts are more than are looked at: all of them are
         (
             AutoConfig.for_model("deepseek_v3", **SHAPE | {"num_hidden_layers": 12}, first_k_dense_replace=10,
@@ -102,11 +108,23 @@ def test_a_deep_model_is_inspected_on_one_layer_of_every_kind(
 
 
 @pytest.mark.slow
-def test_what_is_found_on_few_layers_is_what_is_found_on_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = Qwen2Config(**SHAPE | {"num_hidden_layers": 14}, **{"layer_types": WINDOWED["layer_types"][6:20]},
-                         sliding_window=16, use_sliding_window=True)  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SHAPE | {"num_hidden_layers": 14}, **{"layer_types": WINDOWED["layer_types"][6:20]},
+                    sliding_window=16, use_sliding_window=True),
+        LlamaConfig(**SHAPE | {"num_hidden_layers": 10}),
+        pytest.param(MistralConfig(**SHAPE | {"num_hidden_layers": 14}, sliding_window=16), marks=pytest.mark.nightly),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_what_is_found_on_few_layers_is_what_is_found_on_all(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     place = stored(tmp_path / "src", config)
-    monkeypatch.setattr(inspect, "known_methods", lambda: {name: METHODS[name] for name in ("yarn", "pi")})
+    names = ("yarn", "pi", "retrieval_heads")
+    monkeypatch.setattr(inspect, "known_methods", lambda: {name: METHODS[name] for name in names})
     found = inspect_checkpoint(place)
     monkeypatch.setattr(inspect, "FEW", 14)
+    monkeypatch.setattr(inspect, "_is_one_repeated", lambda _: False)
     assert inspect_checkpoint(place) == found

@@ -94,12 +94,16 @@ def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: 
     assert (result.exit_code, result.stdout) == (1, "")
     assert "has no tokenizer that can be read" in result.stderr
     make_tokenizer(bos=True).save_pretrained(bare)
-    told = " ".join(cli("inspect", bare, "--text", twice, "-t", short).stdout.split())
+    first, second, third, *rest = cli("inspect", bare, "--text", twice, "-t", short).stdout.splitlines()
     beyond = 600 - TRAINED
-    assert f"twice: of {beyond} tokens beyond the window {300 / beyond:.1%} repeat from afar" in told
-    assert told.endswith("nothing to offer: 1 of 2 texts.")
-    found = json.loads(cli("inspect", bare, "-t", twice, "--json").stdout)["texts"]
-    assert found == [{"name": "twice", "tokens": 600, "beyond": beyond, "share": pytest.approx(300 / beyond)}]
+    assert first == f"twice: likely to gain ({100 * 300 / beyond:.1f} % repeat from beyond the window)"
+    assert second.startswith("  predicted at twice the window: +1.")
+    assert third == "Within the window, where a longer one has nothing to offer: 1 of 2 texts."
+    assert f"  ctxext eval compare {bare} --text {twice} --text {short} --factor 2" in rest
+    (found,) = json.loads(cli("inspect", bare, "-t", twice, "--json").stdout)["texts"]
+    assert found | {"name": "twice", "tokens": 600, "beyond": beyond, "share": pytest.approx(300 / beyond)} == found
+    expected, low, high = found["gain"]
+    assert 0 < low < expected < high
     linear = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     unsaid = config_only(tmp_path / "unsaid", linear)
     make_tokenizer(bos=True).save_pretrained(unsaid)

@@ -27,10 +27,11 @@ from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
 from ctxext.methods import METHODS, RopeMethod, TableMethod, known_methods
 from ctxext.mistakes import DEVICES, refuse_mistakes, refuse_no_checkpoint, refuse_unknown_method
-from ctxext.registry import method_names, method_parameters, needs_reach
+from ctxext.registry import listed_methods, method_names, method_parameters, needs_reach
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
+from scripts.update_readme import described_methods
 
 ROOT = Path(__file__).parents[2]
 # Runs command lines one after the other in one process, and tells after each whether torch is there by now.
@@ -210,7 +211,9 @@ def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None
     assert {*DEVICES} >= {"cpu", "cuda"}
 
 
-def test_parameters_are_read_from_the_source_as_the_classes_have_them() -> None:
+def test_the_list_of_methods_is_what_the_classes_say() -> None:
+    """`python scripts/update_readme.py` writes it."""
+    assert listed_methods() == described_methods()
     found = {name: method_parameters(name) for name in known_methods()}
     assert found == {name: {field.name for field in fields(kind)} for name, kind in known_methods().items()}
     assert method_parameters("mine") is None

@@ -122,7 +122,7 @@ def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Pa
         (["yarn", "--text", "missing.txt"], "missing.txt: there is no such file"),
         (["yarn", "--text", "some words"], "give one with --model"),
         (["yarn", "--model", "./nowhere"], "nowhere"),
-        (["tile", "--model", "LLAMA"], "This llama rotates"),
+        (["tile", "--model", "LLAMA"], "This llama has rotations"),
         (["stretch_buckets", "--model", "LLAMA"], "names no buckets"),
     ],
 )

@@ -35,6 +35,10 @@ def imported_by(*arguments: str, **environment: str) -> tuple[subprocess.Complet
         (("patch", "-h"), "--trained-length"),
         (("eval", "perplexity", "--help"), "--text"),
         (("--version",), ctxext.__version__),
+        (("methods",), "self_extend, to extend without training"),
+        (("methods", "--json"), '"method": "yarn"'),
+        (("methods", "--markdown"), "| `yarn` | rotary |"),
+        (("lab", "methods"), "cope"),
         (("insepct",), "inspect"),
     ],
 )

@@ -456,11 +456,12 @@ where = "tests/contracts/test_encodings.py"
 code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"])
 
 # Not before pytest, which checks the types of what is imported after it.
-from ctxext.cli.show import method_rows, methods_markdown
 import ctxext
+from scripts.update_readme import described_methods
 
 assert ctxext.methods()["doublings"].__module__ == "ctxext.laboratory.encodings.doublings"
-assert "| `doublings` | scores | a learned number for each doubling" in methods_markdown(method_rows(to_train=True))
+told = described_methods()["doublings"]
+assert (told["group"], told["what it does"][:33]) == ("scores", "a learned number for each doubling"[:33])
 
 from typer.testing import CliRunner
 

@@ -60,7 +60,6 @@ def test_every_public_file_holds_a_method_and_has_a_test_file() -> None:
         "encoding",
         "formulas",
         "parameters",
-        "recommended",
         "remap",
     }
     tests = {path.stem.removeprefix("test_") for path in (Path(__file__).parents[1] / "methods").glob("test_*.py")}

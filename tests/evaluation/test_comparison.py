@@ -203,7 +203,7 @@ def test_the_verdict_follows_the_losses(
     truncation = f"than the best truncation, seeing only the last {window} tokens"
     assert f"on these texts: it predicts better {truncation}, by {-versus.mean:.3f} ±" in words["yes"]
     assert f"It predicts worse on these texts {truncation}" in words["no"]
-    assert f"these texts cannot show: {versus} nats" in words["undecided"]
+    assert f"was found on these texts: {versus} nats" in words["undecided"]
     line = verdict_line(result, replace(result.verdicts[0], beats="no", versus_truncation=versus))
     told_best = f"beats the best truncation (the last {window}): no on these texts, by {versus} nats"
     assert line.startswith(f"1K: best zero-shot: YaRN {TIMES}2; {told_best}")

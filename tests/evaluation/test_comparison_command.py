@@ -172,4 +172,4 @@ def test_a_package_that_is_missing_is_named_before_anything_is_computed(
     monkeypatch.setattr(errors.importlib.util, "find_spec", lambda name: None)
     result = command(*arguments, "-o", tmp_path / "out")
     assert (result.exit_code, (tmp_path / "out").exists()) == (1, False)
-    assert "pip install 'ctxext[eval]'" in result.output
+    assert "pip install -e '.[eval]'" in result.output

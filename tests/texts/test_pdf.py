@@ -88,9 +88,11 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "notes.txt").write_text("words")
     assert [document.name for document in read_documents([tmp_path])] == ["notes", "paper.pdf"]
     monkeypatch.setattr(folders.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidParameterError, match=r"takes the package pypdf.*pip install 'ctxext\[pdf\]'"):
+    with pytest.raises(InvalidParameterError, match=r"takes the package pypdf.*pip install -e '\.\[pdf\]'"):
         list(read_documents([tmp_path / "paper.pdf"]))
-    with pytest.warns(LeftOutWarning, match=r"1 PDF, which takes pip install 'ctxext\[pdf\]' \(paper\.pdf\)"):
+    with pytest.warns(
+        LeftOutWarning, match=r"1 PDF, which takes `pip install -e '\.\[pdf\]'` in the clone of ctxext \(paper\.pdf\)"
+    ):
         assert [document.name for document in read_documents([tmp_path])] == ["notes"]
 
 

@@ -41,7 +41,7 @@ def test_with_a_gpu(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         require_device(settings("--quantisation", "nf4", "--device", "cpu"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    with pytest.raises(BackendUnavailableError, match=r"needs bitsandbytes. Run `pip install 'ctxext\[qlora\]'`"):
+    with pytest.raises(BackendUnavailableError, match=r"needs bitsandbytes. Run `pip install -e '\.\[qlora\]'`"):
         require_device(settings("--quantisation", "nf4"))
 
 

@@ -100,10 +100,7 @@ def headline(result: ComparisonResult) -> str:
         return f"{best}. It uses its window{where}: it predicts better than {truncation}, by {gap}."
     if verdict.beats == NO:
         return f"{best}. It predicts worse{where} than {truncation}, by {gap}."
-    return (
-        f"{best}. Whether it predicts better or worse than {truncation}, {_these_texts(result)} cannot show: "
-        f"{difference} nats per token."
-    )
+    return f"{best}. No difference to {truncation} was found on {_these_texts(result)}: {difference} nats per token."
 
 
 def windows_in_words(trained_length: int, last: str = "and") -> str:

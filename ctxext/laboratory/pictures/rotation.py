@@ -46,9 +46,9 @@ class RotationPicture(Picture):
 
     kind = "rotation"
     caption = (
-        "Left: the score of a query and a key that are equal, every pair of dimensions as long as any other, relative "
-        "to plain rotation at distance 0; the thick lines are its running mean. Right: how often each pair of "
-        "dimensions turns in a text; of pairs below one turn, training has seen no angle beyond the black dots."
+        "Left: how a score falls with distance, for a query and a key that are equal, as a share of the score at "
+        "distance 0; thick lines are running means. Right: how often each pair of dimensions turns in a text. Below a "
+        "turn, training has seen no angle beyond the black dots."
     )
 
     trained_length: int
@@ -104,8 +104,8 @@ class RotationPicture(Picture):
             text = f"with {label} nothing turns: a key scores the same wherever it stands"
         else:
             text = (
-                f"at {self.target_length:,} tokens {label} turns {self.pairs_at_new_angles or 'none'} of {pairs} pairs "
-                f"to unseen angles; plain rotation {self.pairs_at_new_angles_without or 'none'}"
+                f"at {self.target_length:,} tokens with {label}, {self.pairs_at_new_angles or 'none'} of {pairs} pairs "
+                f"meet angles that training has not seen; without, {self.pairs_at_new_angles_without or 'none'}"
             )
         return f"{self.model}: {text}" if self.model else text[0].upper() + text[1:]
 

@@ -84,7 +84,7 @@ def test_words_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"jazzy"} <= set(words("adjectives"))
     words.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)
-    with pytest.raises(InvalidParameterError, match=r"pip install 'ctxext\[eval\]'"):
+    with pytest.raises(InvalidParameterError, match=r"pip install -e '\.\[eval\]'"):
         words("nouns")
 
 
