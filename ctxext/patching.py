@@ -39,6 +39,7 @@ from ctxext.spec import Description, Extension, ExtensionArguments, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.config import (
     checked_scaling,
+    heads_of,
     published_json,
     refuse_changed_length,
     refuse_idle_scaling,
@@ -484,9 +485,7 @@ def attention_line(subject: Subject, name: str | None) -> str:
     if name is None:
         return ""
     base, config = subject.model, subject.text
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = vars(config).get("head_dim") or config.hidden_size // heads
+    heads, kv_heads, head_dim = heads_of(config)
     like = {"dtype": base.dtype, "device": base.device}
     q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,10 +29,10 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import LLAMA, Description, RopeSpec
-from ctxext.surgery.config import window_fields, window_note
+from ctxext.surgery.config import shortened, window_fields, window_note
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, owns_its_config, text_of
+from ctxext.surgery.subject import Subject, owns_its_config
 
 Progress = Callable[[int, int], None]
 FEW = 8
@@ -170,26 +169,13 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     Every method is tried on every layer, so that the whole of a deep model would take minutes.
     """
     whole = meta_model(config, trust_remote_code=trust_remote_code)
-    short = copy.deepcopy(config)
-    text = text_of(short)
-    count = getattr(text, "num_hidden_layers", None)
-    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
-    keep = max([FEW, *(_until_all(value) for value in lists.values())])
-    if not isinstance(count, int) or keep >= count:
+    if (short := shortened(config, FEW)) is config:
         return whole
-    for name, value in lists.items():
-        setattr(text, name, value[:keep])
-    text.num_hidden_layers = keep
     try:
         shallow = meta_model(short, trust_remote_code=trust_remote_code)
     except CheckpointError:  # its config checks one field against another, which says the number of layers too
         return whole
     return shallow if _kinds(shallow) == _kinds(whole) else whole
-
-
-def _until_all(values: list[Any]) -> int:
-    """Return how many of the first values of a list, one for each layer, hold every value that occurs."""
-    return max(values.index(value) for value in values) + 1
 
 
 def _kinds(model: PreTrainedModel) -> set[Any]:

@@ -15,6 +15,7 @@ from ctxext.surgery.config import (
     FOREIGN_KEYS,
     REFUSALS,
     UNSCALED,
+    heads_of,
     published_text,
     rope_dicts,
     short,
@@ -150,7 +151,7 @@ def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: An
     """Yield stated numbers of rotated dimensions if the built model rotates another number."""
     stated = {name: part[name] for name in part.keys() - _declared(text) if DIMENSIONS.match(str(name))}
     for name, value in stated.items():
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        head = heads_of(text)[2]
         built = [head * (rope.get("partial_rotary_factor") or 1) for rope in ropes]
         if is_number(value) and value not in built:
             yield Lost(name, value, built[0])
