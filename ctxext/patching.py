@@ -52,7 +52,7 @@ from ctxext.surgery.continuous import batch_continuously
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.heads import with_heads
-from ctxext.surgery.published import refuse_lost_fields
+from ctxext.surgery.published import refuse_lost_fields, refuse_lost_share
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
 
@@ -232,6 +232,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     refuse_idle_scaling(base.config, name)
     if published:
         refuse_lost_fields(base.config, name, published, live=True)
+    refuse_lost_share(subject, name)
     with own_defaults(), Edits() as edits:
         saved = saved_extension(base.config, f"the config of {name}")
         if isinstance(arguments, ExtensionArguments) and not subject.sides:

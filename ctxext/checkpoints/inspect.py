@@ -29,8 +29,8 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import LLAMA, Description, RopeSpec
-from ctxext.surgery.config import shortened, window_fields, window_note
-from ctxext.surgery.published import foreign_fields
+from ctxext.surgery.config import published_json, shortened, window_fields, window_note
+from ctxext.surgery.published import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.subject import Subject, owns_its_config
 
@@ -133,6 +133,7 @@ def inspect_checkpoint(
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     model = _shortest(config, trust_remote_code)
     owns_its_config(model)  # which was read here
+    refuse_lost_share(Subject.of(model), os.fspath(place))
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
     known = trained_length or trained_length_of(Subject.of(model))
@@ -190,6 +191,8 @@ def _kinds(model: PreTrainedModel) -> set[Any]:
 def _notes(config: Any, model: PreTrainedModel) -> tuple[str, ...]:
     """Describe the fields that transformers passes over and a user must know of."""
     notes = [str(field) for field in foreign_fields(config)]
+    if (unstated := unstated_base(published_json(config), config)) is not None:
+        notes.append(f"Its config has {unstated[0]} and no rope_theta; transformers takes {unstated[1]} for its class.")
     if getattr(config, "auto_map", None) and type(model).__module__.startswith("transformers."):
         notes.append(
             f"Its config names Python code of its own (auto_map); {type(model).__name__} of transformers was looked at "
