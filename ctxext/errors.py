@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -133,6 +134,17 @@ def no_reach(method: str) -> InvalidParameterError:
 def install_line(extra: str) -> str:
     """Return the command that installs one of ctxext's extras, and where: no package index has ctxext yet."""
     return f"`pip install -e '.[{extra}]'` in the clone of ctxext"
+
+
+def unwritable(error: BaseException) -> str:
+    """Return a sentence about a cache that an error is about, and that cannot be written; empty if there is none."""
+    places = {name: value.rstrip("/") for name, value in os.environ.items() if re.search("HOME|CACHE|TMP", name)}
+    told = [name for name, place in places.items() if os.path.isabs(place) and place in str(error)]
+    for name in sorted(told, key=lambda name: -len(places[name])):
+        if not os.access(places[name], os.W_OK):
+            setting = "HF_HOME" if name == "HOME" else name
+            return f" {name}={places[name]} cannot be written. Set {setting} to a folder that can."
+    return ""
 
 
 def require_package(package: str, extra: str, who: str, error: type[CtxextError] = InvalidParameterError) -> None:

@@ -40,6 +40,7 @@ from ctxext.spec import Description, Extension, ExtensionArguments, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.config import (
     checked_scaling,
+    heads_of,
     published_json,
     refuse_changed_length,
     refuse_idle_scaling,
@@ -52,7 +53,7 @@ from ctxext.surgery.continuous import batch_continuously
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.heads import with_heads
-from ctxext.surgery.published import refuse_lost_fields
+from ctxext.surgery.published import refuse_lost_fields, refuse_lost_share
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
 
@@ -244,6 +245,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     refuse_idle_scaling(base.config, name)
     if published:
         refuse_lost_fields(base.config, name, published, live=True)
+    refuse_lost_share(subject, name)
     with own_defaults(), Edits() as edits:
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)
@@ -500,9 +502,7 @@ def attention_line(subject: Subject, name: str | None) -> str:
     if name is None:
         return ""
     base, config = subject.model, subject.text
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = vars(config).get("head_dim") or config.hidden_size // heads
+    heads, kv_heads, head_dim = heads_of(config)
     like = {"dtype": base.dtype, "device": base.device}
     q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)

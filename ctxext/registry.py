@@ -60,7 +60,7 @@ def method_parameters(name: str) -> set[str] | None:
 
 def needs_reach(name: str) -> bool:
     """Return whether a method of ours, without parameters of its own, has to be told a factor or a target."""
-    return listed_methods().get(name, {}).get("group") in ("rotary", "tables")
+    return re.search("rotary|remapping|tables", listed_methods().get(name, {}).get("group", "")) is not None
 
 
 def runtime_names(incomplete: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.errors import CheckpointError
-from ctxext.surgery.config import is_windowed, rope_dicts
+from ctxext.surgery.config import heads_of, is_windowed, rope_dicts
 from ctxext.surgery.subject import text_of
 
 DIVISORS = "rope_freqs.weight"
@@ -44,7 +44,7 @@ def read_positions(config: Any, file: GGUFFile) -> None:
     prefix = f"{architecture}.rope."
     if not reaching or any(rope.get("rope_type", "default") not in ("default", "linear") for rope in reaching):
         return  # no rotation, or one that transformers itself knows from the architecture
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head = heads_of(text)[2]
     share = reaching[0].get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
     width = int(head * share)
     dimensions = (_head(file, architecture, head), file.number(prefix + "dimension_count", width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +28,12 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
 from ctxext.spec import LLAMA, Description, RopeSpec
-from ctxext.surgery.config import window_fields, window_note
+from ctxext.surgery.config import published_json, shortened, window_fields, window_note
 from ctxext.surgery.edits import own_attributes
-from ctxext.surgery.published import foreign_fields
+from ctxext.surgery.published import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.surgery.rebuild import Scalar
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, owns_its_config, text_of
+from ctxext.surgery.subject import Subject, owns_its_config
 
 FEW = 8
 """The fewest layers to try where layers differ: no pattern that a config gives by a number is longer."""
@@ -137,6 +136,7 @@ def inspect_checkpoint(
     plain = config if saved is None else plain_config(config, saved)
     model = _shortest(plain, trust_remote_code)
     owns_its_config(model)  # which was read here
+    refuse_lost_share(Subject.of(model), os.fspath(place))
     known = trained_length or (trained_length_of(Subject.of(model)) if saved is None else saved["trained_length"])
     extended = already_extended(config)
     given: dict[str, Any] = {"trained_length": known if extended else trained_length}
@@ -174,17 +174,9 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     Every method is tried on every layer, so that the whole of a deep model would take minutes.
     """
     whole = meta_model(config, trust_remote_code=trust_remote_code)
-    short = copy.deepcopy(config)
-    text = text_of(short)
-    count = getattr(text, "num_hidden_layers", None)
-    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
     few = 2 if all(_is_one_repeated(part) for part in whole.modules() if isinstance(part, nn.ModuleList)) else FEW
-    keep = max([few, *(_until_all(value) for value in lists.values())])
-    if not isinstance(count, int) or keep >= count:
+    if (short := shortened(config, few)) is config:
         return whole
-    for name, value in lists.items():
-        setattr(text, name, value[:keep])
-    text.num_hidden_layers = keep
     try:
         shallow = meta_model(short, trust_remote_code=trust_remote_code)
     except CheckpointError:  # its config checks one field against another, which says the number of layers too
@@ -203,11 +195,6 @@ def _words(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in held if isinstance(value, Scalar) and name != "layer_idx"}
 
 
-def _until_all(values: list[Any]) -> int:
-    """Return how many of the first values of a list, one for each layer, hold every value that occurs."""
-    return max(values.index(value) for value in values) + 1
-
-
 def _kinds(model: PreTrainedModel) -> set[Any]:
     """Return the kinds of modules in a model: their classes and the shapes of their weights."""
     return {
@@ -220,6 +207,8 @@ def _kinds(model: PreTrainedModel) -> set[Any]:
 def _notes(config: Any, model: PreTrainedModel) -> tuple[str, ...]:
     """Describe the fields that transformers passes over and a user must know of."""
     notes = [str(field) for field in foreign_fields(config)]
+    if (unstated := unstated_base(published_json(config), config)) is not None:
+        notes.append(f"Its config has {unstated[0]} and no rope_theta; transformers takes {unstated[1]} for its class.")
     if getattr(config, "auto_map", None) and type(model).__module__.startswith("transformers."):
         notes.append(
             f"Its config names Python code of its own (auto_map); {type(model).__name__} of transformers was looked at "

@@ -33,6 +33,7 @@ from ctxext.errors import (
     UnknownNameError,
     VerificationError,
     require_package,
+    unwritable,
 )
 from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
 from ctxext.methods.retrieval_heads import RetrievalHeads
@@ -356,7 +357,7 @@ def _read_model(
         with restoring(), running_code(f"a {config.model_type}"):
             loaded = chosen.from_pretrained(place, config=config, **telling, **loading)
     except (OSError, SafetensorError, RecursionError) as error:  # the last of generation_config.json
-        raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
+        raise CheckpointError(f"The weights in {place} cannot be read: {error}{unwritable(error)}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
         unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]
         if not unknown:

@@ -21,7 +21,7 @@ from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, running_code
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
-from ctxext.errors import CheckpointError, CtxextError, VerificationError
+from ctxext.errors import CheckpointError, CtxextError, VerificationError, unwritable
 from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
 from ctxext.saved import checked_extension, extended_texts
 from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
@@ -115,7 +115,7 @@ def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(os.fspath(place), **location)
     except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
-        raise CheckpointError(f"{place} has no tokenizer that can be read: {error}") from error
+        raise CheckpointError(f"{place} has no tokenizer that can be read: {error}{unwritable(error)}") from error
 
 
 def _gguf_file(place: str | os.PathLike[str], gguf_file: str | None = None, **location: Any) -> GGUFFile | None:
@@ -145,7 +145,9 @@ def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseEx
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
     """Explain why a config could not be read; a name that is no directory may be a directory's name misspelt."""
     if Path(place).exists():
-        return f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}"
+        return (
+            f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}{unwritable(error)}"
+        )
     return f"There is no directory {place}.{nearest_name(Path(place))} The hub did not give it either: {error}"
 
 

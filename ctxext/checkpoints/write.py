@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.limits import copy_raised
-from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
+from ctxext.checkpoints.load import attached, load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import (
     Contents,
@@ -37,6 +37,7 @@ from ctxext.patching import describe_saved, patch
 from ctxext.saved import extended_texts, with_old_form
 from ctxext.spec import Description
 from ctxext.surgery.config import same_rope
+from ctxext.surgery.encodings import encoding_weights
 
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
 FICLONE = 0x40049409
@@ -124,7 +125,7 @@ def patch_checkpoint(
     refuse_lacking(source, model, _lacking(contents, model))
     extended = patch(model, method, **arguments).config
     description = describe_saved(extended.ctxext, extended.model_type)
-    is_rewritten = replaces_weights(model, extended.ctxext)
+    is_rewritten = replaces_weights(model, extended.ctxext) or bool(encoding_weights(model))
     if link and is_rewritten:
         raise InvalidParameterError(
             f"link: the extension of this {config.model_type} changes some of its weights, so that they are written "
@@ -266,6 +267,7 @@ def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> 
                 raise VerificationError(f"config.json would read back as {name}={value}, not as {meant}.")
     if read.ctxext != extended.ctxext:
         raise VerificationError("config.json would not read back the extension that was written into it.")
+    attached(meta_model(read, trust_remote_code=trust_remote_code), str(directory))  # as loading it will do
 
 
 def _place_weights(

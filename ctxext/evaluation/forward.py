@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.patching import describe, patched_state
 from ctxext.surgery.caches import cache_argument
-from ctxext.surgery.config import rope_dicts
+from ctxext.surgery.config import heads_of, of_layers, rope_dicts
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.subject import base_model
 
@@ -287,11 +287,10 @@ def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> i
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
     weights: int = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
-    hidden, layers, heads = int(config.hidden_size), int(config.num_hidden_layers), int(config.num_attention_heads)
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
-    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden) * experts
+    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    heads, key_heads, head_dim = heads_of(config)
+    experts = max(int(count or 1) for count in of_layers(config, "num_experts_per_tok"))
+    inner = max(int(width or 4 * hidden) for width in of_layers(config, "intermediate_size")) * experts
     size: int = base.dtype.itemsize
     # A layer's residual, norm (computed in float32), queries and keys before and after rotation; or its feed-forward.
     attention = size * (4 * hidden + 3 * (heads + 2 * key_heads) * head_dim) + 8 * hidden

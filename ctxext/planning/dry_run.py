@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods.parameters import checked_tokens
 from ctxext.surgery.caches import cache_argument, cache_in
 from ctxext.surgery.code import learned_positions
+from ctxext.surgery.config import REFUSALS
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import require_head
 from ctxext.surgery.subject import base_model
@@ -95,6 +96,10 @@ class PassesOn(DynamicCache):  # type: ignore[misc]
         """Return the keys and values unchanged."""
         return key_states, value_states
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Return the keys of an indexer unchanged."""
+        return indexer_key_states
+
 
 class DryRun:
     """Passes of one sequence through a model, without data.
@@ -121,6 +126,7 @@ class DryRun:
         self._mode = FakeTensorMode()
         self._outputs: int | None = None
         self._shared: list[Any] = []
+        self._before: dict[int, tuple[int, ...]] = {}
         with self._mode:
             _make_fake(model)
         self.causal.enable_input_require_grads()
@@ -151,7 +157,7 @@ class DryRun:
         argument = cache_argument(self.base)
         passes_on = {} if argument is None else {argument: PassesOn()}
 
-        def run(live: LiveBytes) -> int:
+        def run(live: LiveBytes) -> tuple[int, int]:
             inputs = torch.zeros(1, length, dtype=torch.long)
             hidden = self.base(input_ids=inputs, use_cache=False, **passes_on)[0]
             kept = live.now
@@ -160,26 +166,22 @@ class DryRun:
             del gradients
             del hidden
             loss.backward()  # type: ignore[no-untyped-call]
-            return kept
+            return kept, 0
 
         with self._frozen_embedding():
             return self._over_kinds(run, training=True)
 
     def _prefill(self, length: int) -> Taken:
-        passing: list[int] = []
 
-        def run(live: LiveBytes) -> int:
+        def run(live: LiveBytes) -> tuple[int, int]:
             inputs = torch.zeros(1, length, dtype=torch.long)
             output = self.causal(input_ids=inputs, use_cache=True, logits_to_keep=1)
             held = [value for name, value in output.items() if name != "logits"]
-            passing.append(_beyond_windows(cache_in(output)))
+            passing = _beyond_windows(cache_in(output))
             del output, inputs
-            return live.now if held else 0
+            return (live.now if held else 0), passing
 
-        taken = self._over_kinds(run, training=False)
-        alone, *both = passing
-        each = [(with_one - alone) * len(indices) for with_one, indices in zip(both, self.kinds, strict=True)]
-        return taken._replace(passing=alone + sum(each))
+        return self._over_kinds(run, training=False)
 
     def loss(self, length: int) -> int:
         """Count the head, the loss and their gradients for a chunk, as ``chunk_loss`` computes them."""
@@ -243,27 +245,48 @@ class DryRun:
         self._know_outputs()
         counts = []
         for length in (FIRST // 2, FIRST):
-            with self._running(0, *(indices[0] for indices in self.kinds), training=False) as live:
+            firsts = [indices[0] for indices in self.kinds]
+            with self._running(0, *firsts, *itertools.chain(*map(self._needed, firsts)), training=False) as live:
                 self.base(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
                 counts.append(live.operations)
         return counts[1] > counts[0]
 
-    def _over_kinds(self, run: Callable[[LiveBytes], int], *, training: bool) -> Taken:
+    def _over_kinds(self, run: Callable[[LiveBytes], tuple[int, int]], *, training: bool) -> Taken:
         """Run the first layer alone, then with one layer of each kind behind it; add up the bytes of all layers."""
         self._know_outputs()
-        with self._running(0, training=training) as live:
-            alone = run(live)
-        peaks, each = {0: live.peak - alone}, [0] * len(self.layers)
+
+        def taken(*real: int) -> Taken:
+            with self._running(0, *real, training=training) as live:
+                kept, passing = run(live)
+            return Taken(kept, live.peak - kept, passing)
+
+        alone = taken()
+        peaks, each, passing = {0: alone.work}, [0] * len(self.layers), alone.passing
         for indices in self.kinds:
-            with self._running(0, indices[0], training=training) as live:
-                both = run(live)
-            peaks[indices[-1]] = live.peak - both
+            needed = self._needed(indices[0])
+            without, both = taken(*needed) if needed else alone, taken(*needed, indices[0])
+            peaks[indices[-1]] = both.work
+            passing += (both.passing - without.passing) * len(indices)
             for index in indices:
-                each[index] = both - alone
-        kept = alone + sum(each)
+                each[index] = both.kept - without.kept
         # While a layer is at work, later layers keep nothing: not yet, or in a backward pass no longer.
         work = max(peak - sum(each[last + 1 :]) for last, peak in peaks.items())
-        return Taken(kept, work)
+        return Taken(alone.kept + sum(each), work, passing)
+
+    def _needed(self, index: int) -> tuple[int, ...]:
+        """Return the layers before one without which it does not run, since it takes what they made (shared keys)."""
+        back = 0
+        while index not in self._before:
+            needed = tuple(range(max(1, index - back), index))
+            try:
+                with self._running(0, *needed, index, training=False):
+                    self.base(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+                self._before[index] = needed
+            except IncompatibleError:
+                if back >= index:
+                    raise
+                back = 2 * back or 1
+        return self._before[index]
 
     @contextlib.contextmanager
     def _frozen_embedding(self) -> Iterator[None]:
@@ -294,10 +317,16 @@ class DryRun:
                 f"{type(self.causal).__name__} depends on its data ({str(error).splitlines()[0]:.80}), so its memory "
                 f"cannot be planned from its config. Measure a real run instead."
             ) from error
-        except RuntimeError as error:  # from the model's own code: learned positions that end, for example
+        except CtxextError:
+            raise
+        except (
+            RuntimeError,
+            LookupError,
+            *REFUSALS,
+        ) as error:  # from the model's own code: learned positions that end, for example
             raise IncompatibleError(
                 f"{type(self.causal).__name__} does not run at this length, or in this dtype: "
-                f"{str(error).splitlines()[0]:.160}"
+                f"{str(error).strip().partition(chr(10))[0]:.160}"
             ) from error
         finally:
             edits.undo()

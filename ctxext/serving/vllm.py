@@ -28,7 +28,7 @@ from ctxext.methods.dual_chunk import DualChunk
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
 from ctxext.saved import checked_extension, plain_config, saved_method, saved_sides
 from ctxext.spec import RopeSpec
-from ctxext.surgery.config import CHUNKED, rope_dicts
+from ctxext.surgery.config import CHUNKED, heads_of, rope_dicts
 from ctxext.surgery.stored_form import method_rope_parameters
 from ctxext.surgery.subject import text_of
 
@@ -121,7 +121,7 @@ def _chunked(config: Any, place: str, device: str) -> Any:
     asked = getattr(config, CHUNKED)
     chunk, local = int(asked["chunk_size"]), int(asked["local_size"])
     trained = int(asked.get("original_max_position_embeddings") or chunk)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = heads_of(config)[2]
     # Qwen's largest relative position is the chunk itself, one more than those of a text of that length.
     spec = RopeSpec(int(head_dim), float(config.rope_parameters["rope_theta"]), max(trained, chunk + 1))
     method = DualChunk(

@@ -27,8 +27,9 @@ from ctxext.methods.formulas import NEVER
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.subject import Subject, path_to, text_of
 
-# Errors that transformers raises if it cannot read a config, or build a model from one.
-REFUSALS = (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError)
+# Errors that transformers raises if it cannot read a config, or build a model from one; a RuntimeError where its code
+# takes a field for one that all layers share.
+REFUSALS = (AttributeError, KeyError, ValueError, TypeError, RuntimeError, StrictDataclassError)
 
 CHUNKED = "dual_chunk_attention_config"
 """The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
@@ -99,6 +100,47 @@ def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
             return published  # a file older than the parts of its class; transformers maps its fields
         published = inner
     return published
+
+
+def of_layers(text: Any, name: str) -> list[Any]:
+    """Return the values that a field has in the layers of a config: one, unless they differ by layer."""
+    if name not in (getattr(text, "per_layer_attributes", None) or ()):
+        return [getattr(text, name, None)]
+    return list(dict.fromkeys(getattr(layer, name, None) for layer in text.per_layer_config))
+
+
+def heads_of(text: Any) -> tuple[int, int, int]:
+    """Return the most heads and key heads of a layer, and the dimensions of its widest head."""
+    heads = max(of_layers(text, "num_attention_heads"))
+    key_heads = max(count or heads for count in of_layers(text, "num_key_value_heads"))
+    return heads, key_heads, max(width or text.hidden_size // heads for width in of_layers(text, "head_dim"))
+
+
+def shortened(config: Any, least: int) -> Any:
+    """Return a copy of a config with fewer layers that has one of every kind, or the config itself if none has fewer.
+
+    Args:
+        config: the config of a whole model.
+        least: the fewest layers to keep.
+    """
+    short = copy.deepcopy(config)
+    text = text_of(short)
+    count = getattr(text, "num_hidden_layers", None)
+    if not isinstance(count, int) or getattr(text, "num_kv_shared_layers", None):  # the last layers read earlier ones
+        return config
+    own = {int(layer): fields for layer, fields in (text.to_dict().get("per_layer_config") or {}).items()}
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
+    kinds = [repr(kind) for kind in zip(map(own.get, range(count)), *lists.values(), strict=True)]
+    # The last layer stays of its kind, which some classes require.
+    fits = (end for end in range(least, count) if kinds[end - 1] == kinds[-1] and set(kinds[:end]) == set(kinds))
+    if (keep := next(fits, count)) == count:
+        return config
+    for name, value in lists.items():
+        setattr(text, name, value[:keep])
+    text.num_hidden_layers = keep
+    if own:
+        text.per_layer_config = {layer: fields for layer, fields in own.items() if layer < keep}
+    return short
 
 
 def is_windowed(layer_type: str) -> bool:
@@ -184,13 +226,8 @@ def _reaches(window: int, target_length: int | None) -> bool:
 
 
 def _window(config: Any) -> int | None:
-    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
-        layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
-        return max((int(layer.sliding_window) for layer in layers if layer.sliding_window), default=None)
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(window)
+    windows = [int(window) for window in of_layers(config, "sliding_window") if window]
+    return max(windows, default=None) if getattr(config, "use_sliding_window", True) is not False else None
 
 
 def _all_windowed(config: Any) -> bool:

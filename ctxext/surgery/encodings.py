@@ -20,6 +20,7 @@ from ctxext.methods import method_class
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
 from ctxext.surgery.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
+from ctxext.surgery.config import heads_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.layout_mask import LayoutMask, layout_of
 from ctxext.surgery.override import ForwardOverride
@@ -160,12 +161,12 @@ class AddedForward(ForwardOverride):
 def spec_of(subject: Subject, trained_length: int) -> EncodingSpec:
     """Return the facts about a rotary model that a method for encodings may use."""
     text = subject.text
-    heads = text.num_attention_heads
+    heads, kv_heads, head_dim = heads_of(text)
     return EncodingSpec(
         hidden_size=text.hidden_size,
         num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         num_layers=text.num_hidden_layers,
         trained_length=trained_length,
         embedding_std=getattr(text, "initializer_range", None) or 0.02,

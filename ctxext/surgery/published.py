@@ -15,20 +15,24 @@ from ctxext.surgery.config import (
     FOREIGN_KEYS,
     REFUSALS,
     UNSCALED,
+    heads_of,
+    is_windowed,
     published_text,
     rope_dicts,
     short,
 )
-from ctxext.surgery.subject import text_of
+from ctxext.surgery.subject import Subject, text_of
 
 # Model types of transformers whose own code reads such a key.
 OWN_KEYS = {"alpha": "hunyuan", "short_mscale": "phimoe", "long_mscale": "phimoe"}
 
 # Names of the base of rotation in configs; names of towers for images and sound are left out.
 BASE = re.compile(r"(?=.*(rope|rotary))(?=.*(theta|base))(?!.*(vision|visual|image|audio|speech))", re.I)
-PART = re.compile(r"^(partial_rotary_factor|rotary_pct|rotary_percent|rope_pct)$")
+PART = re.compile(
+    r"^(partial_(rotary|rope)_factor|(rotary|rope)_(emb(edding)?_)?(pct|percent(age)?|fraction|share|part))$"
+)
 # Names of the number of rotated dimensions, which some configs give instead of a fraction.
-DIMENSIONS = re.compile(r"^(rotary|rope)_(emb_)?n?dims?$")
+DIMENSIONS = re.compile(r"^((rotary|rope)_(emb(ed(ding)?)?_)?n?dim(s|ensions?)?|n_rot|rope_dimension_count)$")
 # Names of blocks in which checkpoints nest these fields.
 NESTED = re.compile(r"attn|attention|rope|rotary|position", re.I)
 BLOCKS = ("rope_scaling", "rope_parameters")
@@ -132,9 +136,7 @@ def _declared(config: Any) -> set[str]:
 
 def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: set[str]) -> Iterator[Lost]:
     """Yield bases and rotated parts of heads that no built rope dict has, except fields that the class reads."""
-    nested = [value for name, value in part.items() if isinstance(value, dict) and NESTED.search(str(name))]
-    deeper = [entry for block in nested for entry in block.values() if isinstance(entry, dict)]
-    for where in (part, *nested, *deeper):
+    for where in _blocks(part):
         for name, value in where.items():
             key = "rope_theta" if BASE.match(str(name)) else "partial_rotary_factor" if PART.match(str(name)) else None
             if key is None or not is_number(value) or (where is part and name in declared):
@@ -146,14 +148,57 @@ def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: s
                 yield Lost(name, value, built[0])
 
 
+def _blocks(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a config's fields and those of its blocks about attention and positions, windowed layers' left out."""
+    nested = [value for name, value in part.items() if isinstance(value, dict) and NESTED.search(str(name))]
+    deeper = [
+        entry
+        for block in nested
+        for name, entry in block.items()
+        if isinstance(entry, dict) and not is_windowed(str(name))
+    ]
+    return [part, *nested, *deeper]
+
+
 def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: Any) -> Iterator[Lost]:
     """Yield stated numbers of rotated dimensions if the built model rotates another number."""
     stated = {name: part[name] for name in part.keys() - _declared(text) if DIMENSIONS.match(str(name))}
     for name, value in stated.items():
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        head = heads_of(text)[2]
         built = [head * (rope.get("partial_rotary_factor") or 1) for rope in ropes]
         if is_number(value) and value not in built:
             yield Lost(name, value, built[0])
+
+
+def refuse_lost_share(subject: Subject, place: str) -> None:
+    """Raise if a model rotates another number of dimensions than its config states, as a share or a number of them.
+
+    Raises:
+        CheckpointError: with the field and both numbers.
+    """
+    text = subject.text
+    widths = {
+        2 * buffer.shape[-1]
+        for side in [subject, *subject.sides.values()]
+        for _, rotary in side.rotaries
+        for name, buffer in rotary.named_buffers()
+        if name.endswith("inv_freq")
+    }
+    # A proportional type turns a share of all pairs, and latent attention has rotated dimensions of their own.
+    if not widths or subject.saved or hasattr(text, "kv_lora_rank") or "proportional" in str(text.rope_parameters):
+        return
+    fields = [field for block in _blocks(vars(text)) for field in block.items() if is_number(field[1])]
+    for name, value in fields:
+        if name in _declared(text) or not (PART.match(name) or DIMENSIONS.match(name)):
+            continue
+        head = heads_of(text)[2]
+        dimensions = value * head if PART.match(name) else value
+        if int(dimensions) not in widths:
+            raise CheckpointError(
+                f"The config of {place} says {name}={value}, {int(dimensions)} of the {head} dimensions of each head, "
+                f"but {type(subject.model).__name__} of transformers ignores it and rotates {max(widths)}. Load the "
+                f"weights with the code that they were trained with, or take the field out if it is wrong."
+            )
 
 
 def _lost_scaling(part: dict[str, Any], ropes: list[dict[str, Any]]) -> Iterator[Lost]:
@@ -179,6 +224,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def unstated_base(published: dict[str, Any], config: Any) -> tuple[str, Any] | None:
+    """Return the block of a published config that rotates by no stated base, and the base that its class takes."""
+    text, part = text_of(config), published_text(config, published)
+    defaults = getattr(text, "default_theta", None)
+    defaults = list(defaults.values()) if isinstance(defaults, dict) else [defaults]
+    block = next((name for name in BLOCKS if isinstance(part.get(name), dict) and part[name]), None)
+    if block is None or "ctxext" in published or any(BASE.match(str(name)) for name in part):
+        return None
+    lacking = [kind for kind, rope in rope_dicts(part[block]) if rope.get("rope_theta") is None]
+    taken = [rope.get("rope_theta") for kind, rope in rope_dicts(text) if {kind, None} & set(lacking)]
+    return next(((block, base) for base in taken if base in defaults), None)
+
+
 def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, live: bool = False) -> None:
     """Raise if transformers builds other positions from a config.json than the file states.
 
@@ -191,6 +249,12 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, li
     Raises:
         CheckpointError: with each lost field, and the value that was built instead.
     """
+    unstated = unstated_base(published, config)
+    if unstated is not None and unstated[0] == "rope_parameters":  # readers of rope_scaling take their own default
+        raise CheckpointError(
+            f"The config.json of {place} has rope_parameters without rope_theta, for which transformers takes "
+            f"{unstated[1]}. Write the base that the weights were trained with into rope_parameters."
+        )
     lost = lost_fields(published, config)
     if lost and live:
         try:

@@ -25,7 +25,7 @@ from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
-from ctxext.surgery.config import CHUNKED, REFUSALS, max_length_of
+from ctxext.surgery.config import CHUNKED, REFUSALS, heads_of, max_length_of
 from ctxext.surgery.guard import GUARD
 from ctxext.surgery.rebuild import RESTORING, Rebuild
 from ctxext.surgery.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
@@ -115,7 +115,7 @@ def _fields(
     # positions, but multiplies by the empty field for yarn and longrope.
     declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
     if "head_dim" in declared | vars(text).keys() and vars(text).get("head_dim") is None:
-        fields["head_dim"] = text.hidden_size // text.num_attention_heads
+        fields["head_dim"] = heads_of(text)[2]
     # transformers measures the stretch of its dynamic type from this field, so the field keeps the trained length.
     is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms)
     if hasattr(text, "max_position_embeddings"):
@@ -384,8 +384,7 @@ def _no_rotation(
             "ctxext.load(path)."
         )
     parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    width = int(heads_of(config)[2] * parameters.get("partial_rotary_factor", 1.0))
     return torch.zeros(width // 2, device=device), 1.0
 
 

@@ -117,7 +117,7 @@ def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple
     """Build the model from its config with other fields: real buffers, weights on the meta device.
 
     Raises:
-        REFUSALS, RuntimeError: if transformers cannot build it.
+        REFUSALS: if transformers cannot build it.
     """
     changed = copy.deepcopy(model.config)
     drop_old_form(changed)
@@ -167,13 +167,13 @@ class Twins:
         fields = list(fields_of_positions(self.model.config))
         try:
             before, buffers = (weights_of(self.plain), _computed(self.plain)) if fields else ({}, {})
-        except (*REFUSALS, RuntimeError):  # transformers cannot build the model at all
+        except REFUSALS:  # transformers cannot build the model at all
             return []
         growths = []
         for field, value in fields:
             try:
                 twin = twin_of(self.model, {field: value + STEP})
-            except (*REFUSALS, AssertionError, RuntimeError):  # a field that cannot change counts something else
+            except (*REFUSALS, AssertionError):  # a field that cannot change counts something else
                 continue
             tables, others = _grown(before, weights_of(twin))
             computed, _ = _grown(buffers, _computed(twin))

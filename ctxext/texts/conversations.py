@@ -3,32 +3,143 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
 
 from ctxext.errors import InvalidParameterError
-from ctxext.texts.documents import Document
+from ctxext.files import parse_json
 
 ANSWERS = "assistant"  # role of the messages that a model is to write
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a template says what the model writes
+# Fields of a message that say by 0 or 1, or by false or true, whether it is learned (OpenAI and Mistral; axolotl;
+# Fireworks; ms-swift), and words in the names of fields that may say it in another way.
+LEARNED = ("weight", "train", "training", "trainable", "loss")
+OF_LOSS = re.compile(
+    r"(^|[\W_])(is)?(loss|train|learn|weight|mask|ignor|skip|exclud|supervis|labels|grad(?![a-z]))", re.I
+)
+TEXTS = ("role", "content", "tool_calls", "function_call")  # fields that hold what was said, whatever it is about
 
 
-def chat_tokens(conversation: Document, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def parsed(value: Any) -> Any:
+    """Return what a JSON text of a list or an object says, and anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
+
+
+def checked_messages(value: Any, row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:
+    """Return the messages in a row of a table, which may hold them as JSON texts.
+
+    Args:
+        value: a list of messages.
+        row: the whole row.
+        place: where it was found, to show.
+
+    Raises:
+        InvalidParameterError: an item that is no message of text; tools, which are not read; or a conversation that is
+            learned in part.
+    """
+    messages = [parsed(message) for message in parsed(value)]
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            found = ", ".join(message) if isinstance(message, dict) else type(message).__name__
+            raise InvalidParameterError(f"{place} a list of something else than role and content: {found}.")
+        content, rest = message.get("content"), message.keys() - {"role", "content"}
+        if not isinstance(content, str) and (content is not None or not any(message[key] for key in rest)):
+            kind = "missing" if content is None else f"{type(content).__name__}, not text"
+            raise InvalidParameterError(f"{place} a message whose content is {kind}. Give content as text.")
+    if row.get("tools"):
+        raise InvalidParameterError(f"{place} a conversation with tools, which are not read. Leave out such rows.")
+    for name, said in _of_loss({key: column for key, column in row.items() if not isinstance(column, dict)}):
+        if said not in (1, True):
+            raise InvalidParameterError(
+                f"{place} a conversation with {name}={said!r}, which is not read. Give its messages a weight of 0 or 1."
+            )
+    return tuple(messages)
+
+
+def _of_loss(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the fields of a message, or of a whole row, that say something about the loss."""
+    found = []
+    for name, value in fields.items():
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+        if isinstance(value, dict) and name not in TEXTS:
+            found += _of_loss(value)
+        elif value is not None and (OF_LOSS.search(words) or (name == "label" and isinstance(value, bool))):
+            found.append((name, value))  # label=false: preferences of whole conversations
+    return found
+
+
+def _is_learned(message: Mapping[str, Any], place: str) -> bool:
+    """Return whether a message is to be learned by what its fields say.
+
+    Raises:
+        InvalidParameterError: a field that says something else than yes or no.
+    """
+    said = _of_loss(message)
+    for name, value in said:
+        if name not in LEARNED or name not in message or not isinstance(value, int | float) or value not in (0, 1):
+            raise InvalidParameterError(
+                f"{place} has {name}={value!r}, which may change its loss and is not read. Say by weight=0 that it is "
+                f"not learned, by weight=1 or nothing that it is, and take {name} out."
+            )
+    return all(value for _, value in said)
+
+
+def _as_written(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a message as chat templates take it: without nulls, and with the arguments of calls as objects.
+
+    OpenAI's format holds arguments as JSON texts. Tables hold a null for each field of other messages, and a template
+    that asks whether a field is there would write it.
+
+    Raises:
+        InvalidParameterError: arguments that are no object.
+    """
+    written: dict[str, Any] = {"content": None} | {key: value for key, value in message.items() if value is not None}
+    calls, call = parsed(written.pop("tool_calls", None)), parsed(written.pop("function_call", None))
+    if calls:
+        written["tool_calls"] = [_call(parsed(one), place) for one in calls]
+    return written | {"function_call": _call(call, place)} if call else written
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise InvalidParameterError(f"{place} has a call of a tool that is no JSON object: {call!r:.80}.")
+    if "function" in call:
+        return {**call, "function": _call(parsed(call["function"]), place)}
+    given = call.get("arguments")
+    arguments = {} if given in (None, "") else parsed(given)
+    if not isinstance(arguments, dict):
+        raise InvalidParameterError(
+            f"{place} calls {call.get('name')!r} with arguments={given!r:.80}, which are no JSON object. Mend them."
+        )
+    return {**call, "arguments": arguments}
+
+
+def chat_tokens(conversation: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Return the token ids of a conversation, and for each of them whether the model is to write it.
 
     Answers are what the template marks by ``{% generation %}``. Where it marks nothing, they are what an assistant's
     message adds to the conversation before it and the template's invitation to answer, what ends a message included.
+    Messages that say so (``weight`` 0, ``train`` false) are read and not learned.
 
     Args:
         conversation: a document with messages.
         tokenizer: a transformers tokenizer.
 
     Raises:
-        InvalidParameterError: no chat template, one that refuses the messages, or one without marks that writes earlier
-            messages differently once later ones follow.
+        InvalidParameterError: no chat template, one that refuses the messages, or one that writes earlier messages
+            differently once later ones follow, without marks; or a field of a message that is not read.
     """
-    name, messages = conversation.name, list(conversation.messages)
+    name = conversation.name
+    places = [f"Message {number} of the conversation {name!r}" for number, _ in enumerate(conversation.messages, 1)]
+    learned = list(map(_is_learned, conversation.messages, places))
+    messages = list(map(_as_written, conversation.messages, places))
     if not tokenizer.chat_template:
         raise InvalidParameterError(
             f"{type(tokenizer).__name__} has no chat template, which the conversation {name!r} needs. Take a tokenizer "
@@ -45,18 +156,21 @@ def chat_tokens(conversation: Document, tokenizer: Any) -> tuple[list[int], list
 
     if tokenizer.is_fast and MARKED.search(tokenizer.get_chat_template()):
         marked = ids(messages, return_assistant_tokens_mask=True)
-        return list(marked.input_ids), list(map(bool, marked["assistant_masks"]))
-    whole = list(ids(messages).input_ids)
-    answers = [False] * len(whole)
+        whole, answers = list(marked.input_ids), list(map(bool, marked["assistant_masks"]))
+    else:
+        whole = list(ids(messages).input_ids)
+        answers = [False] * len(whole)
+    is_marked = any(answers)
     for turn, message in enumerate(messages):
-        if turn and message["role"] == ANSWERS:  # a first message answers nothing
-            asked = ids(messages[:turn], add_generation_prompt=True).input_ids
-            answered = ids(messages[: turn + 1]).input_ids
-            if answered[: len(asked)] != asked or whole[: len(answered)] != answered:
-                raise InvalidParameterError(
-                    f"The chat template writes the first {turn + 1} messages of the conversation {name!r} differently "
-                    f"where others follow, so that answers cannot be told apart. Mark them in the template by "
-                    f"{{% generation %}}."
-                )
-            answers[len(asked) : len(answered)] = [True] * (len(answered) - len(asked))
+        if message["role"] != ANSWERS or learned[turn] == is_marked or not (turn or is_marked):
+            continue  # it is marked as it should be; a first message answers nothing
+        asked = ids(messages[:turn], add_generation_prompt=not is_marked).input_ids if turn else []
+        answered = ids(messages[: turn + 1]).input_ids
+        if answered[: len(asked)] != asked or whole[: len(answered)] != answered:
+            raise InvalidParameterError(
+                f"The chat template writes the first {turn + 1} messages of the conversation {name!r} differently "
+                f"where others follow, so that answers cannot be told apart. Mark them in the template by "
+                f"{{% generation %}}, and learn all of them."
+            )
+        answers[len(asked) : len(answered)] = [learned[turn]] * (len(answered) - len(asked))
     return whole, answers

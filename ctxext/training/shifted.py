@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.attend import attention_layers
 from ctxext.surgery.code import names_of
-from ctxext.surgery.config import is_windowed
+from ctxext.surgery.config import heads_of, is_windowed, of_layers
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.subject import base_model
 
@@ -61,7 +61,7 @@ class ShiftedAttention:
             return f"its attention is {self.name!r}, and only 'sdpa' and flash-attention take groups without a mask"
         if len(self.layers) != text.num_hidden_layers:
             return "not all of its layers attend through transformers' attention interface"
-        if any(map(is_windowed, getattr(text, "layer_types", None) or ())) or getattr(text, "sliding_window", None):
+        if any(map(is_windowed, getattr(text, "layer_types", None) or ())) or any(of_layers(text, "sliding_window")):
             return "it has layers with sliding windows"
         if any(getattr(layer, "sinks", None) is not None for layer in self.layers):
             return "its attention has sinks"
@@ -69,8 +69,8 @@ class ShiftedAttention:
             return "it caps attention scores"
         if not all(getattr(layer, "is_causal", True) for layer in self.layers):
             return "its tokens see what comes after them"
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return "its heads share one key head, so that they cannot be halved" if heads == 1 else None
+        is_one = 1 in of_layers(text, "num_key_value_heads") or heads_of(text)[1] == 1
+        return "its heads share one key head, so that they cannot be halved" if is_one else None
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

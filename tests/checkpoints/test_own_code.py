@@ -119,6 +119,16 @@ def test_code_that_cannot_be_run_is_a_refusal(name: str, where: str, tmp_path: P
         ctxext.load(place, "yarn", factor=2, trust_remote_code=True)
 
 
+def test_a_cache_for_code_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = checkpoint(tmp_path / "own")
+    home = str(place / "config.json" / "home")  # below a file, where no folder can be
+    monkeypatch.setenv("HF_HOME", home)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", f"{home}/modules")
+    said = re.escape(f"HF_HOME={home} cannot be written. Set HF_HOME to a folder that can.")
+    with pytest.raises(CheckpointError, match=said):
+        inspect_checkpoint(place, trust_remote_code=True)
+
+
 ROTATE = """
 def rotate(x, theta=10000.0):
     t = torch.arange(x.shape[-2])[:, None] / theta ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])

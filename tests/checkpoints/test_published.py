@@ -130,6 +130,77 @@ def test_a_position_field_that_gets_lost_is_refused_by_name(name: str, written: 
             read(place)  # type: ignore[operator]
 
 
+GLM = SMALL | {
+    "model_type": "glm",
+    "architectures": ["GlmForCausalLM"],
+    "head_dim": 32,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+# A config, what it says of the rotated part of its heads of 32 dimensions, and how many of them its class rotates.
+SHARES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "at the top, as vLLM reads it": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, 16 ", 32),
+    "in rope_parameters": (LLAMA | {"rope_parameters": PARAMETERS | {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25, 8 ", 32),
+    "GPT-NeoX's name": (QWEN2 | {"rotary_pct": 0.25}, "rotary_pct=0.25, 8 ", 32),
+    "StableLM's name": (QWEN2 | {"rope_pct": 0.5}, "rope_pct=0.5, 16 ", 32),
+    "flash-attention's name": (LLAMA | {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction=0.5, 16 ", 32),
+    "a name in a block": (LLAMA | {"attn_config": {"rotary_percent": 0.5}}, "rotary_percent=0.5, 16 ", 32),
+    "dimensions in a block": (LLAMA | {"rope": {"rotary_dim": 8}}, "rotary_dim=8, 8 ", 32),
+    "llama.cpp's name": (LLAMA | {"n_rot": 8}, "n_rot=8, 8 ", 32),
+    "a whole head where the class takes half": (GLM | {"rotary_percentage": 1.0}, "rotary_percentage=1.0, 32 ", 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_the_part_of_a_head_that_rotates_is_refused_where_the_class_ignores_it(
+    name: str, written: Callable[..., Path]
+) -> None:
+    config, says, rotated = SHARES[name]
+    place = written(config)
+    # A number of dimensions at the top is refused as config.json is read.
+    with pytest.raises(CheckpointError, match=rf"{says}of the 32 .* rotates {rotated}\.|n_rot=8 \(built: 32\)"):
+        inspect_checkpoint(place)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place))
+    for method in ("yarn", "abf", "self_extend"):
+        with pytest.raises(CheckpointError, match=says.split("=")[0]):
+            ctxext.patch(model, method, factor=2)
+
+
+def test_the_part_of_a_head_that_the_class_reads_is_taken() -> None:
+    for config in (GLM, GLM | {"rotary_dim": 16}, GLM | {"partial_rotary_factor": 0.25}, LLAMA | {"rotary_pct": 1.0}):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        assert ctxext.describe(ctxext.patch(model, "abf", factor=2)).target_length > 32768
+
+
+# A config without its base, and the base that transformers takes.
+BASELESS = {
+    "no base": (LLAMA | {"rope_parameters": {"rope_type": "default"}}, 10000.0),
+    "a scaling without a base": (QWEN2 | {"rope_theta": None, "rope_parameters": YARN}, 10000.0),
+    "a class with another default": (
+        SMALL | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "head_dim": 32, "num_local_experts": 2,
+                 "rope_parameters": {"rope_type": "default"}}, 150000.0),
+    "one of two kinds of layers": (
+        GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": PARAMETERS}}, 1000000.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BASELESS)
+def test_rope_parameters_without_a_base_are_refused(name: str, written: Callable[..., Path]) -> None:
+    config, taken = BASELESS[name]
+    place = written({field: value for field, value in config.items() if value is not None})
+    says = f"rope_parameters without rope_theta, for which transformers takes {taken}"
+    with pytest.raises(CheckpointError, match=says):
+        inspect_checkpoint(place)
+    with pytest.raises(CheckpointError, match=says):
+        ctxext.patch(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)), "abf", factor=2)
+
+
+def test_an_old_scaling_without_a_base_is_noted(written: Callable[..., Path]) -> None:
+    """As of Vicuna 16K, written by transformers 4, whose Llama had no other base."""
+    place = written(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert "no rope_theta; transformers takes 10000.0" in inspect_checkpoint(place).notes[0]
+
+
 def test_it_is_refused_on_the_loaded_model_too(written: Callable[..., Path]) -> None:
     """Until somebody puts it right in memory: that is no mistake of the file any more."""
     config, lost = LOST["a model card's block beside rope_parameters"]

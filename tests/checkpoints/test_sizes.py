@@ -76,7 +76,7 @@ WINDOWED = {"layer_types": ["full_attention"] * 12 + ["sliding_attention"] + ["f
     [
         (LlamaConfig(**SHAPE | {"num_hidden_layers": 40}), 2),
         (LlamaConfig(**SHAPE), 2),
-        (Qwen2Config(**SHAPE | {"num_hidden_layers": 40}, **WINDOWED, sliding_window=16, use_sliding_window=True), 13),
+        (Qwen2Config(**SHAPE | {"num_hidden_layers": 40}, **WINDOWED, sliding_window=16, use_sliding_window=True), 14),
         (MistralConfig(**SHAPE | {"num_hidden_layers": 40}), 2),
         # every eighth layer attends, by a number
         (

@@ -144,3 +144,170 @@ def test_a_corpus_keeps_shorter_conversations_only_with_an_answer() -> None:
         corpus_of(documents[1:], chat_tokenizer(PLAIN), tokens=40, shorter=True)
     with pytest.raises(InvalidParameterError, match="0 of 1 documents have the 40 tokens"):
         corpus_of(documents[:1], chat_tokenizer(PLAIN), tokens=40)
+
+
+def learned(messages: Sequence[Mapping[str, Any]], template: str) -> str:
+    """Return what is learned of a conversation, decoded."""
+    tokenizer = chat_tokenizer(template)
+    read = tokenise(Document("one", "", tuple(messages)), tokenizer)
+    assert read.answers is not None
+    return str(tokenizer.decode(read.input_ids[read.answers]))
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+@pytest.mark.parametrize(
+    ("first", "second", "answers"),
+    [
+        ({"weight": 0}, {"weight": 1}, "so;"),  # OpenAI, Fireworks, Mistral
+        ({"weight": 0.0}, {}, "so;"),
+        ({"weight": 0}, {"weight": 0}, ""),
+        ({"train": False}, {"train": True}, "so;"),  # axolotl
+        ({"training": True}, {"training": False}, "hello;"),
+        ({"trainable": False}, {}, "so;"),  # Fireworks
+        ({"loss": False}, {"loss": None}, "so;"),  # ms-swift; nulls are what a table adds
+        ({"weight": 1, "train": False}, {"weight": None}, "so;"),
+        ({"name": "bot", "id": 7, "graded_by": "x", "mask": None}, {"metadata": {"lesson": 0}}, "hello;so;"),
+    ],
+)
+def test_messages_that_are_not_to_be_learned(
+    template: str, first: dict[str, Any], second: dict[str, Any], answers: str
+) -> None:
+    messages: list[dict[str, Any]] = [*chat()]
+    messages[1] |= first
+    messages[3] |= second
+    assert learned(messages, template) == answers
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ({"weight": 0.5}, "weight=0.5"),
+        ({"weight": -1}, "weight=-1"),
+        ({"train": "no"}, "train='no'"),
+        ({"mask": True}, "mask=True"),  # true leaves it out in one program and counts it in another
+        ({"loss_mask": [0, 1]}, r"loss_mask=\[0, 1\]"),
+        ({"masked": 1}, "masked=1"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}, r"train_detail=\["),
+        ({"should_train": False}, "should_train=False"),
+        ({"computeLoss": False}, "computeLoss=False"),
+        ({"ignore": True}, "ignore=True"),
+        ({"metadata": {"trainable": False}}, "trainable=False"),
+    ],
+)
+def test_what_else_says_something_about_the_loss_is_refused_by_name(field: dict[str, Any], named: str) -> None:
+    messages: list[dict[str, Any]] = [*chat()]
+    messages[1] |= field
+    with pytest.raises(InvalidParameterError, match=rf"Message 2 of the conversation 'one' has {named}"):
+        learned(messages, PLAIN)
+
+
+def test_what_a_row_says_about_its_loss_is_refused_by_name(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "chats.jsonl", {"messages": chat(), "weight": 1, "grade": 0}, {"messages": chat(), "weight": 0.5}
+    )
+    documents = read_documents([file])
+    assert next(documents).messages == tuple(chat())
+    with pytest.raises(InvalidParameterError, match=r"row 1 a conversation with weight=0\.5"):
+        next(documents)
+
+
+def test_a_mark_that_cannot_be_told_apart_from_others_is_refused() -> None:
+    messages: list[dict[str, Any]] = [*chat()]
+    messages[1]["weight"] = 0
+    forgets = MARKED.replace("[a]{%", "[a]{% if loop.last %}hm, {% endif %}{%")
+    with pytest.raises(InvalidParameterError, match="differently where others follow"):
+        learned(messages, forgets)
+
+
+def test_conversations_without_a_message_to_learn_are_left_out_and_counted() -> None:
+    silent = [*chat(CHAT[:1]), {"role": "assistant", "content": "no", "weight": 0}]
+    with pytest.raises(InvalidParameterError, match="1 conversations have no answer there"):
+        corpus_of([Document("one", "", tuple(silent))], chat_tokenizer(PLAIN), tokens=40, shorter=True)
+
+
+# How Llama 3.1's and Qwen2.5's templates write a call; the one asks whether the key is there at all.
+CALLS = (
+    "{% for m in messages %}[{{ m.role[0] }}]{% if 'tool_calls' in m %}{% for t in m.tool_calls %}{% if t.function is "
+    'defined %}{% set t = t.function %}{% endif %}{{ \'{"name": "\' + t.name + \'", "arguments": \' }}'
+    "{{ t.arguments | tojson }}{{ '}' }}{% endfor %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def called(name: str, arguments: Any, *, bare: bool = False) -> list[dict[str, Any]]:
+    """Return a conversation with one call of a tool."""
+    call = {"name": name, "arguments": arguments}
+    calls = [call if bare else {"id": "1", "type": "function", "function": call}]
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["calls.jsonl", "calls.json", "calls.parquet"])
+@pytest.mark.parametrize(
+    ("conversations", "calls"),
+    [
+        ([called("f", {"city": "Bonn"})], ['{"city": "Bonn"}']),
+        ([called("f", '{"city": "Bonn"}')], ['{"city": "Bonn"}']),
+        ([called("f", '{"city":"Bonn","day":null}', bare=True)], ['{"city": "Bonn", "day": null}']),
+        ([called("f", "")], ["{}"]),
+        ([called("f", {"city": "Bonn"}), called("g", {"at": {"x": 1}})], ['{"city": "Bonn"}', '{"at": {"x": 1}}']),
+        ([called("f", {"day": "2026-01-02", "at": [{"a": 1}]})], ['{"day": "2026-01-02", "at": [{"a": 1}]}']),
+    ],
+)
+def test_tool_calls_as_tables_store_them(
+    conversations: list[list[dict[str, Any]]], calls: list[str], name: str, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": messages} for messages in conversations]
+    if name.endswith(".jsonl"):
+        write(tmp_path / name, *rows)
+    elif name.endswith(".json"):
+        (tmp_path / name).write_text(json.dumps(rows))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / name))
+    found = [learned(document.messages, CALLS) for document in read_documents([tmp_path / name])]
+    names = [messages[1]["tool_calls"][0] for messages in conversations]
+    names = [call.get("function", call)["name"] for call in names]
+    assert found == [
+        f'{{"name": "{name}", "arguments": {call}}};four;' for name, call in zip(names, calls, strict=True)
+    ]
+
+
+def test_messages_and_calls_that_are_json_texts() -> None:
+    messages = called("f", {"city": "Bonn"})
+    messages[1]["tool_calls"] = json.dumps(messages[1]["tool_calls"])
+    assert learned(messages, CALLS) == '{"name": "f", "arguments": {"city": "Bonn"}};four;'
+    old = [*chat(CHAT[:1]), {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]
+    template = PLAIN.replace(
+        "{{ m.content }}", "{{ m.function_call.arguments | tojson if m.function_call else m.content }}"
+    )
+    assert learned(old, template) == "{};"
+
+
+@pytest.mark.parametrize("arguments", ["{not json", "[1]", 3])
+def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=r"Message 2 of the conversation 'one' calls 'f' with arguments="):
+        learned(called("f", arguments), CALLS)
+
+
+@pytest.mark.parametrize("call", [3, "f()", {"function": "f"}])
+def test_calls_that_are_no_objects_are_refused(call: Any) -> None:
+    messages = called("f", {})
+    messages[1]["tool_calls"] = [call]
+    with pytest.raises(InvalidParameterError, match=r"Message 2 .* has a call of a tool that is no JSON object"):
+        learned(messages, CALLS)
+
+
+def test_a_null_that_a_file_states_stays_and_an_empty_list_of_calls_is_none(tmp_path: Path) -> None:
+    messages = [message | {"tool_calls": message.get("tool_calls", [])} for message in called("f", {"day": None})]
+    (found,) = read_documents([write(tmp_path / "chats.jsonl", {"messages": messages})])
+    assert learned(found.messages, CALLS) == '{"name": "f", "arguments": {"day": null}};four;'
+
+
+def test_messages_in_a_column_of_json_texts(tmp_path: Path) -> None:
+    (found,) = read_documents([write(tmp_path / "chats.jsonl", {"messages": json.dumps(chat())})])
+    assert found.messages == tuple(chat())

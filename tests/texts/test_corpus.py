@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import io
 import json
@@ -145,3 +146,29 @@ def test_a_corpus_keeps_what_is_long_enough(bos_tokenizer: PreTrainedTokenizerFa
     with pytest.raises(InvalidParameterError, match="corpus is empty"):
         corpus_of([], bos_tokenizer, tokens=5)
     assert torch.equal(found.documents[0].input_ids[:, 1:], torch.full((1, 20), bos_tokenizer("x").input_ids[1]))
+
+
+def test_only_data_sets_of_the_hub_need_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    home = str(tmp_path / "none")
+
+    def unmade(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", home)
+
+    monkeypatch.setenv("HF_HOME", home)
+    monkeypatch.setattr(datasets, "load_dataset", unmade)
+    tables = [folder / f"table.{ending}" for ending in ("parquet", "csv", "tsv", "jsonl")]
+    assert len(list(read_documents(tables))) == 8
+    with pytest.raises(InvalidParameterError, match=f"'owner/name'.*HF_HOME={home} cannot be written. Set HF_HOME to"):
+        list(read_documents(["owner/name"]))
+
+
+def test_dates_and_numbers_in_a_table_of_json_stay_as_written(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "2026-01-02"}\n\n{"text": "2026-01-03", "more": 1}\n')
+    assert [document.text for document in read_documents([tmp_path / "a.jsonl"])] == ["2026-01-02", "2026-01-03"]
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write('{"text": "packed"}\n')
+    assert [document.text for document in read_documents([tmp_path / "b.jsonl.gz"])] == ["packed"]
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n[1]\n')
+    with pytest.raises(InvalidParameterError, match=r"Cannot read documents from 'c': line 2 holds something else"):
+        list(read_documents([tmp_path / "c.jsonl"]))
