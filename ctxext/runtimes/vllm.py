@@ -82,6 +82,13 @@ class VLLM(Runtime):
         startable = without_endless_table(extended)
         doubt = _model_class(startable)
         overrides, notes, exact = _overrides(startable)
+        if beta := extended.rope.get("llama_4_scaling_beta"):
+            start, last = extended.rope["original_max_position_embeddings"], extended.target_length - 1
+            overrides["llama_4_scaling"] = {"original_max_position_embeddings": start, "beta": beta}
+            notes.append(
+                f"llama_4_scaling is needed: without it vLLM leaves out the temperature of queries by position, which "
+                f"is {1 + beta * math.log(1 + last // start):.4f} at {last:,} (vLLM issue 48621)."
+            )
         if startable is not extended:
             notes.append(
                 "Without these overrides vLLM does not start: its linear scaling builds a table of factor times the "

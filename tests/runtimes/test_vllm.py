@@ -157,3 +157,29 @@ def test_a_real_vllm_serves_remapped_checkpoints(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     right_under_the_plugin(json.loads((tmp_path / "found.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("original", "beta", "method", "length", "temperature"),
+    # 1 + beta * ln(1 + floor(position / original)), worked out by hand at the last position.
+    [
+        (16384, 0.1, None, 262144, "1.2773 at 262,143"),  # Ministral 3 as it is published
+        (16384, 0.1, METHODS["ntk"](factor=2.0), 524288, "1.3466 at 524,287"),
+        (16384, 0.1, METHODS["yarn"](factor=2.0), 524288, "1.3466 at 524,287"),
+        (8192, 0.2, METHODS["abf"](factor=2.0), 524288, "1.8318 at 524,287"),
+        (131072, 0.1, METHODS["yarn"](factor=2.0), 524288, "1.1386 at 524,287"),
+    ],
+)
+def test_queries_get_the_temperature_of_their_position(
+    original: int, beta: float, method: Method | None, length: int, temperature: str
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 262144 / original, "llama_4_scaling_beta": beta}
+    rope |= {"original_max_position_embeddings": original, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = tiny_config("ministral3", max_position_embeddings=262144, rope_parameters=rope, sliding_window=None)
+    extended = config if method is None else extended_config(config, method, trained_length=262144)
+    made = export_config(extended, to="vllm")
+    stated = {"original_max_position_embeddings": original, "beta": beta}
+    assert made.exact
+    assert json.loads(made.by_flag["--hf-overrides"])["llama_4_scaling"] == stated
+    assert made.by_flag["--max-model-len"] == str(length)
+    assert any(temperature in note for note in made.notes)
