@@ -164,7 +164,10 @@ def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
     positions, mask, cache = given.get("position_ids"), given.get("attention_mask"), cache_in(given)
     if positions is None or isinstance(cache, PagedAttentionCache) or given.get("seq_idx") is not None:
         return
-    begins = (positions if positions.ndim == 2 else positions[-1]) == 0
+    row = positions if positions.ndim == 2 else positions[0]
+    begins = row == 0
+    if positions.ndim > 2:  # tokens of one image share a position on the first of several axes
+        begins[..., 1:] &= row[..., :-1] > 0
     if begins.shape[-1] == 1 or isinstance(mask, dict) or (reason := _mixing(decoder)) is None:
         return  # generate() prepares masks, and packs nothing
     if isinstance(mask, Tensor) and mask.ndim == 2:
