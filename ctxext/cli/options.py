@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
-# Options that were removed, of all commands or of one, and what to use instead.
-REMOVED = {"--csv": "--csv was removed: --json prints all numbers."} | {
-    f"demo {name}": f"{name} was removed: `ctxext eval compare` reads more texts by more methods, and hides passkeys."
-    for name in ("--all", "--documents", "--passkey", "--no-passkey")
-}
 # How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
 TARGET = ("--target", "--length", "--target-length")
 
@@ -47,8 +42,6 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        for removed in REMOVED.keys() & {*args, *(f"{ctx.info_name} {argument}" for argument in args)}:
-            raise typer.BadParameter(REMOVED[removed], ctx=ctx)
         args = self._with_target(args)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option in order:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ctxext import patching
-from ctxext.errors import InvalidParameterError, PatchStateError, gone
+from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
@@ -294,6 +294,3 @@ def _sizes(trained: int | None, window: int | None, short: int | None, stride: i
             f"stride={stride:,}, window={window:,}."
         )
     return window, short, stride
-
-
-__getattr__ = gone(__name__, {"find_key_tokens": "prepare_search, whose survey has begin, measure and result"})

@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.errors import InvalidParameterError, gone
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import (
     SMALL_MODEL,
@@ -444,6 +444,3 @@ def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Pr
         trained_length=survey.readers[0].readings.trained_length,
         provenance=survey.with_extensions(provenance),
     )
-
-
-__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ctxext import patching
 from ctxext.architectures import architecture_of
-from ctxext.errors import InvalidParameterError, UnknownNameError, gone
+from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
 from ctxext.evaluation.journal import Journal
@@ -625,6 +625,3 @@ def _notes(
     if plan.cached is not None:
         notes.append(f"To fit the memory budget, texts were read {plan.cached:,} tokens at a time with a KV cache.")
     return tuple(notes)
-
-
-__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

@@ -221,11 +221,8 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
 
 
 def _key(reader: Reader, *task: Any) -> str:
-    """Return the key of a job; folders that earlier versions wrote hold the same."""
     reading = reader.reading
-    # The longest window has the name that it had when it was the only one: what was measured then still holds.
-    name = TRUNCATED if reading.window == reader.readings.trained_length else reading.name
-    return reader.readings.key([name, reading.method, reading.fingerprint], task=list(task))
+    return reader.readings.key([reading.name, reading.method, reading.fingerprint], task=list(task))
 
 
 def _loss_jobs(
@@ -336,7 +333,7 @@ class FinishedLosses:
             if prompt.length in self.comparison.lengths_of(reading):
                 place = (prompt.length, prompt.passkey.depth)
                 line = self._lines[self.comparison.asked[asked.name, prompt].key]
-                places.setdefault(place, []).append(line.get("trial", line))  # folders of earlier versions hold none
+                places.setdefault(place, []).append(line["trial"])
                 hidden[place] = prompt.passkey.distance > trained
         return tuple(
             PasskeyScore(
