@@ -323,12 +323,6 @@ class TextOptions:
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False, shorter: bool = False) -> Corpus:
         """Read the texts and tokenize them, see ``corpus_of``.
 
-        Args:
-            checkpoint: whose tokenizer is used.
-            tokens: least length of a text.
-            whole: keep the tokens beyond that length.
-            shorter: keep shorter conversations.
-
         Raises:
             InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
         """
@@ -431,11 +425,6 @@ class OutputOptions:
     def write(self, result: Measurement, page: Page, console: Console) -> None:
         """Write and print a result; each file appears whole or not at all, and before whoever reads may stop reading.
 
-        Args:
-            result: what was measured.
-            page: what is shown of it, with one figure.
-            console: where it is printed.
-
         Raises:
             InvalidParameterError: a file that cannot be written.
         """
@@ -462,10 +451,6 @@ class OutputOptions:
 
 def check_output(path: Path, endings: Sequence[str] = ENDINGS) -> None:
     """Refuse a file that could not be written, before it is made.
-
-    Args:
-        path: the file.
-        endings: what can be written.
 
     Raises:
         InvalidParameterError: another ending, no such folder, or no matplotlib, which draws pictures.

@@ -128,17 +128,7 @@ class KeyTokens(Report):
 
 @dataclass(eq=False, kw_only=True)
 class KeySearch(Survey[LossJob]):
-    """A planned search for key tokens; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
-
-    Args:
-        evaluator: that finds them.
-        texts: the ends of the documents, which it reads.
-        window: see ``KeyTokens``.
-        short: see ``KeyTokens``.
-        stride: see ``KeyTokens``.
-        alpha: see ``KeyTokens``.
-        beta: see ``KeyTokens``.
-    """
+    """A planned search for key tokens; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
     evaluator: Checkpoint
     texts: tuple[TokenisedDocument, ...]

@@ -124,12 +124,7 @@ class LongPplResult(Report):
 
 @dataclass(eq=False, kw_only=True)
 class LongPpl(Survey[LossJob]):
-    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
-
-    Args:
-        key_tokens: the key tokens of the texts.
-        texts: by reader and length, a job for each text.
-    """
+    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
     key_tokens: KeyTokens
     texts: Mapping[tuple[Reader, int], Sequence[LossJob]]

@@ -199,11 +199,6 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
     the same share a pass. (Left out is what stock transformers does with ``rope_type: dynamic`` in a config when ctxext
     did not extend the model: its positions depend on the longest text that it has ever read.)
 
-    Args:
-        model: a causal language model in eval mode.
-        passkey: from ``build``.
-        seed: noted in the result.
-
     Raises:
         IncompatibleError: as in ``perplexity.loss_by_position``.
     """

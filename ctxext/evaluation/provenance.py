@@ -180,14 +180,7 @@ def provenance_of(
     seed: int | None = None,
     trained_length: int | None = None,
 ) -> Provenance:
-    """Collect the provenance of a measurement that is about to begin.
-
-    Args:
-        checkpoint: from ``load_checkpoint``.
-        corpus: from ``corpus_of``; None where no text is read.
-        seed: of everything random.
-        trained_length: tokens that the weights were trained for; None where the config says so.
-    """
+    """Collect the provenance of a measurement that is about to begin."""
     texts: dict[str, Any] = {}
     if corpus is not None:
         names = tuple(document.name for document in corpus.documents)

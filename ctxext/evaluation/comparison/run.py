@@ -199,11 +199,6 @@ def _reaching(
 def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequence[Reading]) -> tuple[int, ...]:
     """Return the trained length and the lengths asked for, increasing; by default every method's reach.
 
-    Args:
-        lengths: asked for; empty for the default.
-        trained_length: tokens that the checkpoint was trained for.
-        readings: from ``find_readings``.
-
     Raises:
         InvalidParameterError: a length that no method is patched for, or none beyond the trained length.
     """
@@ -265,11 +260,7 @@ def _passkey_jobs(reader: Reader, prompts: Sequence[PasskeyPrompt]) -> dict[tupl
 
 
 class FinishedLosses:
-    """Losses of finished jobs, read when they are asked for: all at once may not fit into memory.
-
-    Args:
-        comparison: whose jobs they are.
-    """
+    """Losses of finished jobs, read when they are asked for: all at once may not fit into memory."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.readings = comparison, comparison.readings
