@@ -21,8 +21,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from collections.abc import Iterable
 
 MOST_SHOWN = 80
 # Names of methods in transformers (its rope types) and in papers, as ``_squeezed`` returns them, with ctxext's name.
@@ -151,18 +150,3 @@ def require_package(package: str, extra: str, who: str, error: type[CtxextError]
     """Raise ``error``, with the command that installs it, if a package of one of ctxext's extras is missing."""
     if importlib.util.find_spec(package) is None:
         raise error(f"{who} the package {package}, which is not installed. Run {install_line(extra)}.")
-
-
-def gone(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """Return the ``__getattr__`` of a module that explains the names it had in an earlier release.
-
-    Args:
-        module: name of the module.
-        names: what to use instead, by the name that is gone.
-    """
-
-    def explain(name: str) -> NoReturn:
-        instead = f": it is gone, use {names[name]}" if name in names else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{instead}.")
-
-    return explain

@@ -236,10 +236,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """Parse JSON that may be anybody's.
 
-    Args:
-        text: the JSON; bytes are in UTF-8.
-        **hooks: arguments of ``json.loads``.
-
     Raises:
         ValueError: for anything else, and for what nests too deep to be worked with.
     """
@@ -271,11 +267,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_as(path: Path, kind: type, expected: str) -> Any:
     """Read JSON of a kind from a file of a checkpoint; see ``read_json``.
-
-    Args:
-        path: the file.
-        kind: the expected Python type.
-        expected: the same type in words.
 
     Raises:
         CheckpointError: if the file holds anything else.

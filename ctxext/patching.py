@@ -189,8 +189,6 @@ def patch(
         CheckpointError: the config.json that the model was loaded from names other positions than were built from it.
         VerificationError: the patched model does not compute what the method says.
     """
-    if parameters.keys() & set(SIDES):
-        refuse_sides(parameters)
     return extend(
         model,
         ExtensionArguments(
@@ -204,16 +202,6 @@ def patch(
             parameters=parameters,
         ),
     )
-
-
-def refuse_sides(arguments: Mapping[str, Any]) -> None:
-    """Raise ``InvalidParameterError`` for a method of one side of an encoder-decoder, as earlier versions took it."""
-    for name in SIDES:
-        if name in arguments:
-            raise InvalidParameterError(
-                f"{name}={arguments[name]!r}: one method extends both sides of an encoder-decoder. Give it as method, "
-                f"with one factor for both: ctxext.patch(model, 'yarn', factor=4)."
-            )
 
 
 def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:

@@ -93,10 +93,6 @@ class StageBar:
     """Progress bar to call with (stage, work done since the last call): shows stage, time and time left.
 
     Where no terminal can show a bar, each finished stage is a line with its seconds.
-
-    Args:
-        console: console of the bar, which vanishes at the end.
-        total: work of all stages.
     """
 
     def __init__(self, console: Console, total: float) -> None:

@@ -66,12 +66,7 @@ RECOMMENDED = (
 
 
 def to_take(applicable: Collection[str], *, most: int = 2) -> list[Recommendation]:
-    """Return the first recommendations, of different methods, that begin with one that applies to a model.
-
-    Args:
-        applicable: names of the methods that extend the model.
-        most: how many to return.
-    """
+    """Return the first recommendations, of different methods, that begin with one that applies to a model."""
     first: dict[str, Recommendation] = {}
     for recommendation in RECOMMENDED:
         if {recommendation.methods[0], recommendation.beside or recommendation.methods[0]} <= {*applicable}:

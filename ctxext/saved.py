@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from packaging.version import Version
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
 from ctxext.spec import Extension, ExtensionArguments
-from ctxext.surgery.config import SCALED, drop_old_form, rope_dicts, scaling_of, write_old_form
+from ctxext.surgery.config import drop_old_form, scaling_of, write_old_form
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.subject import SIDES, field_of, text_of
 from ctxext.version import __version__
@@ -40,7 +40,6 @@ NOT_IDENTITY = (
     "target_length",
     "chosen",
 )
-OPTIONAL = {field.name: field.default for field in fields(Extension) if field.default is not MISSING}
 # What later code relies on; a file may have been damaged, or changed by hand.
 KINDS = {
     "method": dict,
@@ -144,9 +143,7 @@ def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
 
 
 def checked_extension(saved: Any, place: str) -> dict[str, Any]:
-    """Check that a saved extension has the form that this version of ctxext reads, and complete it.
-
-    A choice that did not exist when the extension was saved gets its default: the model was extended so then.
+    """Check that a saved extension has the form that this version of ctxext reads.
 
     Raises:
         CheckpointError: if it is not.
@@ -161,7 +158,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
             f"The extension in {place} has format {version!r}; ctxext {__version__} reads format {FORMAT}. It was "
             f"saved by another version of ctxext, or changed by hand."
         )
-    needed = {"method", "versions", *(field.name for field in fields(Extension) if field.name not in OPTIONAL)}
+    needed = {"method", "versions", *(field.name for field in fields(Extension))}
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
@@ -171,16 +168,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     for name, part in (("method", "method"), ("versions", "ctxext")):
         if part not in saved[name]:
             raise CheckpointError(f"The extension in {place} is incomplete: {name} is without {part}.")
-    return _complete(saved)
-
-
-def _complete(saved: dict[str, Any]) -> dict[str, Any]:
-    """Add the choices that did not exist when the extension was saved, as the model was extended then."""
-    if "scaling" in saved:
-        return OPTIONAL | saved
-    before = saved["original"].get("rope_parameters") or {}  # such an extension replaced a scaling
-    kinds = {rope.get("rope_type", "default") for _, rope in rope_dicts(before)}
-    return OPTIONAL | {"scaling": "replace" if kinds & set(SCALED) else None} | saved
+    return saved
 
 
 def saved_method(saved: dict[str, Any]) -> Method:
@@ -205,7 +193,7 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     """
     if "sides" in saved:
         return {name: identity(side) for name, side in saved_sides(saved).items()}
-    rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
+    rest = {name: value for name, value in saved.items() if name not in (*NOT_IDENTITY, "method")}
     kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
     # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.
     known = method_class(saved["method"]["method"])
@@ -235,8 +223,7 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
 
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
     """Return the arguments of ``patch`` beside the method; ``attention`` takes the place of the saved backend."""
-    full = _complete(saved)
-    given = {key: full[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
+    given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
 
 

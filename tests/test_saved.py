@@ -1,22 +1,19 @@
-"""The saved form of an extension: what makes two of them one, and forms from before a choice existed."""
+"""The saved form of an extension: what makes two of them one, and which are refused."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ctxext
 from ctxext.errors import CheckpointError
 from ctxext.methods import known_methods
 from ctxext.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
 from ctxext.spec import Extension
-from tests._models import logits, tiny, tokens
+from tests._models import tiny
 
 
 def saved(method: str = "yarn", model_type: str = "llama", base: float = 1e4, **arguments: Any) -> dict[str, Any]:
@@ -78,21 +75,9 @@ def test_plain_and_extended() -> None:
     assert differences(None, saved()) == "not extended there, method 'yarn' here"
 
 
-@pytest.mark.slow
-def test_forms_from_before_a_choice_existed(plain: Path, tmp_path: Path) -> None:
-    """A stored checkpoint that knows neither windows, nor backends, nor any parameter of YaRN but its factor."""
-    model = ctxext.patch(tiny(), "yarn", factor=4)
-    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("sliding_window", "attention", "notes"):
-        del config["ctxext"][name]
-    config["ctxext"]["method"] = {"method": "yarn", "factor": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert differences(checked_extension(config["ctxext"], "it"), model.config.ctxext) == ""
-    loaded = ctxext.load(tmp_path)
-    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
-    assert loaded.config.ctxext == model.config.ctxext, "it is written back whole"
-    for name in ("fingerprint", "original", "trained_length"):
+def test_an_incomplete_form_is_refused() -> None:
+    whole = saved()
+    assert checked_extension(whole, "it") == whole
+    for name in ("fingerprint", "original", "trained_length", "scaling", "notes", "sliding_window", "attention"):
         with pytest.raises(CheckpointError, match=f"in it is incomplete, without {name}"):
-            checked_extension({key: value for key, value in config["ctxext"].items() if key != name}, "it")
+            checked_extension({key: value for key, value in whole.items() if key != name}, "it")

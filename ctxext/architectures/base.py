@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -34,16 +33,6 @@ class Architecture(ABC):
     name: ClassVar[str]
     positions: ClassVar[str] = "table"
     decoder_class: ClassVar[type[nn.Module]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        asked = [name for name, part in vars(Architecture).items() if "subject" in getattr(part, "__annotations__", ())]
-        for name in asked:
-            if name in vars(cls) and "model" in inspect.signature(vars(cls)[name]).parameters:
-                raise TypeError(
-                    f"{cls.__name__}.{name} takes model, and is called with a ctxext.surgery.subject.Subject now. "
-                    f"Rename the argument to subject, and take the model from subject.model."
-                )
 
     def matches(self, subject: Subject) -> bool:
         """Return whether ``subject`` has the positions of this family."""

@@ -102,10 +102,6 @@ def check_sizes(raw: Any, place: str) -> None:
 def check_config(config: Any, place: str) -> None:
     """Refuse a config that carries an unknown form of extension, or a rope dict that no model could be built from.
 
-    Args:
-        config: as transformers reads it.
-        place: where it was read, to show.
-
     Raises:
         CheckpointError: for a value of the wrong kind; the message names the field and the value.
         IncompatibleError: for a rope dict without its base.

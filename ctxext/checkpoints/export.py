@@ -176,13 +176,7 @@ def export_config(
 
 
 def exports_of(config: Any, place: str, **known: bool) -> dict[str, Export | str]:
-    """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason.
-
-    Args:
-        config: the extended config.
-        place: where its checkpoint lies, for the commands.
-        **known: arguments of ``export_config``.
-    """
+    """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason."""
     exports: dict[str, Export | str] = {}
     for target in RUNTIMES:
         try:

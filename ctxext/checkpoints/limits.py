@@ -63,12 +63,6 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice that has
     nothing to do with the window, and then stay as they are.
 
-    Args:
-        path: the file.
-        place: where its copy goes, under the same name.
-        trained: the old window, in tokens.
-        target: the new window, in tokens.
-
     Returns:
         What was changed, a line each; and what stays although texts are cut there, a line each.
     """

@@ -37,7 +37,7 @@ from ctxext.errors import (
 )
 from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
 from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.patching import extend, patch, patched_state, refuse_sides
+from ctxext.patching import extend, patch, patched_state
 from ctxext.saved import (
     already_extended,
     arguments_in_place_of,
@@ -56,7 +56,6 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.guard import without_guard
 from ctxext.surgery.rebuild import own_defaults, restoring
-from ctxext.surgery.stored_form import current_form
 from ctxext.surgery.subject import Subject, base_model
 from ctxext.surgery.tables import put_weights
 
@@ -308,7 +307,6 @@ def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
             "output_loading_info=True: load returns the model alone. For the keys that were missing, load with "
             "from_pretrained(path, output_loading_info=True) and call ctxext.patch on the model."
         )
-    refuse_sides(loading)
 
 
 def _refuse_without_method(arguments: ExtensionArguments) -> None:
@@ -535,7 +533,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             f"was changed by hand, or ctxext {version_of(saved)} that saved it computed otherwise."
         )
     for text, rope in zip(extended_texts(model.config), ropes, strict=True):
-        if not same_rope(current_form(getattr(text, "rope_parameters", None)), current_form(rope)):
+        if not same_rope(getattr(text, "rope_parameters", None), rope):
             raise VerificationError(
                 f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
                 f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."

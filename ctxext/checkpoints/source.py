@@ -41,14 +41,7 @@ REMOTE_MODULE = "ctxext_remote"
 
 @dataclass
 class Contents:
-    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
-
-    Args:
-        weights: safetensors files.
-        others: small files.
-        left_out: names of what stays behind.
-        tensors: the names of the tensors in each weight file.
-    """
+    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out."""
 
     weights: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -153,11 +146,6 @@ def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
 
 def _refuse_two_stories(config: Any, raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
     """Refuse an extended config whose old form says something else than its new one: transformers believes the old.
-
-    Args:
-        config: as transformers reads it.
-        raw: as the file holds it.
-        place: where it was read, to show.
 
     Raises:
         VerificationError: the message shows both forms.

@@ -88,11 +88,8 @@ class ChoiceOutputOptions(OutputOptions):
 
     @property
     def folder(self) -> Path | None:
-        """Folder that keeps finished jobs, by the name of earlier releases where it exists; None for no output."""
-        if not self.output:
-            return None
-        earlier = self.output[0].with_name(f"{self.output[0].stem}.race")
-        return earlier if earlier.is_dir() else self.output[0].with_name(f"{self.output[0].stem}.rounds")
+        """Folder that keeps finished jobs, beside the first output; None for no output."""
+        return self.output[0].with_name(f"{self.output[0].stem}.rounds") if self.output else None
 
 
 @grouped

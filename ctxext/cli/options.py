@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
-# Options that were removed, of all commands or of one, and what to use instead.
-REMOVED = {"--csv": "--csv was removed: --json prints all numbers."} | {
-    f"demo {name}": f"{name} was removed: `ctxext eval compare` reads more texts by more methods, and hides passkeys."
-    for name in ("--all", "--documents", "--passkey", "--no-passkey")
-}
 # How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
 TARGET = ("--target", "--length", "--target-length")
 
@@ -47,8 +42,6 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        for removed in REMOVED.keys() & {*args, *(f"{ctx.info_name} {argument}" for argument in args)}:
-            raise typer.BadParameter(REMOVED[removed], ctx=ctx)
         args = self._with_target(args)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option in order:
@@ -333,12 +326,6 @@ class TextOptions:
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False, shorter: bool = False) -> Corpus:
         """Read the texts and tokenize them, see ``corpus_of``.
 
-        Args:
-            checkpoint: whose tokenizer is used.
-            tokens: least length of a text.
-            whole: keep the tokens beyond that length.
-            shorter: keep shorter conversations.
-
         Raises:
             InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
         """
@@ -441,11 +428,6 @@ class OutputOptions:
     def write(self, result: Measurement, page: Page, console: Console) -> None:
         """Write and print a result; each file appears whole or not at all, and before whoever reads may stop reading.
 
-        Args:
-            result: what was measured.
-            page: what is shown of it, with one figure.
-            console: where it is printed.
-
         Raises:
             InvalidParameterError: a file that cannot be written.
         """
@@ -472,10 +454,6 @@ class OutputOptions:
 
 def check_output(path: Path, endings: Sequence[str] = ENDINGS) -> None:
     """Refuse a file that could not be written, before it is made.
-
-    Args:
-        path: the file.
-        endings: what can be written.
 
     Raises:
         InvalidParameterError: another ending, no such folder, or no matplotlib, which draws pictures.

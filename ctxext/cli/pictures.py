@@ -48,11 +48,7 @@ class PictureOptions:
     trust: Trust = False
 
     def file(self, name: str) -> Path:
-        """Return the file to write to, by default one that does not exist: an earlier picture must stay.
-
-        Args:
-            name: of the command.
-        """
+        """Return the file to write to, by default one that does not exist: an earlier picture must stay."""
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         path = self.output or next(path for stem in names if not os.path.lexists(path := Path(f"{stem}.png")))
         check_output(path, (".png",))

@@ -402,11 +402,6 @@ def check_reach(model: nn.Module, length: int, *, beyond: bool) -> None:
     """Raise ``InvalidParameterError`` if ``length`` tokens are more than the model is meant for.
 
     A dynamic extension follows the length of the text, so that no length is beyond it.
-
-    Args:
-        model: a transformers model, extended or not.
-        length: tokens.
-        beyond: whether the user asked to see how the model fails; then nothing is refused.
     """
     meant, base = describe(model), base_model(model)
     if beyond or follows_length(base) or meant.target_length is None or length <= meant.target_length:

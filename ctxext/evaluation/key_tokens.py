@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ctxext import patching
-from ctxext.errors import InvalidParameterError, PatchStateError, gone
+from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
@@ -128,17 +128,7 @@ class KeyTokens(Report):
 
 @dataclass(eq=False, kw_only=True)
 class KeySearch(Survey[LossJob]):
-    """A planned search for key tokens; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
-
-    Args:
-        evaluator: that finds them.
-        texts: the ends of the documents, which it reads.
-        window: see ``KeyTokens``.
-        short: see ``KeyTokens``.
-        stride: see ``KeyTokens``.
-        alpha: see ``KeyTokens``.
-        beta: see ``KeyTokens``.
-    """
+    """A planned search for key tokens; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
     evaluator: Checkpoint
     texts: tuple[TokenisedDocument, ...]
@@ -294,6 +284,3 @@ def _sizes(trained: int | None, window: int | None, short: int | None, stride: i
             f"stride={stride:,}, window={window:,}."
         )
     return window, short, stride
-
-
-__getattr__ = gone(__name__, {"find_key_tokens": "prepare_search, whose survey has begin, measure and result"})

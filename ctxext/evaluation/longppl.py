@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError, gone
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import Window
-from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
+from ctxext.evaluation.provenance import Provenance, Report, provenance_of
 from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, name_for
 from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
@@ -106,7 +106,7 @@ class LongPplResult(Report):
         provenance: what was measured, on what, with what.
     """
 
-    TITLE, KIND, FORMAT, OLDER = "a LongPPL result", "longppl", 2, TRUNCATED_TO_ONE_WINDOW
+    TITLE, KIND, FORMAT = "a LongPPL result", "longppl", 2
 
     keys: KeyTokens
     readings: tuple[LongPplReading, ...]
@@ -124,12 +124,7 @@ class LongPplResult(Report):
 
 @dataclass(eq=False, kw_only=True)
 class LongPpl(Survey[LossJob]):
-    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
-
-    Args:
-        key_tokens: the key tokens of the texts.
-        texts: by reader and length, a job for each text.
-    """
+    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
     key_tokens: KeyTokens
     texts: Mapping[tuple[Reader, int], Sequence[LossJob]]
@@ -297,6 +292,3 @@ def _extensions(readings: Readings, methods: Sequence[Method], longest: int) -> 
                 f"fewer, or extend further."
             )
     return extensions
-
-
-__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

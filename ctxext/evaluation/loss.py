@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.errors import InvalidParameterError, gone
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import check_token_ids, head_chunk, logits_as_read, logits_in_chunks
 
 
@@ -329,13 +329,3 @@ def _check_window(length: int, stride: int) -> None:
         raise InvalidParameterError(
             f"A window needs at least 2 tokens and a stride of at least 1, found length={length}, stride={stride}."
         )
-
-
-__getattr__ = gone(
-    __name__,
-    {
-        "sliding": "truncation_windows and mean_of_windows",
-        "yarn": "yarn_windows and mean_of_windows",
-        "longlora": "longlora_starts and mean_of_windows",
-    },
-)

@@ -198,11 +198,6 @@ def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = No
 
     The head runs at the masked positions alone, so that positions x vocabulary never exists.
 
-    Args:
-        model: a masked language model in eval mode.
-        text: what is read.
-        window: tokens that each masked token is shown at most; None for the whole text.
-
     Raises:
         IncompatibleError: a model in training mode, or one whose head takes more than the hidden states.
     """
@@ -245,11 +240,7 @@ def _read(base: Any, text: MaskedText, views: Sequence[View], losses: Tensor) ->
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MaskedJob(Job):
-    """One reader and one text.
-
-    Args:
-        text: that is read.
-    """
+    """One reader and one text."""
 
     text: MaskedText
 
@@ -314,13 +305,7 @@ def masked_readers(
 def masked_jobs(
     readers: Sequence[Reader], texts: Callable[[int], Sequence[MaskedText]], checkpoint: Checkpoint
 ) -> list[MaskedJob]:
-    """Lay out every reader and every text of a length that it is meant for.
-
-    Args:
-        readers: from ``masked_readers``.
-        texts: called with each length.
-        checkpoint: what is measured.
-    """
+    """Lay out every reader and every text of a length that it is meant for."""
     point = turning_point(checkpoint.model)
     lengths = sorted({length for reader in readers for length in reader.lengths})
     pairs = itertools.product(readers, [(length, texts(length)) for length in lengths])
@@ -429,14 +414,7 @@ class MaskedReport(Report):
 
 
 def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: int, passes: int) -> MaskedReport:
-    """Summarise a finished survey.
-
-    Args:
-        survey: all of whose jobs are finished.
-        provenance: of the measurement.
-        every: as for ``masked_texts``.
-        passes: as for ``masked_texts``.
-    """
+    """Summarise a finished survey."""
     trained, losses = survey.readers[0].readings.trained_length, survey.losses()
     labels = {TRUNCATED: "best window around"} | {
         reader.reading.name: reader.reading.label for reader in survey.readers

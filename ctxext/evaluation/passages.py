@@ -205,12 +205,7 @@ def _document(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassageJob(Job):
-    """One reader and one set of documents.
-
-    Args:
-        embedder: whose transformer the reader reads with.
-        passages: the documents and questions.
-    """
+    """One reader and one set of documents."""
 
     embedder: Embedder
     passages: PassageSet

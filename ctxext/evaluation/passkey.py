@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.errors import InvalidParameterError, gone
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import (
     SMALL_MODEL,
@@ -198,11 +198,6 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
     methods), each step is judged by a pass over as many tokens as decoding would have then; steps whose positions are
     the same share a pass. (Left out is what stock transformers does with ``rope_type: dynamic`` in a config when ctxext
     did not extend the model: its positions depend on the longest text that it has ever read.)
-
-    Args:
-        model: a causal language model in eval mode.
-        passkey: from ``build``.
-        seed: noted in the result.
 
     Raises:
         IncompatibleError: as in ``perplexity.loss_by_position``.
@@ -444,6 +439,3 @@ def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Pr
         trained_length=survey.readers[0].readings.trained_length,
         provenance=survey.with_extensions(provenance),
     )
-
-
-__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

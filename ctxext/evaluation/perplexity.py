@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ctxext import patching
 from ctxext.architectures import architecture_of
-from ctxext.errors import InvalidParameterError, UnknownNameError, gone
+from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
 from ctxext.evaluation.journal import Journal
@@ -458,13 +458,7 @@ def prepare(
 
 
 def inside_survey(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> Survey[LossJob]:
-    """Return the jobs, one per text, that read inside the trained window; for ``prepare(inside=...)``.
-
-    Args:
-        checkpoint: as it is before it is extended and trained.
-        corpus: that it will be measured on.
-        plan: that it will be measured by.
-    """
+    """Return the jobs, one per text, that read inside the trained window; for ``prepare(inside=...)``."""
     layout = _Layout.of(checkpoint, corpus, plan)
     texts = layout.inside(layout.reader(UNPATCHED))
     return Survey("ctxext eval perplexity", checkpoint, [job for jobs in texts for job in jobs], corpus=corpus)
@@ -472,15 +466,7 @@ def inside_survey(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Lays out what one checkpoint reads.
-
-    Args:
-        readings: of the checkpoint.
-        corpus: of the texts.
-        plan: of the measurement.
-        texts: by length, documents or LongLoRA's windows over all of them joined.
-        turning_point: of the model's cost, see ``pass_cost``.
-    """
+    """Lays out what one checkpoint reads."""
 
     readings: Readings
     corpus: Corpus
@@ -625,6 +611,3 @@ def _notes(
     if plan.cached is not None:
         notes.append(f"To fit the memory budget, texts were read {plan.cached:,} tokens at a time with a KV cache.")
     return tuple(notes)
-
-
-__getattr__ = gone(__name__, {"run": "prepare, whose survey has begin, measure and result"})

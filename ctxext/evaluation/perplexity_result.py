@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report
+from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
@@ -88,7 +88,7 @@ class PerplexityResult(Report):
         provenance: what was measured, on what, with what.
     """
 
-    TITLE, FORMAT, OLDER = "a perplexity result", 2, TRUNCATED_TO_ONE_WINDOW
+    TITLE, FORMAT = "a perplexity result", 2
 
     mode: str
     trained_length: int

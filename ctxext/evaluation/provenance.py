@@ -106,13 +106,6 @@ class Provenance:
         return read
 
 
-# What `Report.OLDER` says where format 1 knew one truncation alone.
-TRUNCATED_TO_ONE_WINDOW = (
-    " Results of format 1 hold readings against the last tokens of the whole trained window alone, not against the "
-    "best truncation: measure again."
-)
-
-
 Kind = TypeVar("Kind", bound="Report")
 
 
@@ -120,13 +113,12 @@ class Report:
     """The result of a measurement, a frozen dataclass that is written to a JSON file and read again.
 
     A subclass says what its files are: ``TITLE`` in words, ``KIND`` as the field of that name (None where the files
-    have none), the number ``FORMAT``, and ``OLDER`` for whoever brings a file of an older format.
+    have none), and the number ``FORMAT``.
     """
 
     TITLE: ClassVar[str]
     KIND: ClassVar[str | None] = None
     FORMAT: ClassVar[int]
-    OLDER: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -148,9 +140,7 @@ class Report:
         if is_other or missing:
             values = ", ".join(f"{name} {saved.get(name)!r}" for name in reversed(head))
             without = "" if is_other else f", without {', '.join(sorted(missing))}"
-            raise InvalidParameterError(
-                f"This is not {cls.TITLE} of format {cls.FORMAT}: found {values}{without}.{cls.OLDER}"
-            )
+            raise InvalidParameterError(f"This is not {cls.TITLE} of format {cls.FORMAT}: found {values}{without}.")
         read: Kind = _from_fields(cls, saved)
         return read
 
@@ -190,14 +180,7 @@ def provenance_of(
     seed: int | None = None,
     trained_length: int | None = None,
 ) -> Provenance:
-    """Collect the provenance of a measurement that is about to begin.
-
-    Args:
-        checkpoint: from ``load_checkpoint``.
-        corpus: from ``corpus_of``; None where no text is read.
-        seed: of everything random.
-        trained_length: tokens that the weights were trained for; None where the config says so.
-    """
+    """Collect the provenance of a measurement that is about to begin."""
     texts: dict[str, Any] = {}
     if corpus is not None:
         names = tuple(document.name for document in corpus.documents)

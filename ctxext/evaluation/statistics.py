@@ -81,11 +81,7 @@ class PairedDifference:
         return "worse" if self.mean > self.errors_needed(self.baselines) * self.standard_error else "no difference"
 
     def scope(self, texts: int) -> str:
-        """Say what a verdict is about: nothing for documents; else ``on this text`` or ``on these texts``.
-
-        Args:
-            texts: that the tokens are of.
-        """
+        """Say what a verdict is about: nothing for documents; else ``on this text`` or ``on these texts``."""
         return "" if self.over == "documents" else " on this text" if texts == 1 else " on these texts"
 
     def __str__(self) -> str:
@@ -230,12 +226,7 @@ def score_difference(differences: Sequence[float], *, over: str) -> PairedDiffer
 
 
 def check_finite(losses: Tensor, where: str) -> None:
-    """Raise ``IncompatibleError`` where a model computes losses that are no numbers.
-
-    Args:
-        losses: of any shape.
-        where: which reading of which text, to show.
-    """
+    """Raise ``IncompatibleError`` where a model computes losses that are no numbers."""
     if not losses.isfinite().all():
         raise IncompatibleError(
             f"The model computes losses that are no numbers: {where}. Measure in another --dtype (fp32 has the range), "

@@ -78,12 +78,7 @@ def launched_processes() -> ProcessGroup:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The result of a job.
-
-    Args:
-        values: JSON values.
-        losses: nats per token, where the job gives them.
-    """
+    """The result of a job."""
 
     values: dict[str, Any]
     losses: Float[Tensor, " positions"] | None = None
@@ -233,14 +228,7 @@ class Survey(Generic[Work]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossJob(Job):
-    """One reader and one text, of which some positions are scored.
-
-    Args:
-        text: that is read.
-        windows: the passes over it.
-        turning_point: of the model's cost, see ``pass_cost``.
-        cached: see ``loss_by_position``.
-    """
+    """One reader and one text, of which some positions are scored."""
 
     text: TokenisedDocument
     windows: tuple[Window, ...]
@@ -326,12 +314,7 @@ class Prompt(abc.ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PromptJob(Job):
-    """One reader and one prompt.
-
-    Args:
-        prompt: what is asked.
-        window: tokens that the reader is shown at most; None for all.
-    """
+    """One reader and one prompt."""
 
     prompt: Prompt
     window: int | None
@@ -362,13 +345,7 @@ def jobs_of(readers: Sequence[Reader], prompts: Sequence[Prompt]) -> list[Prompt
 
 
 def my_share(jobs: Sequence[Work], process: int, processes: int) -> tuple[Work, ...]:
-    """Choose the jobs of one of several processes: about the same cost for each, the same split in each.
-
-    Args:
-        jobs: those that are not finished, the same in every process.
-        process: number of this one, from 0.
-        processes: how many there are.
-    """
+    """Choose the jobs of one of several processes: about the same cost for each, the same split in each."""
     loads = [0.0] * processes
     mine = set()
     for job in sorted(jobs, key=lambda job: -job.cost):

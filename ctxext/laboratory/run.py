@@ -292,10 +292,6 @@ class Laboratory(Survey[LabJob]):
     def measure(self, jobs: Sequence[LabJob], *, progress: Progress = lambda *_: None) -> None:
         """Do jobs, seed by seed and the longest first, and keep each at once.
 
-        Args:
-            jobs: from ``begin``.
-            progress: called with what is finished and what it cost, in tokens of training.
-
         Raises:
             ResultsError: the journal cannot be written, or a process was killed.
             IncompatibleError: a loss or a share is no number.

@@ -127,13 +127,7 @@ class FlipFlop(LabTask):
 
 @dataclass(frozen=True)
 class Rewriting(LabTask):
-    """Letters, and then the same letters in another order, one at a time.
-
-    Args:
-        name: name of the task.
-        asks: what is asked, in one sentence.
-        answer: puts letters ``[rows, seq]`` into the other order.
-    """
+    """Letters, and then the same letters in another order, one at a time."""
 
     name: str
     asks: str

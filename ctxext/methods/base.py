@@ -59,11 +59,6 @@ class Method(ABC):
         """True if frequencies depend on the current length, so that cached keys may have to be rotated again."""
         return False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "regime" in vars(cls):  # nothing would call it
-            raise TypeError(f"{cls.__name__}.regime: this method is called fitted_length now. Rename it.")
-
     @property
     def is_table(self) -> bool:
         """True if one set of frequencies, or of slopes, defines the method, so that a config can hold it whole."""

@@ -202,12 +202,6 @@ def follow_length(
 ) -> None:
     """Make the rotary modules of a model, and the decoders that call them, follow the length of each sequence.
 
-    Args:
-        subject: the extended model.
-        form: its stored form.
-        before: frequencies of each rotary module before the extension, by path and layer type.
-        edits: the journal.
-
     Raises:
         IncompatibleError: if a module rotates other positions than those of the sequence.
     """

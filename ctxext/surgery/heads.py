@@ -171,10 +171,6 @@ class Repetition:
 def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS) -> HeadScores:
     """Score the groups of a model that is not patched by induction: random tokens, then the same tokens again.
 
-    Args:
-        subject: the model; it is left as it was, bit for bit.
-        seeds: of the random tokens, one pass each.
-
     Raises:
         IncompatibleError: the model's attention cannot be recorded, or it reads too few tokens.
         PatchStateError: the model is patched.
@@ -307,10 +303,6 @@ def _scored(
 class _Source:
     """Random tokens of a model's vocabulary, each at most once, none of them special.
 
-    Args:
-        subject: the model.
-        seed: of everything that is drawn.
-
     Raises:
         IncompatibleError: the model reads too few tokens, or knows too few.
     """
@@ -384,14 +376,7 @@ def _needles_in(text: str, tokenizer: Any, source: _Source) -> Repetition:
 
 
 def _hidden(source: _Source, body: Tensor, facts: Sequence[Sequence[Tensor]], end: Tensor) -> Repetition:
-    """Put facts between pieces of a text, and say each again at its end in another order.
-
-    Args:
-        source: whose start and order are used.
-        body: tokens of the text.
-        facts: of each fact the tokens that name it, and those that are hidden.
-        end: tokens behind each fact.
-    """
+    """Put facts between pieces of a text, and say each again at its end in another order."""
     *pieces, last = body.tensor_split(len(facts) + 1)
     parts, places = [source.start], []
     for piece, (name, key) in zip(pieces, facts, strict=True):

@@ -648,13 +648,7 @@ def _split_notes(method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, 
 
 
 def split_by_heads(groups: Groups, attend: RemapAttend, near: HeadPieces) -> dict[str, RemapAttend]:
-    """Return the attention of each layer, by its path, under a method by which some heads read far.
-
-    Args:
-        groups: of the layers that reach far.
-        attend: attention in which all heads read far.
-        near: the pieces of the heads that do not.
-    """
+    """Return the attention of each layer, by its path, under a method by which some heads read far."""
     layers = {}
     for path, count in groups.count.items():
         far = groups.far[path]

@@ -6,7 +6,6 @@ ctxext's, which this file registers with transformers, and which programs withou
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -21,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError, IncompatibleError, shown
 from ctxext.files import parse_json
-from ctxext.methods import METHODS, Method, RopeMethod, saved_class
+from ctxext.methods import Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
@@ -32,7 +31,7 @@ from ctxext.surgery.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, Ro
 from ctxext.surgery.subject import Subject
 
 # Plain transformers raises a KeyError that quotes an unknown rope type, and so do other programs. It treats names that
-# contain "dynamic" in a special way, so these do not. Earlier versions wrote only the part before the colon.
+# contain "dynamic" in a special way, so these do not.
 ROPE_NAME = "ctxext_rope"
 ROPE_TYPE = f"{ROPE_NAME}: {GUARD}"
 UNROTATED_NAME = "ctxext_unrotated"
@@ -310,25 +309,12 @@ def with_base(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _details(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return ctxext's own entries of a rope dict, in the form of any earlier version; refuse damaged ones."""
+    """Return ctxext's own entries of a rope dict; refuse damaged ones."""
     saved = parameters["ctxext"]
     try:
-        details: dict[str, Any] = parse_json(saved) if isinstance(saved, str) else copy.deepcopy(saved)
-        return {"rope_theta": parameters["rope_theta"]} | details
+        return {**parse_json(saved)}
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"rope_parameters.ctxext in the config is damaged: {shown(saved)}.") from error
-
-
-def current_form(rope: Any) -> Any:
-    """Return a saved rope dict as this version would write it, so that dicts of two versions can be compared."""
-    if not isinstance(rope, dict) or "ctxext" not in rope:
-        return {name: current_form(value) for name, value in rope.items()} if isinstance(rope, dict) else rope
-    details = _details(rope)
-    known = METHODS.get(details["method"])
-    defaults = {field.name: field.default for field in (dataclasses.fields(known) if known is not None else ())}
-    details = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING} | details
-    is_unrotated = str(rope["rope_type"]).startswith(UNROTATED_NAME)
-    return rope | _guarded(UNROTATED_TYPE if is_unrotated else ROPE_TYPE, details)
 
 
 def stored_method(parameters: dict[str, Any]) -> tuple[RopeMethod, RopeSpec]:
@@ -396,8 +382,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     )
 
 
-for _name in (ROPE_NAME, ROPE_TYPE):
-    ROPE_INIT_FUNCTIONS.setdefault(_name, _initial_frequencies)
-for _name in (UNROTATED_NAME, UNROTATED_TYPE):
-    ROPE_INIT_FUNCTIONS.setdefault(_name, _no_rotation)
+ROPE_INIT_FUNCTIONS.setdefault(ROPE_TYPE, _initial_frequencies)
+ROPE_INIT_FUNCTIONS.setdefault(UNROTATED_TYPE, _no_rotation)
 logging.getLogger("transformers.modeling_rope_utils").addFilter(_is_news)

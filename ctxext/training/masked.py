@@ -83,9 +83,6 @@ def shift_of(model: nn.Module) -> int:
 
     RoBERTa counts from behind the id of padding, BERT from 0, and not every model accepts positions.
 
-    Args:
-        model: an extended model in evaluation mode.
-
     Raises:
         IncompatibleError: if the model accepts no positions, or ignores them.
     """

@@ -388,8 +388,6 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, boo
 
 
 KEYS = dict(_keys(Settings))
-# Former places of settings, in configs and in stored runs, with the present ones.
-MOVED = {("training", "activation_checkpointing"): ("memory", "checkpointing")}
 
 
 def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -442,17 +440,12 @@ def refuse_mistakes(settings: Settings) -> None:
 
 
 def checked_settings(values: dict[str, Any], source: str) -> Settings:
-    """Build settings from nested dictionaries, perhaps written by an earlier version.
+    """Build settings from nested dictionaries.
 
     Raises:
         UnknownNameError: for a key that does not exist, with a suggestion.
         InvalidParameterError: for a missing, ill-typed or contradictory value.
     """
-    for (section, name), (new_section, new_name) in MOVED.items():
-        old, new = values.get(section), values.get(new_section) or {}
-        if isinstance(old, dict) and isinstance(new, dict) and name in old:
-            values[section] = {key: value for key, value in old.items() if key != name}
-            values[new_section] = {new_name: old[name], **new}
     try:
         return Settings.model_validate(values)
     except ValidationError as error:

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.architectures.mpt import Mpt
 from ctxext.errors import BackendUnavailableError, IncompatibleError, InvalidParameterError, UnknownNameError
 from tests.attention.cases import leave_flex_uncompiled
 
@@ -282,9 +281,3 @@ def test_a_mask_shorter_than_the_text_is_refused(family: str) -> None:
         cache = model(text[:, :8], use_cache=True).past_key_values
         with pytest.raises(InvalidParameterError, match=said):
             model(text[:, 8:], attention_mask=mask, past_key_values=cache)
-
-
-def test_an_architecture_of_the_time_before_the_subject_is_refused_when_it_is_defined() -> None:
-    for name in ("matches", "apply", "revert", "why_final", "replaces_weights", "replaced_weights", "trained_length"):
-        with pytest.raises(TypeError, match=rf"Old.{name} takes model.*subject.model"):
-            type("Old", (Mpt,), {name: lambda self, model, *more: None})

@@ -18,7 +18,6 @@ from ctxext.choosing import budget, choose, losses
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.report import choice_page
 from ctxext.choosing.texts import corpus_from, split_texts
-from ctxext.cli.choose import ChoiceOutputOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
 from ctxext.evaluation import loss
 from ctxext.evaluation.journal import Journal
@@ -147,13 +146,6 @@ def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFa
     shares = [path.read_text(encoding="utf-8").count("\n") for path in (tmp_path / "two.rounds").glob("cells*.jsonl")]
     assert len(shares) == 2
     assert min(shares) >= sum(shares) // 4
-
-
-def test_parts_of_an_earlier_release_are_used(tmp_path: Path) -> None:
-    asked = ChoiceOutputOptions(output=[tmp_path / "choice.json"])
-    assert asked.folder == tmp_path / "choice.rounds"
-    (tmp_path / "choice.race").mkdir()
-    assert asked.folder == tmp_path / "choice.race"
 
 
 @pytest.mark.slow

@@ -273,13 +273,6 @@ def test_labels_and_edges() -> None:
     assert edges_for(8, 16, inside=2, beyond=2) == (0, 4, 8, 12, 16)
 
 
-@pytest.mark.parametrize("removed", ["--all", "--documents", "--passkey", "--no-passkey"])
-def test_removed_options_say_what_to_use(removed: str) -> None:
-    found = call(removed)
-    assert found.exit_code == 2
-    assert "ctxext eval compare" in " ".join(found.output.split())
-
-
 ROUNDINGS = {
     "as it chooses": {},
     "fp32 of a plain processor": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "dtype": "fp32"},

@@ -77,7 +77,7 @@ brought = ("ctxext.training.", "peft", "transformers.trainer")
 assert [name for name in sys.modules if name.startswith(brought)] == []
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-assert {{"ctxext_rope", "ctxext_unrotated"}} <= ROPE_INIT_FUNCTIONS.keys()
+assert {{"ctxext_rope", "ctxext_unrotated"}} <= {{name.partition(":")[0] for name in ROPE_INIT_FUNCTIONS}}
 small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
 model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=64, **small))
 ctxext.patch(model, "dynamic_yarn", factor=4).save_pretrained({str(tmp_path)!r})

@@ -263,11 +263,3 @@ def test_stock_form_is_the_same_mathematics(cls: type[RopeMethod], rope: RopeSpe
         torch.testing.assert_close(rotary.inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=1e-29)
         assert rotary.attention_scaling == pytest.approx(expected.attention_scale, rel=1e-12)
     assert transformers_log == []
-
-
-def test_a_method_that_still_defines_regime_is_told_the_new_name() -> None:
-    def regime(self: Method, trained_length: int, length: int) -> int:
-        return length
-
-    with pytest.raises(TypeError, match=r"Old\.regime: this method is called fitted_length now"):
-        type("Old", (ctxext.methods.yarn.YaRN,), {"regime": regime})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -372,7 +370,7 @@ def test_cells_are_found_again_only_for_what_they_were(
 def test_passkeys_that_were_judged_otherwise_are_asked_again(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier version judged dynamic methods wrongly; what it kept of losses is still right."""
+    """What was kept of losses is still right."""
 
     def keys(kind: type) -> dict[str, str]:
         jobs = planned(model, tokenizer, tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).jobs
@@ -383,46 +381,6 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
     assert keys(LossJob) == losses
     assert keys(PromptJob).keys() == passkeys.keys()
     assert not set(keys(PromptJob).values()) & set(passkeys.values())
-
-
-def test_what_earlier_versions_finished_is_found_again(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """The folder as they wrote it, and the keys by the rule that they were made by."""
-    comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
-    loss, key = (next(job for job in comparison.jobs if isinstance(job, kind)) for kind in (LossJob, PromptJob))
-    reading, prompt = loss.reader.reading, comparison.prompts[0]
-    depends = {
-        "setting": loss.reader.readings.setting,
-        "trained_length": TRAINED,
-        "reading": ["unpatched", None, reading.fingerprint],
-        "task": ["loss", TARGET, loss.text.sha256, 0],
-    }
-    named = {}
-    for task in (depends["task"], ["passkey", TRAINED, prompt.passkey.sha256, 0, passkey.JUDGED]):
-        text = json.dumps(depends | {"task": task}, sort_keys=True)
-        named[str(task[0])] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    identity = {
-        "made_by": "ctxext eval compare",
-        "format": 1,
-        "checkpoint": {"name": "tiny in torch.float32", "sha256": comparison.checkpoint.sha256},
-        "corpus": {"name": "One, Two", "sha256": comparison.corpus.sha256},
-    }
-    (tmp_path / "losses").mkdir()
-    (tmp_path / "comparison.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
-    save_file({"losses": torch.ones(TARGET)}, tmp_path / f"losses/{named['loss']}.safetensors")
-    common = {"reading": "unpatched", "seconds": 0.1}
-    lines = [
-        common | {"key": named["loss"], "kind": "loss", "item": "One", "file": f"losses/{named['loss']}.safetensors"},
-        common | {"key": named["passkey"], "kind": "passkey", "correct": True, "loss": 0.25},
-    ]
-    (tmp_path / "cells.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    pending = {cell.key for cell in comparison.begin()}
-    assert pending == comparison.keys - set(named.values())
-    assert len(pending) == len(comparison.keys) - 2
-    found = comparison.journal.finished()
-    assert torch.equal(comparison.journal.losses(found[loss.key]), torch.ones(TARGET))
-    assert found[key.key]["loss"] == 0.25
 
 
 @pytest.mark.slow

@@ -249,9 +249,7 @@ def test_key_tokens_are_kept_and_checked(
         KeyTokens.load(tmp_path / "none.json")
     with pytest.raises(InvalidParameterError, match="not a LongPPL result"):
         LongPplResult.from_dict({"kind": "key tokens"})
-    with pytest.raises(
-        InvalidParameterError, match=r"found kind 'longppl', format 1\. .*not against the best truncation"
-    ):
+    with pytest.raises(InvalidParameterError, match=r"found kind 'longppl', format 1\."):
         LongPplResult.from_dict({"kind": "longppl", "format": 1})
 
 

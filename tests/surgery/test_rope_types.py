@@ -111,27 +111,6 @@ def test_trainer_checkpoints_and_merged_models(plain: Path, tmp_path: Path) -> N
     assert torch.equal(logits(ctxext.load(tmp_path / "run"), tokens()), logits(model.eval(), tokens()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn", "alibi", "t5_bias"])
-def test_a_checkpoint_of_an_earlier_version(method: str, tmp_path: Path) -> None:
-    """Which held a number, the details as a table, and a name alone for a type."""
-    model = ctxext.patch(tiny(), method, factor=4)
-    now = saved(model, tmp_path)
-    rope = now["rope_parameters"]
-    details = json.loads(rope["ctxext"])
-    base = details.pop("rope_theta")
-    before = rope | {"ctxext": details, "rope_theta": base, "rope_type": rope["rope_type"].partition(":")[0]}
-    (tmp_path / "config.json").write_text(json.dumps(now | {"rope_parameters": before}))
-    loaded = ctxext.load(tmp_path)
-    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
-    again = saved(loaded, tmp_path / "again")
-    assert again["rope_parameters"] == rope
-    other = before | {"rope_theta": 2 * base}
-    (tmp_path / "config.json").write_text(json.dumps(now | {"rope_parameters": other}))
-    with pytest.raises(ctxext.errors.VerificationError, match=r"contradicts itself|not the one that was saved"):
-        ctxext.load(tmp_path)
-
-
 def test_unpatched_the_base_is_a_number_again() -> None:
     model = tiny()
     before = model.config.to_dict()

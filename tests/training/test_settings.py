@@ -51,8 +51,6 @@ def test_file_and_command_line(read: Any) -> None:
     assert isinstance(free["beta_slow"], float)
     assert read("--train", "a", "--checkpointing", "no").memory.checkpointing is False
     assert Memory(**settings.memory.model_dump(exclude={"return_freed"})) == Memory(), "the library's defaults"
-    earlier = FILE + "  activation_checkpointing: false\n"
-    assert read("--train", "a", text=earlier).memory.checkpointing is False, "what was written before it was moved"
     by_length = read("--train", "a", "--target_length", "32768").extension
     assert (by_length.factor, by_length.target_length) == (None, 32768), "what is said last holds"
     assert read("--train", "a", text=FILE + "lora: {rank: 8}").lora.rank == 8

@@ -261,13 +261,7 @@ def judge(
     losses: Mapping[str, Float[Tensor, "documents positions"]],
     truncations: Mapping[int, Float[Tensor, "documents positions"]],
 ) -> Verdict:
-    """Find the best of several readings of the same tokens and hold it against the best truncation.
-
-    Args:
-        length: tokens, for the record.
-        losses: nats per token, by name; at least one.
-        truncations: of the same tokens, by window; at least one.
-    """
+    """Find the best of several readings of the same tokens and hold it against the best truncation."""
     window = best_window(truncations)
     baseline = [*truncations[window]]
     versus = {

@@ -199,11 +199,6 @@ def _reaching(
 def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequence[Reading]) -> tuple[int, ...]:
     """Return the trained length and the lengths asked for, increasing; by default every method's reach.
 
-    Args:
-        lengths: asked for; empty for the default.
-        trained_length: tokens that the checkpoint was trained for.
-        readings: from ``find_readings``.
-
     Raises:
         InvalidParameterError: a length that no method is patched for, or none beyond the trained length.
     """
@@ -221,11 +216,8 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
 
 
 def _key(reader: Reader, *task: Any) -> str:
-    """Return the key of a job; folders that earlier versions wrote hold the same."""
     reading = reader.reading
-    # The longest window has the name that it had when it was the only one: what was measured then still holds.
-    name = TRUNCATED if reading.window == reader.readings.trained_length else reading.name
-    return reader.readings.key([name, reading.method, reading.fingerprint], task=list(task))
+    return reader.readings.key([reading.name, reading.method, reading.fingerprint], task=list(task))
 
 
 def _loss_jobs(
@@ -268,11 +260,7 @@ def _passkey_jobs(reader: Reader, prompts: Sequence[PasskeyPrompt]) -> dict[tupl
 
 
 class FinishedLosses:
-    """Losses of finished jobs, read when they are asked for: all at once may not fit into memory.
-
-    Args:
-        comparison: whose jobs they are.
-    """
+    """Losses of finished jobs, read when they are asked for: all at once may not fit into memory."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.readings = comparison, comparison.readings
@@ -336,7 +324,7 @@ class FinishedLosses:
             if prompt.length in self.comparison.lengths_of(reading):
                 place = (prompt.length, prompt.passkey.depth)
                 line = self._lines[self.comparison.asked[asked.name, prompt].key]
-                places.setdefault(place, []).append(line.get("trial", line))  # folders of earlier versions hold none
+                places.setdefault(place, []).append(line["trial"])
                 hidden[place] = prompt.passkey.distance > trained
         return tuple(
             PasskeyScore(

@@ -142,12 +142,7 @@ def sentences(result: ComparisonResult) -> list[str]:
 
 
 def unpatched_sentence(series: Series, trained_length: int) -> str:
-    """Say whether the unpatched model breaks beyond its window.
-
-    Args:
-        series: losses of the unpatched model.
-        trained_length: tokens.
-    """
+    """Say whether the unpatched model breaks beyond its window."""
     inside, *_, last = series.buckets
     ratio = last.perplexity / inside.perplexity
     start, stop = tokens_label(last.start), tokens_label(last.stop)

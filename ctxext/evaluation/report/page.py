@@ -94,13 +94,7 @@ Part = TextTable | Figure | str
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that is shown of one measurement.
-
-    Args:
-        title: of the page.
-        parts: what every form of it shows, in order.
-        details: what only a page shows, after the parts.
-    """
+    """Everything that is shown of one measurement."""
 
     title: str
     parts: Sequence[Part]
@@ -233,12 +227,6 @@ def provenance_table(provenance: Mapping[str, Any], **facts: str) -> TextTable:
 
 def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
     """Write a page as HTML, JSON and Markdown, its figures in a folder of their own; return the paths, HTML first.
-
-    Args:
-        page: page to write.
-        folder: an existing folder.
-        name: name of the files, without ending.
-        data: content of the JSON file.
 
     Raises:
         ResultsError: a file cannot be written.

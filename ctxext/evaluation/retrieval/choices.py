@@ -321,9 +321,6 @@ class RetrievalResult(TaskResult):
 
         Accuracy above chance is 0 for guessing and 1 for no mistake. All tasks count together.
 
-        Args:
-            base: tokens, one of the lengths.
-
         Returns:
             Tokens; None where guessing would choose as many right at the base length in more than 2.5 percent, so that
             there is nothing to keep.

@@ -97,14 +97,7 @@ def ask(
 
 
 def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int) -> str:
-    """Write what follows ``prompt``: the likeliest token each time, whatever the model's own settings say.
-
-    Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
-        prompt: token ids.
-        tokens: to write at most; an end-of-text token ends the reply earlier.
-    """
+    """Write what follows ``prompt``: the likeliest token each time, whatever the model's own settings say."""
     inner: Any = model
     device = next(inner.parameters()).device
     ids = torch.tensor([prompt], device=device)
