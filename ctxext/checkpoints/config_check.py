@@ -79,9 +79,7 @@ def running_code(what: str) -> Iterator[None]:
 def check_sizes(raw: Any, place: str) -> None:
     """Refuse a config that asks for more of something than any model has, before anything is built from it.
 
-    Args:
-        raw: the config as its file holds it, parts of several models included.
-        place: where it was read, to show.
+    ``raw`` is the config as its file holds it, parts of several models included.
 
     Raises:
         CheckpointError: the message names the field, the value and the bound.
@@ -101,10 +99,6 @@ def check_sizes(raw: Any, place: str) -> None:
 
 def check_config(config: Any, place: str) -> None:
     """Refuse a config that carries an unknown form of extension, or a rope dict that no model could be built from.
-
-    Args:
-        config: as transformers reads it.
-        place: where it was read, to show.
 
     Raises:
         CheckpointError: for a value of the wrong kind; the message names the field and the value.

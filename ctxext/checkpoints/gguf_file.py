@@ -34,9 +34,6 @@ Value = str | int | float
 class GGUFFile:
     """A GGUF file that was opened for reading. Its weights are looked at only when they are copied.
 
-    Args:
-        path: the file.
-
     Raises:
         CheckpointError: there is no such file, it is not GGUF or cut short, or the package that reads it is missing.
     """

@@ -41,14 +41,7 @@ REMOTE_MODULE = "ctxext_remote"
 
 @dataclass
 class Contents:
-    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
-
-    Args:
-        weights: safetensors files.
-        others: small files.
-        left_out: names of what stays behind.
-        tensors: the names of the tensors in each weight file.
-    """
+    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out."""
 
     weights: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -154,10 +147,7 @@ def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
 def _refuse_two_stories(config: Any, raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
     """Refuse an extended config whose old form says something else than its new one: transformers believes the old.
 
-    Args:
-        config: as transformers reads it.
-        raw: as the file holds it.
-        place: where it was read, to show.
+    ``config`` is as transformers reads it, ``raw`` as the file holds it.
 
     Raises:
         VerificationError: the message shows both forms.
@@ -209,9 +199,7 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
 def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name a ``.gguf`` file as transformers does, by its directory and file; leave any other path as it is.
 
-    Args:
-        path: where a checkpoint is.
-        loading: arguments of ``from_pretrained``; what is already said there holds.
+    What is already said in ``loading``, the arguments of ``from_pretrained``, holds.
     """
     file = Path(path)
     if file.suffix != ".gguf" or not file.is_file():

@@ -59,10 +59,7 @@ class DynamicSite:
     which float32 rounds some frequencies to a neighbour of what the formula gives.
 
     Args:
-        rotary: the rotary module.
         site: its place, and the frequencies that the extension starts from.
-        method: the dynamic method.
-        rope_type: the rope type of the stored form.
         before: frequencies of the module before the extension.
     """
 
@@ -202,11 +199,7 @@ def follow_length(
 ) -> None:
     """Make the rotary modules of a model, and the decoders that call them, follow the length of each sequence.
 
-    Args:
-        subject: the extended model.
-        form: its stored form.
-        before: frequencies of each rotary module before the extension, by path and layer type.
-        edits: the journal.
+    ``before`` holds the frequencies of each rotary module before the extension, by path and layer type.
 
     Raises:
         IncompatibleError: if a module rotates other positions than those of the sequence.

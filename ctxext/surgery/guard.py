@@ -24,9 +24,7 @@ GUARDED = (GUARDED_FIELD, "dropout", "hidden_dropout", "rms_norm_eps")
 def guarded_field(subject: Subject, otherwise: str) -> str:
     """Return the config field whose guard makes plain transformers refuse a checkpoint.
 
-    Args:
-        subject: the model.
-        otherwise: what plain transformers would do with the checkpoint without a guard.
+    ``otherwise`` says what plain transformers would do with the checkpoint without a guard.
 
     Raises:
         IncompatibleError: if there is no such field.
