@@ -55,7 +55,7 @@ def write_card(
     path = directory / MODEL_CARD
     card = _read(path)
     sections = [
-        _description(model),
+        f"```text\n{describe_saved(model.config.ctxext, model.config.model_type)}\n```",
         _loading(model, name, adapter, trusted, (directory / "modules.json").is_file(), cuts),
         _serving(model, name) if not adapter else "",
         _measured(results) if results else "",
@@ -84,10 +84,6 @@ def _read(path: Path) -> RepoCard:
         return RepoCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}")
     except (yaml.YAMLError, ValueError) as error:
         raise CheckpointError(f"The metadata at the top of {path.name} cannot be read: {error}. Mend them.") from error
-
-
-def _description(model: PreTrainedModel) -> str:
-    return f"```text\n{describe_saved(model.config.ctxext, model.config.model_type)}\n```"
 
 
 def _loading(
