@@ -86,7 +86,6 @@ class SavedAdapter:
     """An adapter in a directory, with the extension and the weights that were saved beside it.
 
     Args:
-        directory: the directory of the adapter.
         extension: the extension of its model; empty for none.
         config: its PEFT config, as it was before it was marked.
         encoding: weights of the model's encoding that the adapter's own file lacks, by name; None if none were saved.
@@ -141,8 +140,6 @@ class ExtendedAdapter:
     Every way of saving an adapter calls this method: PEFT's, transformers' own, the Trainer's and TRL's.
 
     Args:
-        adapter: the PEFT config.
-        name: the name of the adapter on its model.
         base: its base model, which may be extended or plain at the time of saving.
         lent: another config, which gets its own method back when this one is saved.
         once: whether this config gets its own method back after the first call.
@@ -234,12 +231,8 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
 
     One PEFT config may serve several models, plain ones too, so the model gets an object of its own.
 
-    Args:
-        adapters: PEFT's record of configs by name; nothing is done for anything else.
-        base: the base model.
-        edits: the journal.
-        saving: whether PEFT may have taken an old config out of the record to save it next: that one carries the
-            extension too, once.
+    The PEFT record of configs, by name, is ``adapters``; nothing is done for anything else. With ``saving``, PEFT may
+    have taken an old config out of the record to save it next: that one carries the extension too, once.
     """
     for name, adapter in list(adapters.items()) if isinstance(adapters, dict) else ():
         if adapter.peft_type == "SHADOW":
@@ -349,9 +342,7 @@ def read_beside(path: Path) -> dict[str, Any]:
 def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     """Read the extension beside the weights of an adapter, or else the one in the config of its base.
 
-    Args:
-        directory: the directory of the adapter.
-        plain: whether to accept an adapter of a plain model.
+    With ``plain``, an adapter of a plain model is accepted too.
 
     Raises:
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
@@ -424,12 +415,8 @@ def _read_encoding(directory: Path) -> dict[str, Tensor]:
 def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn: bool, **arguments: Any) -> Any:
     """Put a saved adapter, and the encoding that was saved with it, on a model that is extended alike.
 
-    Args:
-        model: a transformers model, or a wrapper around one; a PEFT model gets one more adapter.
-        adapter: the result of ``read_extension``.
-        edits: the journal of the model's extension.
-        drawn: whether the encoding of ``model`` was drawn at random, and belongs to no adapter yet.
-        **arguments: the arguments of ``PeftModel.from_pretrained``.
+    A PEFT model gets one more adapter. ``drawn`` says that the encoding of ``model`` was drawn at random, and belongs
+    to no adapter yet.
 
     Returns:
         A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.

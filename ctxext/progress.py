@@ -29,9 +29,6 @@ def terminal(**options: Any) -> Console:
 
     The output contains names of documents, checkpoints and files. Rich would take brackets in a name for markup and
     words between colons for emoji. Bold text is given as a ``rich.text.Text``.
-
-    Args:
-        options: further options of ``rich.console.Console``.
     """
     return Console(markup=False, emoji=False, highlight=False, **options)
 

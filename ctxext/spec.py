@@ -515,8 +515,6 @@ class Extension:
     """Record of the changes that an architecture made to a model; the journal can undo them.
 
     Args:
-        trained_length: tokens that the unextended checkpoint was trained for.
-        target_length: tokens that the extended model is meant for.
         stored_as: one line: how the config expresses the method.
         stock: whether a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.

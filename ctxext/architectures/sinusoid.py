@@ -64,11 +64,8 @@ class Sinusoid:
     ) -> Float[Tensor, "rows width"]:
         """Compute rows from ``start`` to ``stop``, in float64.
 
-        Args:
-            start: the first row.
-            stop: the row after the last.
-            inv_freq: the growth of each angle from token to token, in radians; None for the formula's own frequencies.
-                The first token keeps its trained vector.
+        The growth of each angle from token to token is ``inv_freq``, in radians; None for the formula's own
+        frequencies. The first token keeps its trained vector.
         """
         plain = plain_inv_freq(self.spec(1))
         moving = plain if inv_freq is None else inv_freq

@@ -26,7 +26,6 @@ class ScoreBlock(NamedTuple):
     Args:
         here: index of the block in queries and outputs: rows, query heads and queries.
         there: index of the block in keys and values: rows, key heads and keys.
-        scores: ``[batch, heads, queries, keys]``.
     """
 
     here: tuple[slice, slice, slice]

@@ -16,7 +16,6 @@ class HeadGroups:
 
     Args:
         numbers: the groups, counted from 0; at least one.
-        total: all groups of the layer.
     """
 
     numbers: tuple[int, ...]

@@ -73,8 +73,6 @@ class Turn:
         where: the map from own positions to other ones.
         positions: own positions, ``[rows, seq]``; one row if all rows are equal.
         inv_freq: radians per token, float64, one for each pair of dimensions that rotates.
-        form: which dimensions of a head rotate.
-        dtype: dtype of the computation.
     """
 
     def __init__(
@@ -155,9 +153,7 @@ class Part(NamedTuple):
     """One call of a kernel: queries and keys by their slots, as (start, stop).
 
     Args:
-        piece: index of the piece.
         query: slots of queries, inside those of the tile.
-        key: slots of keys.
         kind: ``FULL``, ``CAUSAL`` or ``FADING``, see ``ctxext.attention.regions``; ``FULL`` with a mask.
         mask: visible pairs, bool ``[rows, 1, query, key]``; None if ``kind`` decides.
     """

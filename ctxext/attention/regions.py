@@ -49,11 +49,7 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
     one tile of any length, in which all regions except one are empty: attention is plain there. Where tokens see both
     ways, the first queries have far keys ahead, unless the whole text ends before the first far key.
 
-    Args:
-        regions: the regions of a method's pieces.
-        first: position of the first query.
-        stop: position after the last query, which is the last token of the text.
-        size: largest number of queries in a tile; at least 1.
+    The last query, before ``stop``, is the last token of the text. A tile has at most ``size`` queries; at least 1.
     """
     behind = [region.of if isinstance(region, Ahead) else region for region in regions]
     plain = min((_first_far(region) for region in behind), default=0)
@@ -89,11 +85,7 @@ def _width(region: Region) -> int | None:
 def rectangles(region: Region, first: int, stop: int, length: int | None = None) -> Iterator[Rectangle]:
     """Yield the rectangles of a region for one tile of queries, ``first .. stop`` (positions), over keys from 0.
 
-    Args:
-        region: the region.
-        first: position of the first query.
-        stop: position after the last query.
-        length: number of keys; None if they end with the last query.
+    There are ``length`` keys; with None they end with the last query.
 
     Raises:
         InvalidParameterError: if the region's kind is unknown, or the tile is longer than a band is wide.

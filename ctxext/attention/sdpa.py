@@ -292,7 +292,7 @@ def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Sp
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         groups.setdefault(span.rows, []).append(span)
-    if list(groups) == [(0, q.shape[0])] and len(spans) == 1 and _covers(spans[0], q, k):
+    if spans == (Span((0, q.shape[0]), (0, q.shape[2]), (0, k.shape[2])),):
         return _block(kernel, q, k, v, causal)
     rows, covered = _sections(list(groups), q.shape[0])
     parts: list[Tensor] = []
@@ -342,10 +342,6 @@ def _after(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     near, near_lse = _fused(q, k[:, :, before:], v[:, :, before:], kernel.scale, True, None)
     share = torch.sigmoid(near_lse - far_lse)[..., None]
     return torch.lerp(far.to(share.dtype), near.to(share.dtype), share).to(q.dtype)
-
-
-def _covers(span: Span, q: Tensor, k: Tensor) -> bool:
-    return span == Span((0, q.shape[0]), (0, q.shape[2]), (0, k.shape[2]))
 
 
 def _sections(ranges: list[tuple[int, int]], length: int) -> tuple[list[int], list[tuple[int, int] | None]]:

@@ -79,9 +79,7 @@ def running_code(what: str) -> Iterator[None]:
 def check_sizes(raw: Any, place: str) -> None:
     """Refuse a config that asks for more of something than any model has, before anything is built from it.
 
-    Args:
-        raw: the config as its file holds it, parts of several models included.
-        place: where it was read, to show.
+    ``raw`` is the config as its file holds it, parts of several models included.
 
     Raises:
         CheckpointError: the message names the field, the value and the bound.

@@ -153,13 +153,9 @@ def export_config(
 ) -> Export:
     """Export the extension that ``config`` holds.
 
-    Args:
-        config: the extended config.
-        to: the runtime.
-        served: the config in the files, where it is another one.
-        trust_remote_code: allow the code that it names to run.
-        guarded: whether the files keep out whoever reads the fields of transformers 4.
-        checked: whether the config is known to be what its ``ctxext`` entry stands for, as ``patch`` has just made it.
+    ``served`` is the config in the files, where it is another one. ``guarded`` says that the files keep out whoever
+    reads the fields of transformers 4; ``checked`` that the config is known to be what its ``ctxext`` entry stands for,
+    as ``patch`` has just made it.
 
     Raises:
         CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.

@@ -30,9 +30,7 @@ OF_YARN = frozenset({"yarn_beta_fast", "yarn_beta_slow"})
 def read_positions(config: Any, file: GGUFFile) -> None:
     """Write the rotation that a GGUF file says into the config that transformers made of the same file.
 
-    Args:
-        config: it is changed; layers with a sliding window of their own frequencies keep them, as in llama.cpp.
-        file: that it was made of.
+    Layers with a sliding window of their own frequencies keep them, as in llama.cpp.
 
     Raises:
         CheckpointError: the file says positions that no config of stock transformers can hold, or its numbers

@@ -57,8 +57,6 @@ class MethodCheck:
     """The verdict about one method on this checkpoint, proven on a model on the meta device.
 
     Args:
-        method: its name.
-        factor: the factor that was tried.
         target_length: tokens that this gives; None where it is refused.
         stored_as: how the config would say it.
         stock: whether a process without ctxext loads the result.
@@ -85,7 +83,6 @@ class Inspection:
     """The result of ``ctxext inspect``.
 
     Args:
-        model_type: transformers' name of the architecture.
         positions: the rotary frequencies that reach beyond a sliding window, as they were before ctxext extended them.
         no_positions: why there are none.
         trained_length: tokens the weights were trained for: before an extension by ctxext, or with the scaling that the
@@ -94,8 +91,6 @@ class Inspection:
         window: what sliding windows there are and whether they cap the reach; None without any.
         window_caps: whether an extension has to lift or keep them.
         extended: how the checkpoint is already extended; None where it is plain.
-        description: the extension, where ctxext made it.
-        verdicts: one per known method.
         exports: per target, the flags for an extended checkpoint or the reason against.
         notes: fields that other programs or its own code read, and transformers passes over.
     """

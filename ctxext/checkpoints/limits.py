@@ -29,7 +29,6 @@ class Limit:
     """A limit of texts in a file beside a model.
 
     Args:
-        file: the name of the file.
         field: where it stands there, from the outside in.
         value: tokens.
         is_bound: whether it can mean nothing but the window; others may be somebody's choice.
@@ -85,11 +84,7 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
 def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
     """Raise what limits the length of texts in the files beside a model.
 
-    Args:
-        old: a directory with files from before, which stay as they are.
-        new: a directory to write into. A file that lies there already is raised itself.
-        trained: the old window, in tokens.
-        target: the new window, in tokens.
+    Files in ``old`` stay as they are. A file that lies in ``new`` already is raised itself.
     """
     names = {path.name for place in (old, new) if place.is_dir() for path in place.iterdir() if path.is_file()}
     for name in sorted(names):
@@ -102,9 +97,7 @@ def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
 def refuse_tokenizer(tokenizer: Any, config: Any) -> None:
     """Refuse a tokenizer whose padding is not the model's, where rows of its table of positions are counted from that.
 
-    Args:
-        tokenizer: to be saved beside the model.
-        config: of a model that gives tokens which are padding by their id no position.
+    The model of ``config`` gives tokens which are padding by their id no position.
 
     Raises:
         InvalidParameterError: with both ids.

@@ -263,9 +263,7 @@ def _refuse_base(base: Any, place: str) -> None:
 def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bool:
     """Return whether weights that fit the config of ``model`` without an extension do not fit it with one.
 
-    Args:
-        model: it is not touched.
-        saved: the extension, as a config holds it; None asks whether it is so with every one.
+    ``saved`` is the extension, as a config holds it; None asks whether it is so with every one.
     """
     subject = Subject.of(model)
     architecture = find_architecture(subject)
@@ -386,9 +384,7 @@ def refuse_lacking(place: str | os.PathLike[str], model: PreTrainedModel, lackin
 def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
     """Return the class that loads a checkpoint: ``auto_class``, the class it was saved from, or the causal model.
 
-    Args:
-        config: as the checkpoint has it.
-        auto_class: a class of transformers or its name; None follows ``architectures``.
+    ``auto_class`` is a class of transformers or its name; None follows ``architectures``.
 
     Raises:
         UnknownNameError: transformers has no class of this name.
@@ -469,11 +465,8 @@ def meta_model(
 ) -> PreTrainedModel:
     """Build the model of a config on the meta device: all of its structure, no memory for weights.
 
-    Args:
-        config: as the checkpoint has it; the model gets a copy.
-        auto_class: as for ``model_class``, whose errors are raised too.
-        trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
-        dtype: of the weights; None for what the config says.
+    The model gets a copy of the config, which also gives the dtype where ``dtype`` is None. Errors of ``model_class``
+    are raised too.
 
     Raises:
         CheckpointError: transformers cannot build it.

@@ -197,9 +197,7 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
 def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name a ``.gguf`` file as transformers does, by its directory and file; leave any other path as it is.
 
-    Args:
-        path: where a checkpoint is.
-        loading: arguments of ``from_pretrained``; what is already said there holds.
+    What is already said in ``loading``, the arguments of ``from_pretrained``, holds.
     """
     file = Path(path)
     if file.suffix != ".gguf" or not file.is_file():

@@ -53,8 +53,6 @@ class Written:
     """The result of ``patch_checkpoint``.
 
     Args:
-        directory: the new checkpoint.
-        description: its extension.
         linked: weight files that are hard links: they are the source's files under another name.
         cloned: weight files that share their blocks with the source until either is written.
         copied: weight files that were copied.

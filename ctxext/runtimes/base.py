@@ -80,8 +80,6 @@ class OwnALiBi:
     """A model that was trained with ALiBi and is extended with its own slopes.
 
     Args:
-        model_type: the config's model type.
-        target_length: tokens that the extended model is meant for.
         unsaid: config fields that the files to be served do not hold yet.
     """
 
@@ -95,10 +93,8 @@ class ExtensionInConfig:
     """An extension as a config describes it, whatever program wrote the config.
 
     Args:
-        config: the extended config.
         layer_type: the layer type whose positions were extended; None where all layers share positions.
         trained_length: tokens before the extension, where the config gives them.
-        target_length: tokens that the extended model is meant for.
         windows: lengths that the weights may have been trained for, where the config leaves that open.
         scale: factor on cos and sin.
         pairs: number of frequencies, where the config scales them.

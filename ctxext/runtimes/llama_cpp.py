@@ -73,7 +73,9 @@ class LlamaCpp(Runtime):
         line = _line(extended)
         seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
         ways = [] if seen == [False, False] else [_by_flags(extended, line)]
-        ways += [_to_copy(extended)] if _why_no_divisors(extended) is None else []
+        if _why_no_divisors(extended) is None:
+            made = in_file(extended)
+            ways.append(dataclasses.replace(made, notes=(_COPY, *made.notes)))
         if not ways:
             raise _other_positions(extended)
         return next((way for way in ways if way.exact), ways[0])
@@ -97,11 +99,6 @@ class LlamaCpp(Runtime):
             "rounded to float16, so to even numbers from 2,048 tokens on."
         )
         return Export(target=self.name, flags=flags, notes=(note,))
-
-
-def _to_copy(extended: ExtensionInConfig) -> Export:
-    made = in_file(extended)
-    return dataclasses.replace(made, notes=(_COPY, *made.notes))
 
 
 def in_file(extended: ExtensionInConfig) -> Export:

@@ -47,7 +47,6 @@ class Told:
     """A token of a prompt or an answer, and what is told about it.
 
     Args:
-        text: its text.
         start: characters of the text before it.
         logprob: its log-probability; None for the first token of a prompt.
         tops: texts and log-probabilities of the likeliest tokens.
@@ -67,7 +66,6 @@ class AnswerPiece:
 
     Args:
         text: text that no stop sequence can take back.
-        told: tokens of that text.
         finish: why the answer ends; None for a piece that is not the last.
         reasoning: what was thought before the text.
         calls: calls of tools, as the API writes them.
@@ -88,7 +86,6 @@ class TokenText:
     """Text of tokens, as a tokenizer writes it.
 
     Args:
-        tokenizer: the model's tokenizer.
         vocabulary: tokens that the model knows.
     """
 
@@ -153,8 +150,6 @@ class AnswerText:
     """Text of an answer while it grows: it ends before the first stop sequence.
 
     Args:
-        reader: text of tokens.
-        stops: texts that end it.
         names: names of special tokens that are given out with it, though no stop sequence is found in them.
     """
 
@@ -205,13 +200,9 @@ class Draw:
     Args:
         prompt: token ids.
         asked: its request; where that is silent about sampling, the checkpoint's settings decide.
-        usual: settings of the checkpoint.
         limit: most tokens.
         tops: likeliest tokens whose log-probabilities are told; None tells none.
-        reader: text of tokens.
         number: place among the answers to one prompt, which have different seeds.
-        names: as for ``AnswerText``.
-        schema: JSON schema that the answer has to keep.
     """
 
     def __init__(
@@ -419,7 +410,6 @@ class Together(CBGenerateManager):  # type: ignore[misc]
     """Manager of requests that are answered in continuous batches.
 
     Args:
-        model: the model.
         tokens: tokens of all requests whose keys and values are held; None for what is free.
     """
 

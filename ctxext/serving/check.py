@@ -64,8 +64,6 @@ class ServerCheck:
     """Result of asking a running server: the reading that it computes, and the window that it accepts.
 
     Args:
-        url: of the server.
-        model: name of the model there.
         compared: "log-probabilities" of the next token, or "text" where the server gives no others.
         computes: the reading of the model that its answers fit; None if they fit none, or several.
         right: whether that is the model as it was extended.
@@ -74,9 +72,6 @@ class ServerCheck:
         accepted: tokens of the longest prompt that was answered whole.
         refused: tokens of the shortest one that was refused or cut; None if there was none.
         stated: the window that the server states; None if it states none.
-        trained_length: of the weights, in tokens.
-        target_length: the window as extended, in tokens.
-        notes: sentences about what was found beside that.
     """
 
     url: str
@@ -179,11 +174,8 @@ class Client:
 def told(said: Any, *path: str | int, kind: type, default: Any = ...) -> Any:
     """Return one value of an answer.
 
-    Args:
-        said: the answer.
-        path: names of fields and places in lists that lead to the value.
-        kind: the type of the value; float takes any finite number.
-        default: the value where the path ends early or in null; without a default the value must be there.
+    ``path`` names the fields and places in lists that lead to the value; as its ``kind``, float takes any finite
+    number. Where the path ends early or in null, the value is ``default``; without a default it must be there.
 
     Raises:
         VerificationError: the value, or one on the way to it, is of another type.

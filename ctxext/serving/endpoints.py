@@ -71,12 +71,7 @@ def fit(prompt: int, asked: int | None, window: int | None) -> int:
 
 
 class Endpoint:
-    """Handler of one path.
-
-    Args:
-        served: the model.
-        engine: manager of requests, which generates answers.
-    """
+    """Handler of one path."""
 
     asked: ClassVar[type[Sampling]]
     kind: ClassVar[str]  # beginning of the ids of answers
@@ -151,12 +146,7 @@ def usage(draws: list[Draw]) -> dict[str, int]:
 
 
 def streamed(lines: AsyncIterator[str], failed: Callable[[dict[str, Any]], list[str]]) -> StreamingResponse:
-    """Return a stream of events, in which an error is an event, too.
-
-    Args:
-        lines: the events.
-        failed: events of an error.
-    """
+    """Return a stream of events, in which an error is an event, too."""
 
     async def guarded() -> AsyncIterator[str]:
         try:

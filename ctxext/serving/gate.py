@@ -34,7 +34,6 @@ class Gate:
     """Entrance to the application: it refuses strangers, and ends the work for clients that went away.
 
     Args:
-        app: the application behind the gate.
         key: the key that clients must show; None answers everybody.
         host: the name or address that the server listens to.
         most: bytes of the longest body that is read.

@@ -19,8 +19,6 @@ class Served:
     """A checkpoint that is served, and what its clients are told about it.
 
     Args:
-        name: the name that requests ask for.
-        checkpoint: the model, extended, and its tokenizer.
         window: most tokens of a prompt and its answer together; None if the model's config does not say.
         facts: method, parameters, factor, trained length, window and dtypes, for programs.
         notes: what was changed for the sake of serving.
@@ -48,14 +46,8 @@ def load_served(
     A dynamic method keeps the positions of a request from its first token to its last (``growth="request"``), so that
     no cache is computed again while it decodes.
 
-    Args:
-        source: as for ``load_checkpoint``.
-        method: as for ``ctxext.patch``; it takes the place of an extension that was saved.
-        name: the name that requests ask for; default that of the checkpoint, as given.
-        dtype: as for ``load_checkpoint``.
-        device: as for ``load_checkpoint``.
-        trust_remote_code: as for ``load_checkpoint``.
-        **extension: further arguments of ``ctxext.patch``.
+    ``method``, as for ``ctxext.patch``, takes the place of an extension that was saved. Requests ask for ``name``, by
+    default that of the checkpoint, as given. All else is as for ``load_checkpoint`` and ``ctxext.patch``.
 
     Raises:
         CtxextError: as ``load_checkpoint`` and ``ctxext.patch``.

@@ -329,10 +329,7 @@ class Answered(Templated):
 def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
     """Read a request, and refuse one that could not be answered as it asks.
 
-    Args:
-        kind: the endpoint's request.
-        body: what was sent.
-        vocabulary: tokens that the model knows.
+    ``vocabulary`` counts the tokens that the model knows.
 
     Raises:
         HTTPException: 400, with a sentence that names the field.

@@ -80,11 +80,6 @@ def served_config(config: Any, place: str, *, device: str = "cpu") -> Any:
 
     Configs without an extension, or with one that vLLM computes by itself, are returned as they are.
 
-    Args:
-        config: the config of a checkpoint.
-        place: the checkpoint's name in messages.
-        device: the device that vLLM runs on.
-
     Raises:
         IncompatibleError: if the extension cannot be served.
     """

@@ -28,8 +28,6 @@ class AlibiAttend:
 
     Args:
         method: the source of the slopes, which may depend on the length of each row.
-        alibi: heads and trained length of the model.
-        backends: the backends to choose from.
     """
 
     method: BiasMethod

@@ -26,11 +26,7 @@ from ctxext.surgery.subject import Subject
 
 @dataclass
 class Backends:
-    """The attention backends of one model, selected once per kind of call.
-
-    Args:
-        name: a backend's name as ``ctxext.attention.named`` takes it, or "auto".
-    """
+    """The attention backends of one model, selected once per kind of call."""
 
     name: str = "auto"
     _chosen: dict[Need, AttentionBackend] = field(default_factory=dict, repr=False)
@@ -153,10 +149,8 @@ class TriedLayer:
     Args:
         mask: the layout in place of the mask; None as long as the layer was not called.
         window: tokens that a query sees, of the mask or of the layer; None for all.
-        key_heads: number of key heads.
         keys: the keys, without data; layers that share theirs get one tensor.
         arguments: names of further arguments of the attention function that hold something.
-        calls: times that a pass computed this attention.
     """
 
     checks_window: ClassVar[bool] = False

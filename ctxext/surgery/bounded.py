@@ -196,9 +196,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
     far heads, ``near`` has the others', and ``update`` returns the far heads' alone.
 
     Args:
-        reach: the numbers of tokens that must be held for the others.
         heads: the key heads that read far, and the others.
-        whole: the layer to replace, with the keys of all heads.
     """
 
     keys: Any

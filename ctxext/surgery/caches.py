@@ -157,9 +157,7 @@ def _mixing(decoder: PreTrainedModel) -> str | None:
 def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Raise ``IncompatibleError`` for documents in one row of a call, if a layer does not keep them apart.
 
-    Args:
-        decoder: the module that makes the masks.
-        given: arguments of the call, by name. ``seq_idx`` tells layers with a state where a document begins.
+    ``given`` holds the arguments of the call by name. ``seq_idx`` tells layers with a state where a document begins.
     """
     positions, mask, cache = given.get("position_ids"), given.get("attention_mask"), cache_in(given)
     if positions is None or isinstance(cache, PagedAttentionCache) or given.get("seq_idx") is not None:
@@ -201,10 +199,8 @@ class CacheGuard:
     disables the caches that are still in use.
 
     Args:
-        extension: the extension of this model.
         names: the arguments of the decoder, in order.
         takes_made: whether to accept a cache without a record, as a learned prefix is.
-        released: whether the model was unpatched.
     """
 
     extension: FilledUnder
@@ -368,12 +364,7 @@ def guard_caches(
 ) -> None:
     """Guard every decoder of a patched model: the innermost models that take a cache.
 
-    Args:
-        model: the patched model.
-        extension: its extension.
-        dynamic: whether positions follow the length of each sequence.
-        takes_made: whether to accept a cache without a record, as a learned prefix is.
-        edits: the journal.
+    ``dynamic`` says that positions follow the length of each sequence; ``takes_made`` is as for ``CacheGuard``.
 
     Raises:
         IncompatibleError: if the model keeps a cache but takes none under a known name. Unguarded, it would continue

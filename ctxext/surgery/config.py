@@ -117,12 +117,7 @@ def heads_of(text: Any) -> tuple[int, int, int]:
 
 
 def shortened(config: Any, least: int) -> Any:
-    """Return a copy of a config with fewer layers that has one of every kind, or the config itself if none has fewer.
-
-    Args:
-        config: the config of a whole model.
-        least: the fewest layers to keep.
-    """
+    """Return a copy of a config with fewer layers that has one of every kind, or the config if none has fewer."""
     short = copy.deepcopy(config)
     text = text_of(short)
     count = getattr(text, "num_hidden_layers", None)
@@ -151,10 +146,8 @@ def is_windowed(layer_type: str) -> bool:
 def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
     """Return the config fields that the user's choice for sliding windows changes.
 
-    Args:
-        config: the config of the decoder.
-        choice: the ``sliding_window`` of ``ctxext.patch``.
-        target_length: tokens to extend to; None if unknown, so that any window may be too narrow.
+    ``choice`` is the ``sliding_window`` of ``ctxext.patch``. ``target_length`` is None if unknown, so that any window
+    may be too narrow.
 
     Raises:
         IncompatibleError: if every attention layer has a window narrower than the extension, and there is no
@@ -251,7 +244,6 @@ class Scaling:
     """The scaling of rotary positions that a config describes; ``str()`` is a short form.
 
     Args:
-        rope_type: its name in transformers.
         factor: its factor, None if it has none (``longrope``).
         original: tokens of the training before the scaling, None if the config does not say.
         windows: lengths in tokens that the scaled checkpoint may have been trained for, ascending. Several if
@@ -505,12 +497,9 @@ PASS_OVER_SCALING = frozenset({"nemotron"})
 def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
     """Put the old form beside the new one in the text part of an extended config.
 
-    Args:
-        config: the config, or its text part.
-        edits: the journal.
-        of_any_type: set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
-            ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and
-            older programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
+    ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
+    ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
+    programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
     """
     text = text_of(config)
     drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model

@@ -32,10 +32,6 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
     """Manager of continuous batching for a patched model; it declares how long each request may become.
 
     It serves the model under the extension under which it was made, and no other.
-
-    Args:
-        batching: the continuous batching of the model.
-        **settings: as for transformers' manager.
     """
 
     continuous_batching_config: Any
@@ -116,8 +112,6 @@ class ContinuousBatching:
     """Replacement of ``model.init_continuous_batching`` that returns a manager, or refuses.
 
     Args:
-        model: the patched model.
-        method: its method.
         by_layout: whether ctxext computes its attention.
     """
 

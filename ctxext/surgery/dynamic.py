@@ -59,10 +59,7 @@ class DynamicSite:
     which float32 rounds some frequencies to a neighbour of what the formula gives.
 
     Args:
-        rotary: the rotary module.
         site: its place, and the frequencies that the extension starts from.
-        method: the dynamic method.
-        rope_type: the rope type of the stored form.
         before: frequencies of the module before the extension.
     """
 

@@ -47,7 +47,6 @@ class EncodingAttend:
     Args:
         owner: the module that the encoding is attached to. It is looked up there at every call, because adapters
             replace it.
-        backends: the backends to choose from.
     """
 
     owner: nn.Module

@@ -77,13 +77,7 @@ def fit_to_lengths(
     The code that computes positions calls this once for each row of a pass. A document that begins in this call has no
     cached tokens; for any other, the fitted lengths before and now must agree.
 
-    Args:
-        rule: the rule of the model.
-        row: the index of the row in the batch.
-        rows: the number of rows in the batch.
-        cached: per document of the row, tokens before this call.
-        now: per document of the row, tokens including those of this call.
-        declared: the ``ctxext_length`` of the call.
+    For each document of the row, ``cached`` has its tokens before this call, and ``now`` those including this call's.
 
     Raises:
         IncompatibleError: if cached tokens have other positions than the sequence has now; with the way out.

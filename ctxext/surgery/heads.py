@@ -158,7 +158,6 @@ class Repetition:
     """A text that says something again, so that tokens can be copied from the first time.
 
     Args:
-        tokens: the text.
         queries: positions whose next token can be copied, in ascending order.
         twins: for each of them the earlier position of the same token; the token after the twin is the one to copy.
     """
@@ -223,9 +222,7 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
 def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
     """Return the method with the numbers of the groups that read far, in place of a file of scores, or of nothing.
 
-    Args:
-        subject: the model, not patched. Where the method names no heads, they are scored by induction.
-        method: the method as the user gave it.
+    The ``subject`` is not patched. Where the method names no heads, they are scored by induction.
 
     Raises:
         IncompatibleError: if the model's heads cannot be scored.
@@ -398,9 +395,7 @@ class _Recorder:
     """Attention of a model's layers to what a text said before, summed up while the model reads it.
 
     Args:
-        subject: the model that reads.
         own: name of its own attention implementation.
-        text: the text that is read.
         layers: for each attention layer so far, the score of each of its groups; the best of all its calls.
         windowed: those of them that look back over a window only.
     """

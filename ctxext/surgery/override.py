@@ -16,7 +16,6 @@ class ForwardOverride:
     """Replacement of ``module.forward``; an object, not a closure, so that deepcopy and pickle carry it along.
 
     Args:
-        module: the module whose forward it replaces.
         inner: an earlier replacement of the class's forward (by accelerate's hooks, for example), None without one.
     """
 

@@ -30,7 +30,6 @@ class PagedBatch:
     """The requests of one pass, whose tokens lie end to end in one row.
 
     Args:
-        cache: the paged cache.
         queries: tokens of each request in this pass.
         lengths: tokens of each request so far, those of this pass included.
         keys: by type of attention layer, the keys of each request that the cache returns, its newest.

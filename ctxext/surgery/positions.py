@@ -87,14 +87,11 @@ class PositionedForward(ForwardOverride):
     ) -> Any:
         """Run the decoder.
 
-        Args:
-            *args: positional arguments of the decoder.
-            ctxext_length: tokens of the text of which this call holds a part, for dynamic methods: those of the whole
-                sequence under sequence parallelism; with ``growth="request"`` those that the text may reach, one
-                number for each row, or one for all.
-            ctxext_sharded: whether this call holds a shard, and context parallelism replaced torch's attention by one
-                over the whole sequence; needs ``ctxext_length``, and ``position_ids`` counted from its start.
-            **kwargs: keyword arguments of the decoder.
+        ``ctxext_length`` counts the tokens of the text of which this call holds a part, for dynamic methods: those of
+        the whole sequence under sequence parallelism; with ``growth="request"`` those that the text may reach, one
+        number for each row, or one for all. ``ctxext_sharded`` says that this call holds a shard, and context
+        parallelism replaced torch's attention by one over the whole sequence; it needs ``ctxext_length``, and
+        ``position_ids`` counted from its start.
         """
         given = self.given(args, kwargs)
         by_layout = getattr(self.module.config, "_attn_implementation", None) == ATTENTION
@@ -229,12 +226,9 @@ class _Slots:
     """The slots of one call: its places in a row of keys, padding included, as transformers counts them.
 
     Args:
-        batch: number of rows.
-        query: queries per row.
         key: slots per row that this call sees.
         q_offset: slot of the first query; a tensor if a compiled static cache counts its tokens on the device.
         kv_offset: slot of the first key, above 0 if a cache keeps a sliding window only.
-        device: device on which to build the layout.
     """
 
     batch: int

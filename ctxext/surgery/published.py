@@ -240,11 +240,7 @@ def unstated_base(published: dict[str, Any], config: Any) -> tuple[str, Any] | N
 def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, live: bool = False) -> None:
     """Raise if transformers builds other positions from a config.json than the file states.
 
-    Args:
-        config: the built config; of a live model, its current one.
-        place: the checkpoint's name in the message.
-        published: the JSON object.
-        live: whether the config is of a live model: a change of it in memory is no error of the file.
+    The ``config`` of a ``live`` model is its current one: a change of it in memory is no error of the file.
 
     Raises:
         CheckpointError: with each lost field, and the value that was built instead.

@@ -84,7 +84,6 @@ class Rebuild:
     The model is built on first use, and ``apply`` alone changes the live model.
 
     Args:
-        subject: the live model.
         fields: new values of fields in the text part of its config; none for the model as it is now.
 
     Raises:

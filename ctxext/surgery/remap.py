@@ -70,8 +70,6 @@ class HeadPieces:
     """The pieces in which some heads attend; all layers of a model share the object.
 
     Args:
-        method: the source of the pieces, and of the sharpness of the scores.
-        spec: frequencies and trained length of the model.
         pieces: the pieces of keys at or before their query, as the method has them.
         ahead: the pieces of keys after their query; none if tokens see the past only.
     """
@@ -156,12 +154,9 @@ class RemapAttend:
     Queries before ``exact_length`` are left to the model's own attention.
 
     Args:
-        method: the method of the model.
         far: the pieces of the heads that read far, or of all heads.
         near: the pieces of the other heads; None where all heads read far.
         heads: the groups of both kinds; None where a layer has one kind only, which ``far`` serves.
-        form: the dimensions of a head that rotate.
-        backends: the backends to choose from.
         implementation: the attention implementation of the model before ``patch``.
         drops: whether keys out of sight are dropped from the cache after a call; not where the layer calls again.
     """
@@ -406,11 +401,8 @@ def _lowest_query(layout: Layout) -> int:
 def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_position: int) -> int:
     """Count the leading slots whose keys queries from slot ``first`` on read in the last piece only, or not at all.
 
-    Args:
-        pieces: the pieces of the method.
-        first: slot of the first query.
-        stop: slot after the last query.
-        first_position: the lowest position of a query in any row; lower than ``first`` if a row is padded.
+    The queries end before slot ``stop``. Their lowest position in any row, ``first_position``, is lower than ``first``
+    if a row is padded.
     """
     nearer = [piece.region for piece in pieces if piece.key is not pieces[-1].key]
     if not nearer:

@@ -183,11 +183,8 @@ def find_sites(
 ) -> list[RotarySite]:
     """Find the frequencies of the decoder that reach beyond a sliding window, and the spec of each.
 
-    Args:
-        subject: a model with rotary positions.
-        trained_length: tokens that its weights were trained for.
-        scaled: whether the weights were trained with the scaling of the config, rather than with plain frequencies.
-        places: the places, if ``survey`` has found them already.
+    ``scaled`` says that the weights were trained with the scaling of the config, rather than with plain frequencies.
+    ``places`` are those that ``survey`` has found already, if any.
 
     Raises:
         IncompatibleError: if there are no such frequencies, or none that a method could extend.

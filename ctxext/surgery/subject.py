@@ -43,7 +43,6 @@ class Subject:
     """A transformers model that a verb works on, with the wrappers around it.
 
     Args:
-        model: the transformers model.
         wrappers: what is around it, outermost first.
         place: of a side of an encoder-decoder: where its config lies in the whole one, such as
             ``"encoder.text_config"``; empty for a model of its own.

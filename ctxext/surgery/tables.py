@@ -45,9 +45,7 @@ class PositionTable:
     """A weight, or a buffer, with a row for each position.
 
     Args:
-        name: its name in the model.
         field: the config field that sets its size, with dots for parts of the config.
-        rows: the number of its rows.
         first: the row of the first token; rows before it stand for no position.
         token: a token id that is not padding.
         skips_padding: whether padding tokens get no position, so that rows start after the padding id.
@@ -75,7 +73,6 @@ class Growth:
     """The differences between a model and its twin with more positions.
 
     Args:
-        field: the config field in which the two differ.
         tables: names of weights that gain rows, each with its present number of rows.
         computed: names of buffers that gain rows, which the model's code fills, with their present number of rows.
         others: names of weights that differ in another way.
@@ -292,10 +289,7 @@ def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def weight_of(model: PreTrainedModel, name: str, refusal: str = "") -> nn.Parameter:
     """Return the weight of this name, if it is the plain parameter that transformers creates.
 
-    Args:
-        model: any model; it is not touched.
-        name: the name of the weight.
-        refusal: the first words of the error; left out, a table of positions cannot be lengthened.
+    An error begins with ``refusal``; left out, a table of positions cannot be lengthened.
 
     Raises:
         IncompatibleError: if another object has taken the place of the weight.
@@ -376,10 +370,8 @@ def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
     """Return a table whose rows from ``first`` on are a method's mixtures of old rows, rounded once.
 
-    Args:
-        table: rows of a table, in any dtype.
-        first: the number of rows that stand for no position; they are copied.
-        rows: indices and weights from ``TableMethod.rows``.
+    The ``first`` rows stand for no position and are copied. ``rows`` holds indices and weights from
+    ``TableMethod.rows``.
     """
     indices, weights = rows
     if table.is_meta:
