@@ -252,7 +252,8 @@ def read_and_answer(
     reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(causal) else {}
     output = causal(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=positions, **reach)
     losses = F.cross_entropy(output.logits[0].float(), ids[0, positions + 1], reduction="none").cpu()
-    step, reply, margin, right = torch.cat([ids[0, -1:], request])[None], [], math.inf, asked.answer.tolist()
+    step, margin, right = torch.cat([ids[0, -1:], request])[None], math.inf, asked.answer.tolist()
+    reply: list[int] = []
     for _ in range(WRITTEN):
         output = causal(input_ids=step, use_cache=True, logits_to_keep=1, **{argument: output[argument]}, **reach)
         logits = output.logits[0, -1].float()
@@ -374,7 +375,7 @@ def seconds_of(model: nn.Module, demo: Demo) -> Pace:
         for tokens in {job.tokens for job in demo.survey.jobs}:
             marks.clear()
             with torch.no_grad(), contextlib.suppress(_MeasuredError):
-                model(input_ids=demo.passage.text.input_ids[:, :tokens].to(model.device), use_cache=False)
+                model(input_ids=demo.passage.text.input_ids[:, :tokens].to(base_model(model).device), use_cache=False)
             (began, worked), (ended, done) = marks
             share = len(layers) / len(timed)
             paces[tokens] = Pace((ended - began) * share, (done - worked) * share / torch.get_num_threads())

@@ -24,7 +24,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import OneByOne, Together
-from ctxext.serving.endpoints import ANSWER, Chats, Completions, Responses
+from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
 from ctxext.surgery.caches import PAGED_IN_LAYERS
@@ -70,7 +70,7 @@ def application(
 
     app = FastAPI(lifespan=running, openapi_url=None)
 
-    def offer(path: str, kind: type[Chats | Completions | Responses]) -> None:
+    def offer(path: str, kind: type[Endpoint]) -> None:
         endpoint = kind(served, engine)
 
         @app.post(path)
