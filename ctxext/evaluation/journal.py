@@ -25,12 +25,7 @@ LOSSES = "losses"  # the folder of losses, where the journal's folder is its own
 
 
 class JournalLine(dict[str, Any]):
-    """A JSON object out of a journal; a field that it lacks is an error that names the file and the line.
-
-    Args:
-        values: of the object.
-        place: the file and the line, to show.
-    """
+    """A JSON object out of a journal; a field that it lacks is an error that names the file and the line."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
         super().__init__(values)
@@ -210,11 +205,6 @@ class Journal:
 @contextlib.contextmanager
 def explain_disk_error(place: Path, kept: Callable[[], int], what: str = "jobs") -> Iterator[None]:
     """Turn an ``OSError`` while reading or writing into what the user has to know.
-
-    Args:
-        place: where it happens.
-        kept: how many finished jobs are safe.
-        what: what these are called where they are no jobs.
 
     Raises:
         ResultsError: in place of the ``OSError``.

@@ -74,7 +74,6 @@ class View:
     Args:
         start: the first position.
         stop: one past the last.
-        masked: positions whose tokens are masked.
         asked: those of them whose losses count.
     """
 
@@ -89,12 +88,9 @@ class MaskedText:
     """A text of just so many tokens, and which of them each pass masks.
 
     Args:
-        name: of the document.
         input_ids: [tokens], with the special tokens before and behind the text.
         prefix: how many special tokens stand before it.
-        suffix: how many behind it.
         passes: for each pass the positions that are masked.
-        mask: the id of the mask token.
     """
 
     name: str
@@ -197,11 +193,7 @@ def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = No
     """Compute the loss of every masked token at its position, in nats; NaN where none was masked.
 
     The head runs at the masked positions alone, so that positions x vocabulary never exists.
-
-    Args:
-        model: a masked language model in eval mode.
-        text: what is read.
-        window: tokens that each masked token is shown at most; None for the whole text.
+    Each masked token is shown at most ``window`` tokens; None shows the whole text.
 
     Raises:
         IncompatibleError: a model in training mode, or one whose head takes more than the hidden states.
@@ -245,11 +237,7 @@ def _read(base: Any, text: MaskedText, views: Sequence[View], losses: Tensor) ->
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MaskedJob(Job):
-    """One reader and one text.
-
-    Args:
-        text: that is read.
-    """
+    """One reader and one text."""
 
     text: MaskedText
 
@@ -314,13 +302,7 @@ def masked_readers(
 def masked_jobs(
     readers: Sequence[Reader], texts: Callable[[int], Sequence[MaskedText]], checkpoint: Checkpoint
 ) -> list[MaskedJob]:
-    """Lay out every reader and every text of a length that it is meant for.
-
-    Args:
-        readers: from ``masked_readers``.
-        texts: called with each length.
-        checkpoint: what is measured.
-    """
+    """Lay out every reader and every text of a length that it is meant for."""
     point = turning_point(checkpoint.model)
     lengths = sorted({length for reader in readers for length in reader.lengths})
     pairs = itertools.product(readers, [(length, texts(length)) for length in lengths])
@@ -349,10 +331,7 @@ class MaskedScore:
         length: tokens of the texts.
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
             tokens behind which ``start <= n < stop`` others stand.
-        start: tokens.
-        stop: tokens.
         tokens: masked tokens whose losses were averaged, over all texts.
-        loss: nats per masked token.
         versus: the loss minus the baseline's on the same tokens: beyond the trained length that of the best window
             around each, within it the unextended model's; None for the baseline itself.
         window: of the best windows: tokens of the one that is best on these masked tokens.
@@ -375,8 +354,6 @@ class MaskedReading:
     Args:
         name: ``unpatched``, ``truncated`` for the best window around each masked token, ``truncated 512`` for a single
             one of these, or how the model was extended.
-        label: the same, as a reader wants it.
-        scores: of all lengths that it was meant for.
     """
 
     name: str
@@ -398,11 +375,8 @@ class MaskedReport(Report):
     """A whole measurement.
 
     Args:
-        trained_length: tokens that the model was trained for.
         every: every so many tokens one was masked.
-        passes: over each text.
         readings: the unextended ones first.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, KIND, FORMAT = "a masked-token report", "masked", 1
@@ -429,14 +403,7 @@ class MaskedReport(Report):
 
 
 def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: int, passes: int) -> MaskedReport:
-    """Summarise a finished survey.
-
-    Args:
-        survey: all of whose jobs are finished.
-        provenance: of the measurement.
-        every: as for ``masked_texts``.
-        passes: as for ``masked_texts``.
-    """
+    """Summarise a finished survey."""
     trained, losses = survey.readers[0].readings.trained_length, survey.losses()
     labels = {TRUNCATED: "best window around"} | {
         reader.reading.name: reader.reading.label for reader in survey.readers
@@ -465,10 +432,7 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
 def _scores(texts: Mapping[str, list[Tensor]], length: int, trained: int) -> Iterator[tuple[str, MaskedScore]]:
     """Yield the scores of every reading at one length, with its name; those of the best windows first.
 
-    Args:
-        texts: by the name of a reading, the losses of each text, [tokens], NaN where nothing was masked.
-        length: tokens of the texts.
-        trained: tokens that the model was trained for.
+    The losses of a text are NaN where nothing was masked.
     """
     windows = [window for name in texts if (window := window_of(name)) is not None]
     for kind, start, stop in _spans(length, trained):

@@ -37,7 +37,6 @@ class ProcessGroup:
 
     Args:
         process: its number, from 0; process 0 is the main one, which talks and writes the report.
-        processes: how many there are.
         device: where this process computes; None leaves it to the loading of the checkpoint.
     """
 
@@ -81,7 +80,6 @@ class Answer:
     """The result of a job.
 
     Args:
-        values: JSON values.
         losses: nats per token, where the job gives them.
     """
 
@@ -96,8 +94,6 @@ class Job(abc.ABC):
     Args:
         key: of everything that the answer depends on, see ``Readings.key``; readers who see the same share one.
         cost: in the units of ``pass_cost``.
-        reader: who reads.
-        name: to show.
     """
 
     key: str
@@ -118,12 +114,8 @@ class Survey(Generic[Work]):
     """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
 
     Args:
-        made_by: the command.
-        checkpoint: what is measured.
         jobs: all of them, reader by reader.
-        corpus: on which texts; None where none was given.
         journal: where answers are kept; by default in memory.
-        group: the processes that share the work.
     """
 
     made_by: str
@@ -233,14 +225,7 @@ class Survey(Generic[Work]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossJob(Job):
-    """One reader and one text, of which some positions are scored.
-
-    Args:
-        text: that is read.
-        windows: the passes over it.
-        turning_point: of the model's cost, see ``pass_cost``.
-        cached: see ``loss_by_position``.
-    """
+    """One reader and one text, of which some positions are scored."""
 
     text: TokenisedDocument
     windows: tuple[Window, ...]
@@ -299,7 +284,6 @@ class Prompt(abc.ABC):
     """One prompt and how to ask it.
 
     Args:
-        name: to show.
         length: tokens that it and the reply fit into.
         identity: all that an answer depends on beside who reads, as JSON values.
     """
@@ -314,14 +298,7 @@ class Prompt(abc.ABC):
 
     @abc.abstractmethod
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
-        """Let the model answer.
-
-        Args:
-            model: of the reader.
-            window: tokens that it is shown at most; None for all.
-            name: to show.
-            progress: where to report the cost done.
-        """
+        """Let the model answer, shown at most ``window`` tokens; None for all."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -329,7 +306,6 @@ class PromptJob(Job):
     """One reader and one prompt.
 
     Args:
-        prompt: what is asked.
         window: tokens that the reader is shown at most; None for all.
     """
 
@@ -362,13 +338,7 @@ def jobs_of(readers: Sequence[Reader], prompts: Sequence[Prompt]) -> list[Prompt
 
 
 def my_share(jobs: Sequence[Work], process: int, processes: int) -> tuple[Work, ...]:
-    """Choose the jobs of one of several processes: about the same cost for each, the same split in each.
-
-    Args:
-        jobs: those that are not finished, the same in every process.
-        process: number of this one, from 0.
-        processes: how many there are.
-    """
+    """Choose from unfinished jobs those of one process: about the same cost for each, the same split in each."""
     loads = [0.0] * processes
     mine = set()
     for job in sorted(jobs, key=lambda job: -job.cost):

@@ -130,7 +130,6 @@ class Rewriting(LabTask):
     """Letters, and then the same letters in another order, one at a time.
 
     Args:
-        name: name of the task.
         asks: what is asked, in one sentence.
         answer: puts letters ``[rows, seq]`` into the other order.
     """
@@ -182,9 +181,6 @@ class ByteText:
     """The bytes of a text, split into what is learned from and what is tested on.
 
     Args:
-        names: names of the documents.
-        sha256: hash of all that is used.
-        training: bytes to learn from.
         windows: bytes to test on, each with one more than the length that is read.
     """
 

@@ -31,7 +31,6 @@ class BeforeAndAfter:
 
     Args:
         checkpoint: the checkpoint before it is extended, which gives the baseline inside the trained window.
-        settings: settings of the run.
 
     Raises:
         IncompatibleError: if a measurement is set under DeepSpeed ZeRO-3.
@@ -56,12 +55,7 @@ class BeforeAndAfter:
             self.inside = [losses[job.key] for job in survey.jobs]
 
     def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
-        """Measure, or read the same measurement from ``path``, kept there before the run was interrupted.
-
-        Args:
-            model: the model with its adapter at the start.
-            path: file of the result.
-        """
+        """Measure, or read the same measurement from ``path``, kept there before the run was interrupted."""
         asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
         # A run that was killed before its first checkpoint leaves its directory to a new run, perhaps a different one.
         asked["of"] = self.settings.model_dump(include={"dtype", "quantisation", "seed", "extension"})

@@ -42,12 +42,8 @@ class Comparison(Survey[LossJob | PromptJob]):
     """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        corpus: on which texts, whole.
-        seed: of the passkeys.
         readings: the references, then the methods.
         refusals: methods that do not apply.
-        prompts: passkeys; may be empty.
-        trained_length: tokens that the checkpoint was trained for.
         lengths: tokens, increasing; the trained length first.
         texts: by the name of a reading and the length, a job for each document.
         asked: by the name of a reading, the passkeys that it is asked for.
@@ -199,11 +195,6 @@ def _reaching(
 def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequence[Reading]) -> tuple[int, ...]:
     """Return the trained length and the lengths asked for, increasing; by default every method's reach.
 
-    Args:
-        lengths: asked for; empty for the default.
-        trained_length: tokens that the checkpoint was trained for.
-        readings: from ``find_readings``.
-
     Raises:
         InvalidParameterError: a length that no method is patched for, or none beyond the trained length.
     """
@@ -268,11 +259,7 @@ def _passkey_jobs(reader: Reader, prompts: Sequence[PasskeyPrompt]) -> dict[tupl
 
 
 class FinishedLosses:
-    """Losses of finished jobs, read when they are asked for: all at once may not fit into memory.
-
-    Args:
-        comparison: whose jobs they are.
-    """
+    """Losses of finished jobs, read when they are asked for: all at once may not fit into memory."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.readings = comparison, comparison.readings

@@ -40,7 +40,9 @@ def comparison_page(result: ComparisonResult) -> Page:
         Heading("Figures"),
         *_figures(result),
         Heading("Numbers"),
-        *_other_tables(result),
+        _whole_texts(result),
+        *([_single_documents(result)] if len(result.provenance["documents"]) > 1 else []),
+        _methods(result),
         Heading("How to read this"),
         *_explanations(result),
         Heading("Provenance"),
@@ -142,12 +144,7 @@ def sentences(result: ComparisonResult) -> list[str]:
 
 
 def unpatched_sentence(series: Series, trained_length: int) -> str:
-    """Say whether the unpatched model breaks beyond its window.
-
-    Args:
-        series: losses of the unpatched model.
-        trained_length: tokens.
-    """
+    """Say whether the unpatched model breaks beyond its window."""
     inside, *_, last = series.buckets
     ratio = last.perplexity / inside.perplexity
     start, stop = tokens_label(last.start), tokens_label(last.stop)
@@ -250,12 +247,6 @@ def _main_table(result: ComparisonResult) -> TextTable:
         + "."
     )
     return _table(result, caption, header, cells)
-
-
-def _other_tables(result: ComparisonResult) -> list[TextTable]:
-    """Return the tables of whole texts, single documents and methods."""
-    several = len(result.provenance["documents"]) > 1
-    return [_whole_texts(result), *([_single_documents(result)] if several else []), _methods(result)]
 
 
 def _ordered(result: ComparisonResult) -> list[Row]:

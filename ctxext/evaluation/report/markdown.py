@@ -31,13 +31,7 @@ def code(text: str, *, in_table: bool = False) -> Markdown:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> Markdown:
-    """Return a table, its cells escaped.
-
-    Args:
-        header: above the columns.
-        rows: cells.
-        numbers: whether all columns but the first are aligned to the right.
-    """
+    """Return a table, its cells escaped; with ``numbers`` all columns but the first are aligned to the right."""
     ruled = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
     lines: list[list[str]] = [[escaped(cell) for cell in cells] for cells in (header, *rows)]
     return Markdown("\n".join(f"| {' | '.join(cells)} |" for cells in (lines[0], ruled, *lines[1:])))

@@ -52,8 +52,6 @@ class TextTable:
     Args:
         header: names of the columns; the first is that of the header column.
         rows: cells as text. A cell may have two lines, for a narrow terminal; everywhere else they are one.
-        title: line above it.
-        caption: explanation below it.
         styles: ``best`` or ``reference`` of single rows, by their first cell.
         prose: whether its cells are sentences, which stand on the left, and not numbers.
     """
@@ -97,7 +95,6 @@ class Page:
     """Everything that is shown of one measurement.
 
     Args:
-        title: of the page.
         parts: what every form of it shows, in order.
         details: what only a page shows, after the parts.
     """
@@ -232,13 +229,10 @@ def provenance_table(provenance: Mapping[str, Any], **facts: str) -> TextTable:
 
 
 def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
-    """Write a page as HTML, JSON and Markdown, its figures in a folder of their own; return the paths, HTML first.
+    """Write a page as HTML, JSON (``data``) and Markdown into an existing folder, its figures in one of their own.
 
-    Args:
-        page: page to write.
-        folder: an existing folder.
-        name: name of the files, without ending.
-        data: content of the JSON file.
+    Returns:
+        The paths, HTML first.
 
     Raises:
         ResultsError: a file cannot be written.

@@ -59,12 +59,7 @@ def write_tasks(folder: Path, prompts: Sequence[ChoicePrompt], tokenizer: Any, *
 
     The prompts are written as text, without the special tokens in front, which the harness adds itself. It reads them
     again as tokens: their number may then differ by a few, since one sentence is cut.
-
-    Args:
-        folder: made where it is not there.
-        prompts: from ``make_prompts``.
-        tokenizer: of these prompts.
-        seed: of these prompts, for the names.
+    The folder is made where it is not there.
 
     Raises:
         ResultsError: the folder cannot be written.

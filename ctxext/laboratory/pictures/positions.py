@@ -31,12 +31,7 @@ Panel = tuple[str, Sequence[Piece], int]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PositionsPicture(Picture):
-    """The relative positions of a model as it is, and of each method beside it.
-
-    Args:
-        trained_length: tokens that the model was trained for.
-        panels: one for the model, and one for each method.
-    """
+    """The relative positions of a model as it is, and of each method beside it."""
 
     kind = "positions"
     caption = "Queries down, keys across: the relative position that rotation sees, as it is and as the method has it."
