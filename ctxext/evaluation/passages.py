@@ -288,7 +288,9 @@ def passage_readers(
     all_lengths = tuple(sorted({*lengths} or {trained, *reaches}))
     require_reached(all_lengths[-1], reaches, trained)
     labels = {TRUNCATED: f"first {trained:,}"}
-    simple = [Reader(Reading(name, labels.get(name, name)), of_checkpoint, all_lengths) for name in BASELINES]
+    simple = [
+        Reader(Reading(name=name, label=labels.get(name, name)), of_checkpoint, all_lengths) for name in BASELINES
+    ]
     extended = [
         Reader(reading, of_checkpoint, tuple(length for length in all_lengths if length <= (reading.reach or 0)))
         for reading in candidates

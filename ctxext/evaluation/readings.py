@@ -135,7 +135,7 @@ def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
 
 
 def require_reached(length: int, reaches: Collection[int], trained_length: int) -> None:
-    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, where there is one."""
+    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, if there are any."""
     if reaches and length > max(reaches):
         raise InvalidParameterError(
             f"A length of {length:,} tokens is beyond what any method here is patched for: the furthest reaches "

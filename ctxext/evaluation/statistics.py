@@ -163,9 +163,9 @@ def block_difference(
 def grouped_difference(
     losses: Sequence[Tensor], baseline: Sequence[Tensor], *, over: str, baselines: int = 1
 ) -> PairedDifference:
-    """Compare ``losses`` with ``baseline`` where each tensor, [tokens], is a group that counts as independent.
+    """Compare ``losses`` with ``baseline`` where each tensor, [tokens], is a nonempty group that counts as independent.
 
-    No group is empty. Each gives one number, its mean difference, and these are held to Student's distribution: the mean of them,
+    Each group gives one number, its mean difference, and these are held to Student's distribution: the mean of them,
     and their standard deviation over the square root of how many there are. Every group weighs the same, because that
     keeps the 5 percent of a verdict whatever the groups' sizes are: for normal means of *any* variances Student's test
     is exact or conservative at 5 percent. Weighing groups by their tokens, with a sandwich (cluster) estimate, is wrong

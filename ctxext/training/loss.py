@@ -249,7 +249,7 @@ def cross_entropy_and_gradient(
     targets: Int[Tensor, "batch piece"],
     weights: Float[Tensor, "batch piece"] | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "batch piece vocab"]]:
-    """Compute the weighted sum of -log p(target) over targets that count, and its gradient, in the dtype of the logits."""
+    """Compute the weighted sum of -log p(target) over targets that count, and its gradient, in the logits' dtype."""
     ignored = (targets == IGNORED)[..., None]
     index = targets[..., None].masked_fill(ignored, 0)
     scores = torch.log_softmax(logits.detach(), dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
