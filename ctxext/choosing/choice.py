@@ -71,7 +71,6 @@ class RuntimeVerdict:
     """Answer of a runtime to whether it can load the choice.
 
     Args:
-        name: of the runtime.
         exact: whether it is known to compute the same.
         says: how, or why not.
     """
@@ -87,7 +86,6 @@ class Spent:
 
     Args:
         passes: as many passes over the whole target length.
-        seconds: of computing.
         budget: as it was given; empty for none.
         allowed: passes that the budget came to; None for no limit.
     """
@@ -104,17 +102,11 @@ class Choice:
 
     Args:
         candidates: all, the published YaRN first.
-        finish: of the rounds.
         held_out: the verdict on texts that the rounds never read.
         usual: name of the published YaRN's reading.
         trained_length: tokens that the checkpoint was trained for.
-        target_length: tokens.
-        sizes: how much was read.
         rope_parameters: the choice as plain transformers loads it; None where only ctxext can.
-        runtimes: which of them can load it.
         refusals: methods that do not apply to this model.
-        texts: names of the texts that were chosen on.
-        spent: its cost.
         provenance: what it was measured on and with, as JSON values.
         search: result of a search of frequencies; None where none was asked for.
         left_out: names of texts that are copies of others, or are in them, and were not used.

@@ -69,9 +69,7 @@ class PlannedChoice:
     Args:
         checkpoint: not extended.
         corpus: texts, whole, of any length.
-        settings: what is asked for.
         folder: that keeps finished jobs; None keeps them in memory.
-        group: the processes that share the work; None for this one alone.
         trying: called with methods tried and methods in all.
 
     Attributes:

@@ -92,7 +92,6 @@ class Course:
     """Course of one candidate through the rounds.
 
     Args:
-        name: of its reading.
         round: the last one that it took part in; ``rung`` in JSON.
         dropped: why it came no further, in words; empty for a finalist.
         by: the candidate that it was compared with there.

@@ -140,7 +140,6 @@ class SearchedStart:
     """The result of one start.
 
     Args:
-        name: of the start.
         losses: of every step, nats per token, on the texts of that step.
         method: ``Method.to_dict()`` of the result.
         beyond: mean loss of the result beyond the window, on whole texts that were chosen on.
@@ -165,7 +164,6 @@ class SearchResult:
         texts: names of those texts.
         searched_on: names of the texts that were searched on.
         needles: whether hidden keys were a part of them.
-        sizes: how much was read.
     """
 
     starts: tuple[SearchedStart, ...]

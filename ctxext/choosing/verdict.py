@@ -29,8 +29,6 @@ class HeldOut:
         damage: inside the window, the unpatched model's.
         usual_damage: likewise of the published YaRN.
         loss: of the choice beyond the window.
-        texts: how many were read.
-        names: of the documents.
         same_documents: whether they are other parts of the documents that were chosen on.
     """
 

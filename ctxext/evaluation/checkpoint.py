@@ -39,9 +39,7 @@ class Checkpoint:
     """A loaded model with its tokenizer.
 
     Args:
-        name: to show.
         model: in eval mode; extended where the checkpoint was saved extended.
-        tokenizer: its tokenizer.
         dtype_note: the dtype and why it is that one, to show.
         sha256: from ``weights_digest``.
         stored: the dtype that the config names; None where it names none.

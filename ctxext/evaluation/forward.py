@@ -78,13 +78,7 @@ def logits_as_read(
     """Yield ``(first position, logits)`` as ``logits_in_chunks`` does, having run the layers no further than that.
 
     Whoever has seen enough stops iterating, and pays only for what was read. The layers run over ``piece`` tokens at a
-    time, with a KV cache: the same result up to rounding.
-
-    Args:
-        model: as in ``logits_in_chunks``.
-        input_ids: token ids, without padding.
-        piece: tokens that the layers read at a time, at least 1.
-        chunk: positions whose logits exist at a time, at least 1.
+    time, with a KV cache: the same result up to rounding. Logits exist for ``chunk`` positions at a time.
 
     Raises:
         IncompatibleError: as in ``logits_in_chunks``.
@@ -115,12 +109,7 @@ def logits_of_answers(
 
     The layers keep the text in a KV cache, and every request goes on from a copy of that. A dynamic method fits its
     positions to the text with the longest request and answer, so that all are judged with the same positions.
-
-    Args:
-        model: as in ``logits_in_chunks``.
-        text: token ids, at least 1.
-        requests: token ids that follow the text, at least 1 each.
-        answers: token ids that follow a request, at least 1 each.
+    Text, requests and answers have at least one token each.
 
     Returns:
         Logits in float32, by request and by answer: row ``i`` predicts token ``i`` of the answer.
@@ -194,9 +183,6 @@ class CachedPieces(nn.Module):
     """Stands in for a base model: calls it on consecutive pieces of a text, as if that were one call.
 
     Args:
-        causal: the whole model.
-        base: its layers.
-        positions: tokens in the text.
         piece: tokens per call.
 
     Raises:
@@ -279,10 +265,7 @@ def head_chunk(model: nn.Module) -> int:
 def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> int:
     """About what the model's weights and one pass over a text take at the peak, logits apart.
 
-    Args:
-        model: a causal language model.
-        tokens: in the text.
-        cached: tokens per call with a KV cache; None for one uncached pass.
+    ``cached`` is as in ``logits_in_chunks``.
     """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
@@ -345,9 +328,7 @@ SMALL_MODEL = 4096
 def pass_cost(tokens: int, turning_point: int = SMALL_MODEL) -> float:
     """Rough cost of one forward pass, for a progress bar only: linear layers plus quadratic attention.
 
-    Args:
-        tokens: in the pass.
-        turning_point: tokens at which attention costs as much as all the rest.
+    Attention costs as much as all the rest at ``turning_point`` tokens.
     """
     return tokens * (1 + tokens / turning_point)
 

@@ -206,11 +206,6 @@ class Journal:
 def explain_disk_error(place: Path, kept: Callable[[], int], what: str = "jobs") -> Iterator[None]:
     """Turn an ``OSError`` while reading or writing into what the user has to know.
 
-    Args:
-        place: where it happens.
-        kept: how many finished jobs are safe.
-        what: what these are called where they are no jobs.
-
     Raises:
         ResultsError: in place of the ``OSError``.
     """

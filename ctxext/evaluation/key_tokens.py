@@ -44,7 +44,6 @@ class KeyPassage:
     """The key tokens of one text.
 
     Args:
-        name: of the text.
         sha256: of the tokens that the evaluator read, the end of the text.
         from_end: the key tokens, each as the number of tokens that follow it in the text; increasing.
     """
@@ -59,14 +58,11 @@ class KeyTokens(Report):
     """The key tokens of some texts, and how they were found.
 
     Args:
-        passages: one per text.
         window: tokens of the long context, at most.
         short: tokens of the short context, at least; at most ``short + stride - 1``.
         stride: tokens that share a short context.
         alpha: how much better the long context has to be, in nats.
         beta: the log-likelihood that the long context has to give, in nats.
-        evaluator: name of the checkpoint that found them.
-        evaluator_sha256: its digest.
         tokenizer_sha256: see ``tokenizer_digest``.
     """
 

@@ -85,8 +85,6 @@ class LongPplReading:
     Args:
         name: of a reference: ``unpatched``, ``truncated 2048`` for the last 2,048 tokens, ``truncated`` for the best of
             such; ``as saved``; or the method with its factor.
-        label: the same, as a reader wants it.
-        scores: one per length.
         seconds: of all lengths.
     """
 
@@ -101,9 +99,7 @@ class LongPplResult(Report):
     """A whole measurement.
 
     Args:
-        keys: the key tokens, and how they were found.
         readings: the references, then the extensions.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, KIND, FORMAT = "a LongPPL result", "longppl", 2

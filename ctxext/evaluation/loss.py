@@ -77,12 +77,6 @@ def loss_while(
 ) -> Float[Tensor, " read"]:
     """Compute the losses of one text from its beginning, piece by piece, until ``go_on`` says stop.
 
-    Args:
-        model: as in ``loss_by_position``.
-        input_ids: a whole text.
-        piece: tokens between two looks.
-        go_on: told all losses so far, says whether to read another piece.
-
     Returns:
         Nats per token, float32, on the CPU: of the whole text, or of as many pieces as were read.
 
@@ -179,10 +173,7 @@ class Window:
     def losses(self, model: nn.Module, input_ids: Int[Tensor, "batch tokens"], **options: Any) -> Tensor:
         """Return the losses that count, [batch, scored], in nats per token.
 
-        Args:
-            model: a causal language model in eval mode.
-            input_ids: the whole text.
-            **options: ``chunk`` and ``cached`` of ``loss_by_position``, whose errors are raised too.
+        Options and errors are those of ``loss_by_position``.
         """
         tokens = torch.cat([input_ids[:, : self.prefix], input_ids[:, self.begin : self.end]], dim=1)
         return loss_by_position(model, tokens, start=self.positions - self.scored, **options)
@@ -288,11 +279,6 @@ def longlora_starts(tokens: int, *, length: int, stride: int = STRIDE) -> range:
     published number is the mean over all context lengths from 1 to ``length - 1``, not the loss at ``length``, and
     cannot be compared with YaRN's or with a sliding window. (The script prints ``2.71828 ** loss``, ours differs from
     it in the sixth digit. With a larger batch it averages means of batches, the last of which may be smaller.)
-
-    Args:
-        tokens: of the stream.
-        length: tokens in a window, at least 2.
-        stride: tokens between the starts of windows.
 
     Raises:
         InvalidParameterError: a length or stride out of range, or fewer tokens than two windows need.

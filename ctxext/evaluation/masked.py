@@ -74,7 +74,6 @@ class View:
     Args:
         start: the first position.
         stop: one past the last.
-        masked: positions whose tokens are masked.
         asked: those of them whose losses count.
     """
 
@@ -89,12 +88,9 @@ class MaskedText:
     """A text of just so many tokens, and which of them each pass masks.
 
     Args:
-        name: of the document.
         input_ids: [tokens], with the special tokens before and behind the text.
         prefix: how many special tokens stand before it.
-        suffix: how many behind it.
         passes: for each pass the positions that are masked.
-        mask: the id of the mask token.
     """
 
     name: str
@@ -334,10 +330,7 @@ class MaskedScore:
         length: tokens of the texts.
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
             tokens behind which ``start <= n < stop`` others stand.
-        start: tokens.
-        stop: tokens.
         tokens: masked tokens whose losses were averaged, over all texts.
-        loss: nats per masked token.
         versus: the loss minus the baseline's on the same tokens: beyond the trained length that of the best window
             around each, within it the unextended model's; None for the baseline itself.
         window: of the best windows: tokens of the one that is best on these masked tokens.
@@ -360,8 +353,6 @@ class MaskedReading:
     Args:
         name: ``unpatched``, ``truncated`` for the best window around each masked token, ``truncated 512`` for a single
             one of these, or how the model was extended.
-        label: the same, as a reader wants it.
-        scores: of all lengths that it was meant for.
     """
 
     name: str
@@ -383,11 +374,8 @@ class MaskedReport(Report):
     """A whole measurement.
 
     Args:
-        trained_length: tokens that the model was trained for.
         every: every so many tokens one was masked.
-        passes: over each text.
         readings: the unextended ones first.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, KIND, FORMAT = "a masked-token report", "masked", 1
@@ -443,10 +431,7 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
 def _scores(texts: Mapping[str, list[Tensor]], length: int, trained: int) -> Iterator[tuple[str, MaskedScore]]:
     """Yield the scores of every reading at one length, with its name; those of the best windows first.
 
-    Args:
-        texts: by the name of a reading, the losses of each text, [tokens], NaN where nothing was masked.
-        length: tokens of the texts.
-        trained: tokens that the model was trained for.
+    The losses of a text are NaN where nothing was masked.
     """
     windows = [window for name in texts if (window := window_of(name)) is not None]
     for kind, start, stop in _spans(length, trained):

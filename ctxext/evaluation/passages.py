@@ -54,7 +54,6 @@ class Embedder:
     """An embedding model of sentence-transformers, of which ctxext extends the transformer.
 
     Args:
-        checkpoint: the transformer inside, with the tokenizer.
         encoder: the whole ``SentenceTransformer``: pooling, normalisation and prompts are its own.
     """
 
@@ -135,10 +134,8 @@ class PassageSet:
 
     Args:
         length: tokens of each document, special tokens included; a few fewer where the tokenizer needs room.
-        documents: one person's key in each.
         queries: that the document of the same number answers.
         depths: where in each document its sentence stands, from 0 to 1.
-        haystack: what it is hidden in.
     """
 
     length: int
@@ -290,16 +287,15 @@ def passage_readers(
     reaches = {reading.reach for reading in candidates if reading.reach is not None}
     all_lengths = tuple(sorted({*lengths} or {trained, *reaches}))
     require_reached(all_lengths[-1], reaches, trained)
-    simple = [Reader(Reading(name=name, label=_label(name, trained)), of_checkpoint, all_lengths) for name in BASELINES]
+    labels = {TRUNCATED: f"first {trained:,}"}
+    simple = [
+        Reader(Reading(name=name, label=labels.get(name, name)), of_checkpoint, all_lengths) for name in BASELINES
+    ]
     extended = [
         Reader(reading, of_checkpoint, tuple(length for length in all_lengths if length <= (reading.reach or 0)))
         for reading in candidates
     ]
     return (*simple, *extended)
-
-
-def _label(name: str, trained: int) -> str:
-    return f"first {trained:,}" if name == TRUNCATED else name
 
 
 def passage_jobs(embedder: Embedder, readers: Sequence[Reader], sets: Sequence[PassageSet]) -> list[PassageJob]:
@@ -326,7 +322,6 @@ class PassageTrial:
     """All questions about the documents of one length.
 
     Args:
-        length: tokens of each document.
         depths: where in its document each sentence stood, 0 to 1.
         found: whether the document that answers was the nearest.
     """
@@ -352,8 +347,6 @@ class PassageResult:
 
     Args:
         reading: ``truncated``, ``chunks, averaged``, ``chunks, nearest``, or how the model was extended.
-        label: the same, as a reader wants it.
-        trials: one for each length.
     """
 
     reading: str
@@ -382,9 +375,6 @@ class PassageReport(Report):
 
     Args:
         readings: the simple ones first.
-        trained_length: tokens that the model was trained for.
-        haystack: what the sentences were hidden in.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, KIND, FORMAT = "a passage report", "passages", 1

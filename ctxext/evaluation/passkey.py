@@ -64,7 +64,6 @@ class Passkey:
     Args:
         prompt: token ids, [tokens]; nothing is to be added in front.
         answer: token ids of the key, [tokens], exactly as they stand in the prompt.
-        key: the five digits.
         depth: asked for, 0 (key at the start) to 1 (key at the end).
         key_position: index of the first token of the key in the prompt.
     """
@@ -103,10 +102,7 @@ class PasskeyPrompt(Prompt):
     """One passkey prompt of a grid.
 
     Args:
-        seed: of the prompt.
-        passkey: the prompt.
         prefix: special tokens in front of it, which every window keeps there.
-        turning_point: of the model's cost, see ``pass_cost``.
     """
 
     seed: int
@@ -278,15 +274,8 @@ def prepare(
 ) -> Survey[PromptJob]:
     """Lay out every length at every depth, ``trials`` times, for a model as it is; ``passkey_results`` has the result.
 
-    Args:
-        checkpoint: what is measured.
-        lengths: tokens that prompt and answer fit into.
-        depths: see ``make_prompts``.
-        trials: see ``make_prompts``.
-        seed: see ``make_prompts``.
-        haystack: see ``build``.
-        beyond: allow lengths for which the model is not meant, to see how it fails.
-        name: of the reading.
+    Prompts are as in ``make_prompts``. With ``beyond``, lengths are allowed for which the model is not meant, to see
+    how it fails.
 
     Raises:
         InvalidParameterError: nothing to measure, an argument of ``build`` out of range, or a length that the model is
@@ -323,8 +312,6 @@ class PasskeyTrial:
         length: tokens asked for: in the prompt, or, in a grid, that prompt and answer fit into.
         depth: 0 to 1, as asked for.
         distance: tokens between the key and the answer.
-        seed: of this cell.
-        key: the five digits.
         correct: whether greedy decoding would produce the key.
         loss: mean over the key's tokens, nats; it moves before ``correct`` does.
     """
@@ -340,14 +327,7 @@ class PasskeyTrial:
 
 @dataclass(frozen=True)
 class PasskeyResult:
-    """All trials of one way to read, in the order they were made.
-
-    Args:
-        trials: of all cells.
-        haystack: what the key was hidden in.
-        reading: ``unpatched``, ``truncated``, ``as saved``, or how the model was extended.
-        label: the same, as a reader wants it.
-    """
+    """All trials of one way to read, in the order they were made."""
 
     trials: tuple[PasskeyTrial, ...]
     haystack: str = "noise"
@@ -407,8 +387,6 @@ class PasskeyReport(Report):
 
     Args:
         readings: the unextended model first, where it was asked too.
-        trained_length: tokens that the checkpoint was trained for.
-        provenance: what was measured, on what, with what.
     """
 
     # Format 1 judged dynamic methods with the positions of prompt and answer together.

@@ -53,10 +53,8 @@ class PerplexityPlan:
         trained_length: tokens of the longest truncation.
         lengths: tokens, increasing.
         stride: tokens between windows; None in position mode.
-        truncate: YaRN's option of that name.
         method: to extend by; None measures the checkpoint as it is.
         arguments: of ``ctxext.patch`` beside the method.
-        extension: what the method did to the model when it was tried.
         dynamic: whether the extension's positions follow the length.
         fitted_lengths: for each length, the length that its positions are made for.
         cached: tokens per cached call; None for uncached passes.
@@ -209,7 +207,6 @@ class LossesAt:
     """The jobs whose losses make up one reading.
 
     Args:
-        name: of the reading.
         at: by increasing length, for each text the jobs whose losses follow each other.
         counted: the jobs whose passes the reading is charged for.
         skip: losses at the start of each text that are left out.
@@ -226,15 +223,12 @@ class Perplexity(Survey[LossJob]):
     """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        plan: what is measured.
         readings: the references, then the measured model.
         windows: of the truncations among them, in tokens; empty where nothing lies beyond the trained window.
         inside: positions inside the trained window that are compared with the unpatched model's.
         measured_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
         plain_inside: the same of the unpatched model.
         known_inside: instead of these, the unpatched model's losses, known from before.
-        provenance: of the measurement.
-        notes: what a reader must know.
     """
 
     plan: PerplexityPlan

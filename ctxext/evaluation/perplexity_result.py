@@ -22,7 +22,6 @@ class PerplexityScore:
             with texts or windows of ``stop`` tokens; in position mode that is the mean over all positions below.
         start: tokens; 0 for a length.
         stop: tokens.
-        tokens: losses that were averaged.
         loss: nats per token.
         versus_truncation: the loss minus the best truncation's on the same tokens, every token weighing the same;
             None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
@@ -56,7 +55,6 @@ class PerplexityReading:
         in_window: the loss inside the trained window minus the unpatched model's on the same tokens; None where there
             is no unpatched model to compare with, and for the references.
         dynamic: whether positions follow the length of the text, so that every length took a pass of its own.
-        passes: forward passes.
         tokens: that went through the model, in all passes.
         seconds: of them all.
     """
@@ -84,8 +82,6 @@ class PerplexityResult(Report):
         lengths: tokens, increasing.
         stride: of the windows, in tokens; None in position mode.
         readings: the extension, if there is one, and the references.
-        notes: what a reader must know.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, FORMAT = "a perplexity result", 2

@@ -52,19 +52,12 @@ class Provenance:
     """Everything that decides a measured number, and the circumstances.
 
     Args:
-        checkpoint: its name.
-        checkpoint_sha256: from ``weights_digest``.
         trained_length: tokens that the checkpoint was trained for, None where nothing says so.
-        documents: names of the texts.
         corpus_sha256: of the tokens that were read; empty where no text was.
         prefix: what stood in front of each text.
         seed: of everything random; None where nothing was.
         dtype: of the weights, and why.
-        device: that the model ran on.
-        extensions: what was measured, by name.
         versions: of ctxext, torch, transformers and Python.
-        machine: in words.
-        command: that was called.
         date: UTC, ISO 8601, to the second.
     """
 
@@ -152,9 +145,7 @@ class Report:
 def from_json(kind: Any, value: Any) -> Any:
     """Undo ``asdict`` and JSON: lists are tuples again and objects are dataclasses.
 
-    Args:
-        kind: the value's type, as a dataclass annotates it. A dataclass with a ``from_dict`` of its own reads itself.
-        value: JSON values.
+    A dataclass with a ``from_dict`` of its own reads itself.
     """
     inner = get_args(kind)
     if get_origin(kind) is UnionType:  # X | None
@@ -230,11 +221,7 @@ def command(arguments: Sequence[str] | None = None) -> str:
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
-    """Return the commit of a directory and whether tracked files differ from it; None outside of git.
-
-    Args:
-        directory: inside of the work tree; default the working directory.
-    """
+    """Return the commit of a directory and whether tracked files differ from it; None outside of git."""
     git = ["git", "-C", str(directory)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)

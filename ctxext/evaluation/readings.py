@@ -59,7 +59,6 @@ class Reading:
     Args:
         name: unique in a comparison: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens and ``truncated`` for
             the best of such; or a method with its factor, such as ``yarn x2``.
-        label: the same, as a reader wants it.
         method: ``Method.to_dict()``; None for the references.
         factor: target length over trained length; 1 for the references.
         reach: tokens that it is meant for; None for the references of a checkpoint that is not extended.
@@ -67,7 +66,6 @@ class Reading:
         any_factor: whether the factor changes nothing but the reach, so that one factor stands for all.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
         attention: which attention backend serves it; empty where the model keeps its own.
-        notes: what ``ctxext.describe`` adds.
     """
 
     name: str
@@ -137,13 +135,7 @@ def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
 
 
 def require_reached(length: int, reaches: Collection[int], trained_length: int) -> None:
-    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, where there are any.
-
-    Args:
-        length: the greatest that is asked for.
-        reaches: of the methods.
-        trained_length: to show.
-    """
+    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, if there are any."""
     if reaches and length > max(reaches):
         raise InvalidParameterError(
             f"A length of {length:,} tokens is beyond what any method here is patched for: the furthest reaches "
@@ -160,7 +152,6 @@ class Readings:
     Args:
         checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
-        sliding_window: see ``ctxext.patch``.
         windows: of the truncations, in tokens; None for ``windows_of`` the trained length.
 
     Raises:
@@ -419,8 +410,6 @@ class Reader:
     """One reading, of which model, and at which lengths it is asked.
 
     Args:
-        reading: its name, method and fingerprint.
-        readings: of the model.
         lengths: tokens, increasing.
         apply: puts the model into the state of the reading, inside a ``with``; None for ``Readings.applied``.
     """

@@ -30,7 +30,6 @@ class PairedDifference:
         mean: nats per token. Over documents each of them weighs the same, so that a long one does not decide alone;
             over blocks every token does.
         standard_error: of the mean, nats per token.
-        tokens: how many differences were averaged.
         units: how many groups of tokens counted as independent.
         over: what those groups are: ``documents``, or ``blocks`` of consecutive tokens. Only documents say something
             about other documents; see ``scope``.
@@ -72,9 +71,6 @@ class PairedDifference:
 
         The best of many is partly the luckiest: for ``better`` the 5 percent are divided among the candidates, and for
         ``worse`` among the baselines.
-
-        Args:
-            candidates: how many were held against the baseline.
         """
         if self.mean < -self.errors_needed(candidates) * self.standard_error:
             return "better"
@@ -167,7 +163,7 @@ def block_difference(
 def grouped_difference(
     losses: Sequence[Tensor], baseline: Sequence[Tensor], *, over: str, baselines: int = 1
 ) -> PairedDifference:
-    """Compare ``losses`` with ``baseline`` where each tensor, [tokens], is a group that counts as independent.
+    """Compare ``losses`` with ``baseline`` where each tensor, [tokens], is a nonempty group that counts as independent.
 
     Each group gives one number, its mean difference, and these are held to Student's distribution: the mean of them,
     and their standard deviation over the square root of how many there are. Every group weighs the same, because that
@@ -175,12 +171,6 @@ def grouped_difference(
     is exact or conservative at 5 percent. Weighing groups by their tokens, with a sandwich (cluster) estimate, is wrong
     in up to 70 percent where one group holds most tokens; corrected for that (CR2 with Satterthwaite's degrees of
     freedom) it keeps 6 percent and finds half as much.
-
-    Args:
-        losses: nats per token, by group; no group is empty.
-        baseline: of the same tokens.
-        over: what the groups are, to show.
-        baselines: see ``PairedDifference``.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two groups.
@@ -206,10 +196,6 @@ def score_difference(differences: Sequence[float], *, over: str) -> PairedDiffer
     """Average differences of scores of few steps, with the exact margin of all ways to draw their signs by chance.
 
     Few such differences are often equal: they have no spread then, and Student's margin would be 0.
-
-    Args:
-        differences: of each text or question.
-        over: what those are, to show.
 
     Source: Fisher, The Design of Experiments (1935), section 21.
     """
@@ -318,8 +304,6 @@ class Bucket:
     """The mean loss over the positions ``start <= i < stop``.
 
     Args:
-        start: first position, in tokens.
-        stop: one past the last position.
         tokens: how many losses were averaged, over all documents.
         loss: nats per token, every token weighing the same.
     """

@@ -37,7 +37,6 @@ class ProcessGroup:
 
     Args:
         process: its number, from 0; process 0 is the main one, which talks and writes the report.
-        processes: how many there are.
         device: where this process computes; None leaves it to the loading of the checkpoint.
     """
 
@@ -91,8 +90,6 @@ class Job(abc.ABC):
     Args:
         key: of everything that the answer depends on, see ``Readings.key``; readers who see the same share one.
         cost: in the units of ``pass_cost``.
-        reader: who reads.
-        name: to show.
     """
 
     key: str
@@ -113,12 +110,8 @@ class Survey(Generic[Work]):
     """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
 
     Args:
-        made_by: the command.
-        checkpoint: what is measured.
         jobs: all of them, reader by reader.
-        corpus: on which texts; None where none was given.
         journal: where answers are kept; by default in memory.
-        group: the processes that share the work.
     """
 
     made_by: str
@@ -287,7 +280,6 @@ class Prompt(abc.ABC):
     """One prompt and how to ask it.
 
     Args:
-        name: to show.
         length: tokens that it and the reply fit into.
         identity: all that an answer depends on beside who reads, as JSON values.
     """
@@ -302,14 +294,7 @@ class Prompt(abc.ABC):
 
     @abc.abstractmethod
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
-        """Let the model answer.
-
-        Args:
-            model: of the reader.
-            window: tokens that it is shown at most; None for all.
-            name: to show.
-            progress: where to report the cost done.
-        """
+        """Let the model answer, shown at most ``window`` tokens; None for all."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,7 +23,6 @@ class TaskResult:
     Args:
         trials: in the order they were made, each with a ``task``, a ``length`` and a ``score`` from 0 to 100.
         reading: ``unpatched``, ``truncated``, ``as saved``, or how the model was extended.
-        label: the same, as a reader wants it.
     """
 
     trials: tuple[Any, ...]

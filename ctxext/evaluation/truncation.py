@@ -99,12 +99,6 @@ def join_best(
 def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:
     """Lay out the passes that score a text from ``start`` on when the model sees the last ``window`` tokens.
 
-    Args:
-        window: tokens, from ``windows_of``.
-        start: first position to score; the trained length, where everything beyond it is compared.
-        positions: of the text.
-        prefix: leading tokens of the text that stay in front.
-
     Raises:
         InvalidParameterError: as ``truncation_windows``.
     """

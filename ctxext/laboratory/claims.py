@@ -24,7 +24,6 @@ class Claim:
     """One sentence of a paper, as a comparison of two readings.
 
     Args:
-        says: the sentence.
         source: its source, and what was measured there.
         better: name of the reading that does better, it says.
         worse: name of the other reading; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone,
@@ -134,7 +133,6 @@ class LabVerdict:
     """Answer of the laboratory to a claim.
 
     Args:
-        claim: the claim.
         answer: ``reproduced``, ``not at this size``, ``contradicted`` or ``not measured``.
         advantage: advantage of the better one, in nats per byte or as a share of the answers; below zero the claim is
             wrong here. Of several rivals it is the one over the best of them, ``baselines`` being their number.

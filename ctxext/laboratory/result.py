@@ -43,14 +43,9 @@ class LabReading:
     """Scores of one way to know the order of tokens on one task.
 
     Args:
-        task: name of the task.
-        subject: name of what was trained.
         kind: ``rotation``, ``encoding`` or ``recurrent``.
         extension: the method that was put on at the end, without training; empty for none.
-        parameters: number of weights.
-        steps: number of training steps.
         seconds: time of one processor for one seed.
-        seeds: seeds of the weights and of what was trained on.
         scores: by seed, by window or puzzle, and by block of positions (text: nats per byte) or by length (puzzles: the
             share of the answers that is right).
         truncated: likewise, by doubling of the length, where the model sees the last bytes of its trained length alone;
@@ -86,13 +81,9 @@ class LabResult(Report):
     """Everything that was measured.
 
     Args:
-        preset: name of the settings.
         settings: amount of training and testing.
-        readings: one after the other, by task.
-        documents: names of the texts.
         text_sha256: hash of all bytes that were used; empty where no text was.
         seconds: time of one processor for all jobs.
-        provenance: versions, machine, command and date.
     """
 
     TITLE: ClassVar[str] = "a result of the laboratory"

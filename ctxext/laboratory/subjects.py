@@ -49,7 +49,6 @@ class Variant:
     """One way to know the order of tokens, as a model that is trained from nothing.
 
     Args:
-        name: name of the method, or of the type of model.
         kind: ``rotation``; ``encoding``, which takes its place; or ``recurrent``, which needs none.
         is_slow: whether it needs several times the steps until the order of tokens is used at all.
     """

@@ -176,9 +176,6 @@ class ByteText:
     """The bytes of a text, split into what is learned from and what is tested on.
 
     Args:
-        names: names of the documents.
-        sha256: hash of all that is used.
-        training: bytes to learn from.
         windows: bytes to test on, each with one more than the length that is read.
     """
 

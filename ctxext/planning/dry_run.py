@@ -107,7 +107,6 @@ class DryRun:
     Args:
         model: a causal language model on the meta device, patched or adapted for its run. Its weights become fake
             tensors here, and weights outside its layers are frozen.
-        dtype: dtype of the computation.
         tile: tokens that pass through an MLP at a time; None for all.
     """
 

@@ -35,10 +35,7 @@ class Breakdown:
     """Bytes that one sequence takes on the device at its peak.
 
     Args:
-        length: tokens in the sequence.
-        weights: weights of the loaded model.
         adapters: trained weights, in float32.
-        gradients: gradients of the trained weights.
         optimizer: AdamW's two moments of the trained weights.
         kept: activations that all layers keep for the backward pass: their inputs, with checkpointing.
         cache: keys and values of all layers, in windowed layers those inside the window.
@@ -76,8 +73,6 @@ class TrainingPlan:
     """A step of LoRA training of one sequence.
 
     Args:
-        run: dry run of the adapted model.
-        memory: how activations are held.
         fixed: the parts that do not depend on the length.
         dequantised: bytes of the largest weight that is unpacked for use; 0 if no weight is quantised.
         advice: remedy where not even a short sequence fits.
@@ -105,14 +100,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Serving:
-    """A prompt read in one pass, as ``generate`` does, and everything decoded after it.
-
-    Args:
-        run: dry run of the model.
-        fixed: memory of the weights.
-        dequantised: as for ``TrainingPlan``.
-        advice: as for ``TrainingPlan``.
-    """
+    """A prompt read in one pass, as ``generate`` does, and everything decoded after it."""
 
     run: DryRun
     fixed: Breakdown
@@ -187,11 +175,7 @@ def plan_serving(
 
 
 def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
-    """Find the longest sequence that fits, in steps of 256 tokens, within the positions that a model has learned.
-
-    Args:
-        plan: plan of training or serving.
-        budget: bytes on the device.
+    """Find the longest sequence that fits into ``budget`` bytes, in steps of 256 tokens, within the learned positions.
 
     Raises:
         InvalidParameterError: if not even 256 tokens fit; the message gives their memory.

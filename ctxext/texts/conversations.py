@@ -35,11 +35,6 @@ def parsed(value: Any) -> Any:
 def checked_messages(value: Any, row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:
     """Return the messages in a row of a table, which may hold them as JSON texts.
 
-    Args:
-        value: a list of messages.
-        row: the whole row.
-        place: where it was found, to show.
-
     Raises:
         InvalidParameterError: an item that is no message of text; tools, which are not read; or a conversation that is
             learned in part.
@@ -127,10 +122,6 @@ def chat_tokens(conversation: Any, tokenizer: Any) -> tuple[list[int], list[bool
     Answers are what the template marks by ``{% generation %}``. Where it marks nothing, they are what an assistant's
     message adds to the conversation before it and the template's invitation to answer, what ends a message included.
     Messages that say so (``weight`` 0, ``train`` false) are read and not learned.
-
-    Args:
-        conversation: a document with messages.
-        tokenizer: a transformers tokenizer.
 
     Raises:
         InvalidParameterError: no chat template, one that refuses the messages, or one that writes earlier messages

@@ -29,7 +29,6 @@ class TokenisedDocument:
     """The tokens of one document, or of a stretch of it.
 
     Args:
-        name: name of the document.
         input_ids: [1, tokens], the prefix in front.
         prefix: how many leading tokens are not of the text (a BOS token).
         answers: of a conversation, which tokens an assistant is to write; None for a text.

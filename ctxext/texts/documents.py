@@ -51,7 +51,6 @@ class Document:
     Args:
         name: to show; what cannot be printed, such as line feeds, escapes and bytes that are no UTF-8, is replaced.
         text: line feeds between lines, and no byte order mark; of a conversation what was said, a blank line between.
-        messages: of a conversation, each with ``role`` and ``content``, for a chat template; empty for a text.
     """
 
     name: str

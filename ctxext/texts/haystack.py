@@ -27,7 +27,6 @@ class Haystack:
     """Sentences, each as token ids, to be taken from any sentence on.
 
     Args:
-        name: to show.
         sentences: none empty.
         repeated: whether the first follows the last; a text that does not repeat can be too short.
     """
@@ -67,11 +66,6 @@ def noise(tokenizer: Any) -> Haystack:
 
 def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
     """Cut a text into sentences of tokens.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        name: to show.
-        text: of at least two sentences.
 
     Raises:
         InvalidParameterError: if no sentence ends inside the text, so that nothing can be hidden in it.

@@ -21,8 +21,6 @@ class Repeats(NamedTuple):
     """Tokens of a text beyond the window of a model, and the share of them that repeats from afar.
 
     Args:
-        name: of the text.
-        tokens: of the text.
         beyond: tokens behind the first window.
         share: of those, the share that repeats from afar, 0 to 1; 0 where no token is beyond.
     """
@@ -50,11 +48,6 @@ class Repeats(NamedTuple):
 
 def far_repeats(ids: Sequence[int], window: int, last: int) -> float:
     """Return the share of the last tokens in strings that stand more than ``window`` before, and nowhere nearer.
-
-    Args:
-        ids: tokens of a text.
-        window: tokens that a model reads without an extension, at least 1.
-        last: tokens at the end that are looked at, 1 to all.
 
     Raises:
         InvalidParameterError: a number outside its range.

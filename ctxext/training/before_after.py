@@ -31,7 +31,6 @@ class BeforeAndAfter:
 
     Args:
         checkpoint: the checkpoint before it is extended, which gives the baseline inside the trained window.
-        settings: settings of the run.
 
     Raises:
         IncompatibleError: if a measurement is set under DeepSpeed ZeRO-3.

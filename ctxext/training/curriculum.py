@@ -105,7 +105,6 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
 
     Args:
         model: a model extended as in the last stage.
-        stages: result of ``stages_of``.
         memory: how the model holds its activations; its edits are undone for a change of stages, since they may wrap
             those of the extension.
         held: result of ``memory.apply(model)``.

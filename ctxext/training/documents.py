@@ -23,7 +23,6 @@ class TokenisedDocuments:
 
     Args:
         rows: a ``datasets.Dataset`` (or anything with ``rows[i]["input_ids"]``) in Arrow format.
-        names: names of the documents, for messages.
         lengths: tokens of each document.
         prefix: token ids in front of every text that the model reads (a BOS token, or nothing).
         answered: of each conversation the tokens that an assistant is to write, None for a text; by default all texts.

@@ -161,7 +161,6 @@ class Pieces:
     """One forward pass through the layers, whose head is applied to a piece of the positions at a time.
 
     Args:
-        causal: the model.
         given: what its forward was called with, less the labels.
         targets: ``[batch, positions]``, what each position should predict.
         weights: ``[batch, positions]``, of each position's loss in ``at_once``; None for 1.
@@ -250,13 +249,7 @@ def cross_entropy_and_gradient(
     targets: Int[Tensor, "batch piece"],
     weights: Float[Tensor, "batch piece"] | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "batch piece vocab"]]:
-    """Compute the sum of -log p(target) over targets that count, and its gradient by the logits, in their dtype.
-
-    Args:
-        logits: of the model.
-        targets: what each position should predict.
-        weights: of each target in the sum; None for 1.
-    """
+    """Compute the weighted sum of -log p(target) over targets that count, and its gradient, in the logits' dtype."""
     ignored = (targets == IGNORED)[..., None]
     index = targets[..., None].masked_fill(ignored, 0)
     scores = torch.log_softmax(logits.detach(), dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))

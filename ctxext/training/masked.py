@@ -33,7 +33,6 @@ class MaskedSequences(DerivedSequences):
         whole: sequences of text, each in one piece or, with skip-wise positions, two.
         tokenizer: a transformers tokenizer with a mask token.
         share: share of the tokens to fill in, above 0 and below 1.
-        seed: seed of the choice.
         shift: offset of the positions, from ``shift_of``; None leaves positions to the model.
 
     Raises:

@@ -54,10 +54,8 @@ class RetrievalSequences(DerivedSequences):
 
     Args:
         whole: sequences of one text each, in one piece or, with skip-wise positions, two.
-        tokenizer: a transformers tokenizer.
         share: share of the sequences with something to find, from 0 to 1.
         kinds: kinds of things to find, in equal parts.
-        seed: seed of all choices.
     """
 
     def __init__(

@@ -83,10 +83,8 @@ class CutSequences(Sequences):
     """``count`` sequences of ``length`` tokens, cut from documents.
 
     Args:
-        documents: tokenised.
         length: tokens of a sequence, what the tokenizer puts in front of a text included.
         count: how many sequences there are to be, over as many epochs as that takes.
-        seed: of everything that is drawn.
         target_length: tokens; the extended window. Positions are below it.
         shortest: tokens below which a document is left out; None for no such limit.
 

@@ -129,8 +129,6 @@ class PasskeyScore:
     Args:
         length: tokens that prompt and answer fit into.
         depth: of the key, 0 at the start to 1 at the end.
-        found: keys that greedy decoding would produce.
-        trials: prompts.
         loss: mean over the keys' tokens, nats.
         hidden: whether truncation cuts these keys off.
     """
@@ -148,7 +146,6 @@ class Row:
     """One reading with all that was measured of it.
 
     Args:
-        reading: which.
         inside: the trained window.
         short_context: inside the trained window, the loss minus the unpatched model's.
         scores: at each length that the reading is meant for.
@@ -172,7 +169,6 @@ class FactorSeries:
 
     Args:
         factor: target length over trained length; None where no method is compared.
-        length: tokens.
         series: the references, then the methods, each named as its reading.
     """
 
@@ -198,7 +194,6 @@ class ComparisonResult:
         refusals: methods that were not measured, and why.
         panels: one per factor.
         verdicts: one per length beyond the trained one.
-        provenance: what it was measured on and with, as JSON values.
         made: when and by which command, as JSON values: all that may differ between two runs of the same comparison.
     """
 
@@ -234,7 +229,6 @@ class Verdict:
     """The best extension at one length, against the best truncation there.
 
     Args:
-        length: tokens.
         best: name of the reading with the least loss at the end of that length.
         window: of the truncation with the least loss there, in tokens.
         versus_truncation: its loss minus that truncation's, same tokens.
@@ -242,7 +236,6 @@ class Verdict:
         standard_errors: how many a gain must exceed to count; more candidates need more, since the best of many is
             partly the luckiest. Luck among them cannot make the best look worse than it is, luck among the truncations
             can: a loss must exceed what so many candidates would need as there are windows.
-        candidates: how many extensions competed.
         as_good: names of other readings whose difference to the best this text cannot show.
     """
 

@@ -42,12 +42,8 @@ class Comparison(Survey[LossJob | PromptJob]):
     """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        corpus: on which texts, whole.
-        seed: of the passkeys.
         readings: the references, then the methods.
         refusals: methods that do not apply.
-        prompts: passkeys; may be empty.
-        trained_length: tokens that the checkpoint was trained for.
         lengths: tokens, increasing; the trained length first.
         texts: by the name of a reading and the length, a job for each document.
         asked: by the name of a reading, the passkeys that it is asked for.

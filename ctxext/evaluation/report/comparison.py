@@ -40,7 +40,9 @@ def comparison_page(result: ComparisonResult) -> Page:
         Heading("Figures"),
         *_figures(result),
         Heading("Numbers"),
-        *_other_tables(result),
+        _whole_texts(result),
+        *([_single_documents(result)] if len(result.provenance["documents"]) > 1 else []),
+        _methods(result),
         Heading("How to read this"),
         *_explanations(result),
         Heading("Provenance"),
@@ -245,12 +247,6 @@ def _main_table(result: ComparisonResult) -> TextTable:
         + "."
     )
     return _table(result, caption, header, cells)
-
-
-def _other_tables(result: ComparisonResult) -> list[TextTable]:
-    """Return the tables of whole texts, single documents and methods."""
-    several = len(result.provenance["documents"]) > 1
-    return [_whole_texts(result), *([_single_documents(result)] if several else []), _methods(result)]
 
 
 def _ordered(result: ComparisonResult) -> list[Row]:

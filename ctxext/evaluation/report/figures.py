@@ -78,7 +78,6 @@ class Figure:
 
     Args:
         name: name of its file, without ending.
-        title: one line.
         size: width and height in inches.
         draw: fills a matplotlib figure.
         caption: what to see, and how to read it.

@@ -52,8 +52,6 @@ class TextTable:
     Args:
         header: names of the columns; the first is that of the header column.
         rows: cells as text. A cell may have two lines, for a narrow terminal; everywhere else they are one.
-        title: line above it.
-        caption: explanation below it.
         styles: ``best`` or ``reference`` of single rows, by their first cell.
         prose: whether its cells are sentences, which stand on the left, and not numbers.
     """
@@ -226,7 +224,7 @@ def provenance_table(provenance: Mapping[str, Any], **facts: str) -> TextTable:
 
 
 def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
-    """Write a page as HTML, JSON and Markdown, its figures in a folder of their own; return the paths, HTML first.
+    """Write a page as HTML, JSON (``data``) and Markdown into an existing folder, its figures in one of their own.
 
     Raises:
         ResultsError: a file cannot be written.

@@ -25,8 +25,9 @@ def passkey_page(report: PasskeyReport) -> Page:
     lengths = _lengths(report)
     rows, maps = [], []
     for reading in report.readings:
-        cells = [_found_of_hidden(reading.at(length)) if length in reading.lengths else "-" for length in lengths]
-        rows.append([reading.label, *cells])
+        cells = {length: reading.at(length) for length in reading.lengths}
+        found = {length: f"{cell.correct}/{len(cell.trials)} ({cell.loss:.2f})" for length, cell in cells.items()}
+        rows.append([reading.label, *(found.get(length, "-") for length in lengths)])
         low, high = reading.interval
         title = f"{reading.label}: {reading.accuracy:.0%} found ({low:.0%} to {high:.0%})"
         keys = [
@@ -47,13 +48,7 @@ def passkey_page(report: PasskeyReport) -> Page:
 
 
 def passkey_panel(title: str, keys: Iterable[tuple[float, int, int, int, float]], trained_length: int) -> Panel:
-    """Return the heat map of one reading.
-
-    Args:
-        title: one line.
-        keys: depth, length in tokens, keys found, keys hidden, and their loss in nats.
-        trained_length: tokens.
-    """
+    """Return the heat map of one reading, from depth, tokens, keys found, keys hidden and loss in nats of its keys."""
     cells = {
         (f"{depth:.0%}", length): (found / hidden, f"{found}/{hidden}\n{loss:.2f}")
         for depth, length, found, hidden, loss in sorted(keys)
@@ -247,10 +242,6 @@ def _effective(reading: RulerResult) -> str:
 def _share(reading: PasskeyResult) -> str:
     low, high = reading.interval
     return f"{reading.label} {reading.correct} of {len(reading.trials)} ({low:.0%} to {high:.0%})"
-
-
-def _found_of_hidden(reading: PasskeyResult) -> str:
-    return f"{reading.correct}/{len(reading.trials)} ({reading.loss:.2f})"
 
 
 def _lengths(report: PasskeyReport | RulerReport | RetrievalReport) -> list[int]:

@@ -49,14 +49,10 @@ class ChoicePrompt(Prompt):
     """One text and the questions about it; with the longest request and an answer it has exactly ``length`` tokens.
 
     Args:
-        task: its name.
         index: which of the task's texts, from 0.
-        questions: in words.
         text: token ids of the text; nothing is to be added in front.
-        requests: token ids of each question.
         answers: token ids of the right answer to each question, all equally long.
         prefix: special tokens in front of the text, which every window keeps there.
-        turning_point: of the model's cost, see ``pass_cost``.
     """
 
     task: str
@@ -213,7 +209,6 @@ class ChoiceTrial:
     """The outcome of all questions about one text.
 
     Args:
-        task: its name.
         length: tokens of text, request and answer together.
         index: which of the task's texts, from 0.
         answers: the right one to each question.
@@ -346,9 +341,6 @@ class RetrievalReport(Report):
     Args:
         readings: the unextended model first, where it was asked too.
         base: tokens, the length at which a reading's own score is the measure of its effective length.
-        haystack: what things were hidden in.
-        trained_length: tokens that the checkpoint was trained for.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, KIND, FORMAT = "a retrieval report", "retrieval", 1

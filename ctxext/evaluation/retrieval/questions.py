@@ -63,7 +63,6 @@ class QuestionSet:
     """Questions about one text, before it has a length.
 
     Args:
-        opening: the beginning of the text.
         needles: texts to hide, in the order in which they are to stand.
         requests: ends of the prompt, one for each question; the answer follows.
         answers: the right one of each request, which is a wrong one of the others; none of them stands in a request.

@@ -14,11 +14,8 @@ class RulerTrial:
     """One prompt and the reply to it.
 
     Args:
-        task: its name.
         length: tokens asked for, of prompt and reply together.
         index: which of the task's prompts, from 0.
-        prompt_tokens: tokens of the prompt.
-        reply: what the model wrote.
         answers: what a right reply contains.
         score: 0 to 100.
     """
@@ -57,9 +54,7 @@ class RulerReport(Report):
         readings: the unextended model first, where it was asked too.
         chat: whether prompts stood in the model's chat template.
         essay: the text that stands in for NVIDIA's essays, None where no task needed one.
-        trained_length: tokens that the checkpoint was trained for.
         left_out: why each task that is missing was not measured, by its name.
-        provenance: what was measured, on what, with what.
     """
 
     TITLE, KIND, FORMAT = "a RULER report", "ruler", 1

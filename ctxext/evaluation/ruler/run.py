@@ -77,14 +77,8 @@ def ask(
 ) -> RulerTrial:
     """Let the model reply to one prompt and score the reply.
 
-    Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
-        task: that the question is of.
-        question: from ``draw``.
-        chat: as the question was drawn.
-        window: tokens that the end of the prompt and the reply have to fit into, special tokens in front of it; None
-            feeds the whole prompt.
+    The end of the prompt and the reply fit into ``window`` tokens, with the special tokens in front; None feeds the
+    whole prompt.
     """
     prompt = _ids(tokenizer, question.prompt, chat)
     if window is not None and window - task.tokens_to_generate < len(prompt):
@@ -145,13 +139,8 @@ class RulerPrompt(Prompt):
     """One prompt of one task at one length, drawn when it is asked.
 
     Args:
-        task: of that length.
         index: which of the task's prompts, from 0.
-        seed: of all prompts.
         near: the size of the task's first prompt, near which the search for the size begins.
-        tokenizer: of the model.
-        chat: see ``ruler_prompts``.
-        turning_point: of the model's cost, see ``pass_cost``.
     """
 
     task: Task

@@ -28,8 +28,6 @@ class AttentionPicture(Picture):
     """Every head's attention by distance, before and after an extension.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for.
-        length: tokens of the text.
         edges: where the bins of distances begin, in tokens, and where the last ends; one more bin is the first token.
         before: share of attention of each layer, head and bin, as the checkpoint is.
         after: likewise, extended.
@@ -151,11 +149,7 @@ def attention_of(
 ) -> Float[Tensor, "layer head query key"]:
     """Return the attention that the last tokens of a text pay to all of it, layer by layer.
 
-    Args:
-        model: the model, which is as before afterwards. Where it computes attention by its own code, ``eager`` does it
-            here.
-        tokens: the text.
-        last: number of queries.
+    The model is as before afterwards. Where it computes attention by its own code, ``eager`` does it here.
 
     Raises:
         IncompatibleError: its attention can be seen in neither way.

@@ -27,9 +27,6 @@ class BiasPicture(Picture):
     """The bias of each head against distance, and the heads' slopes.
 
     Args:
-        trained_length: tokens that the model was trained for.
-        target_length: tokens that it is meant to read.
-        distances: tokens between query and key.
         bias: bias of each head, less that of the query's own token.
         slopes: what each head's bias loses per token, on average from distance 0 to the trained length.
         weights: what to know of the weights, such as that they are untrained; None where nothing is.

@@ -26,7 +26,6 @@ class BucketPicture(Picture):
     Args:
         trained_last: tokens from which all distances share the last bucket, as trained.
         last: likewise, with the method.
-        distances: tokens between query and key.
         trained: the bucket of each distance, as trained.
         buckets: likewise, with the method.
     """

@@ -37,7 +37,6 @@ class SpectrumPicture(Picture):
     """One panel per method: a bar per frequency, as high as its share of the original, coloured by band.
 
     Args:
-        rope: rotation of the model.
         groups: methods that do the same at their target length, in order; a dynamic method often meets its static form.
     """
 

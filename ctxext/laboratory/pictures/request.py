@@ -36,11 +36,9 @@ class PictureRequest:
 
     Args:
         checkpoint: a directory or a name on the hub; None for an example of the method's kind.
-        text: text to read.
         layer: attention layer, from 0 on, where one has to be chosen.
         length: tokens of the text to read; None for as many as there are, at most 1,024.
         trained_length: tokens that the weights were trained for, where the config does not say so.
-        trust: run Python code that the checkpoint brings along.
 
     Raises:
         InvalidParameterError: for a length that is no number of tokens.

@@ -30,10 +30,8 @@ class RowsPicture(Picture):
     """Vectors of positions, with those that were trained.
 
     Args:
-        trained_length: positions that were trained.
         target_length: positions that there are vectors for.
         positions: positions looked at, evenly spaced.
-        rows: their vectors.
         similarity: the cosine of the angle between each two of them.
         dimensions: four of the vectors' numbers, from one that changes fast to one that changes slowly.
         waves: those numbers at each position.

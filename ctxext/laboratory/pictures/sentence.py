@@ -33,9 +33,7 @@ class SentencePicture(Picture):
     """Numbers that an encoding makes of a text, one matrix per head.
 
     Args:
-        what: what the numbers are.
         layer: attention layer that they were seen in, from 0 on.
-        tokens: tokens of the text.
         values: number of each head, query and key; not a number where a query does not see a key.
     """
 

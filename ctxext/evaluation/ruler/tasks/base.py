@@ -47,7 +47,6 @@ class Setting:
     Args:
         length: tokens of prompt and reply together.
         count: tokens of a text, as the model will read it.
-        sources: see ``Sources``.
         dress: puts a user's message into the model's chat template; the start of the answer comes after it.
     """
 

@@ -25,7 +25,6 @@ class Asked:
     """One question of a data set.
 
     Args:
-        query: the question.
         answers: any of them will do.
         gold: indices of the documents that belong to the question.
         related: indices of documents that are put in before random ones.
