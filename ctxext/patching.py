@@ -232,7 +232,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     refuse_idle_scaling(base.config, name)
     if published:
         refuse_lost_fields(base.config, name, published, live=True)
-    refuse_lost_share(subject, name)
+        refuse_lost_share(subject, name)
     with own_defaults(), Edits() as edits:
         saved = saved_extension(base.config, f"the config of {name}")
         if isinstance(arguments, ExtensionArguments) and not subject.sides:
