@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -454,12 +456,43 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
     else:
         outer = model
         _add_adapter(adapted, adapter, name, **arguments)
+    reader = outer if adapted is None else adapted
+    if (unreached := _unreached(reader, adapter.directory, name)) is not None:
+        (reader.unload if adapted is None else functools.partial(reader.delete_adapter, name))()
+        raise CheckpointError(
+            f"The adapter in {adapter.directory} does not fit this {type(base).__name__}: {unreached}. Give the base "
+            f"that it was trained on, or mend {ADAPTER_FILE}."
+        )
     put_encoding_weights(base, beside)
     if arguments.get("is_trainable"):
         for key in adapter.trained:
             known[key].requires_grad_()
     keep_extension(Subject.of(outer), edits)
     return outer
+
+
+def _unreached(adapted: Any, directory: Path, name: str) -> str | None:
+    """Say which weights of an adapter, or entries of its config, found no place in a model, or which it lacks."""
+    from peft.utils import get_peft_model_state_dict
+
+    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
+        stored = set(file.keys())
+    held = set(get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False))
+    lost, lacking = stored - held - adapted.state_dict().keys(), held - stored
+    # Experts have other names in the file of an older transformers, and PEFT gives them patterns.
+    for what, keys in (("it has no place for", lost), ("the adapter lacks", lacking)):
+        if keys := {key for key in keys if "expert" not in key}:
+            return f"{what} {min(keys)} ({len(keys)} of {len(stored)} weights)"
+    config, tuner = adapted.peft_config[name], adapted.base_model
+    paths = [*getattr(tuner, "targeted_module_names", ()), *getattr(tuner, "targeted_parameter_names", ())]
+    for field in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "layers_to_transform"):
+        value = getattr(config, field, None)
+        value = [value] if isinstance(value, int) else value
+        for entry in value if isinstance(value, list | set | dict) else ():
+            pattern = rf"(.*\.)?{entry}\..*" if field == "layers_to_transform" else rf"(.*\.)?({entry})"
+            if "gate_up_proj" not in str(entry) and not any(re.fullmatch(pattern, path) for path in paths):
+                return f"nothing of it is named {entry} ({field})"
+    return None
 
 
 def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: bool = False, **arguments: Any) -> None:

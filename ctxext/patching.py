@@ -233,7 +233,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     refuse_idle_scaling(base.config, name)
     if published:
         refuse_lost_fields(base.config, name, published, live=True)
-    refuse_lost_share(subject, name)
+        refuse_lost_share(subject, name)
     with own_defaults(), Edits() as edits:
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ import ctxext
 from ctxext.adapters import is_adapter
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
+from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
 from ctxext.evaluation.checkpoint import load_checkpoint
-from tests._models import logits, tokens
+from tests._models import logits, tiny, tokens
 from tests._tokenizer import make_tokenizer
 
 
@@ -117,3 +119,62 @@ def test_a_damaged_file_is_named(name: str, content: str, plain: Path, tmp_path:
     for read in (ctxext.load, inspect_adapter):
         with pytest.raises(CheckpointError, match=name):
             read(tmp_path)
+
+
+def lora_on(place: Path, base: Any, **fields: Any) -> Path:
+    """Save an adapter of a random model."""
+    get_peft_model(base, LoraConfig(r=2, **fields)).save_pretrained(place)
+    return place
+
+
+# What an adapter was saved with, what is changed in its config afterwards, and what it then misses, on two layers.
+UNREACHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fewer modules": ({}, {"target_modules": ["q_proj"]}, r"no place for .*v_proj.lora_A.weight \(4 of 8 weights\)"),
+    "more modules": ({}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks .*o_proj.lora_A.weight \(4 of 8"),
+    "a module that is not there": ({}, {"target_modules": ["q_proj", "v_proj", "qkv_proj"]}, "named qkv_proj"),
+    "fewer layers": ({}, {"layers_to_transform": [0]}, r"no place for .*layers.1.*\(4 of 8"),
+    "layers that are not there": ({"layers_to_transform": [1]}, {"layers_to_transform": [1, 7]}, r"named 7 \(layers"),
+    "a module that is left out": ({}, {"exclude_modules": ["v_proj"]}, r"no place for .*v_proj.*\(4 of 8"),
+    "ranks of nothing": ({}, {"rank_pattern": {"k_proj": 4}}, r"named k_proj \(rank_pattern\)"),
+    "scales of nothing": ({}, {"alpha_pattern": {"encoder.*": 4}}, r"named encoder\.\* \(alpha_pattern\)"),
+    "weights of nothing": ({}, {"target_parameters": ["mlp.down.weight"]}, r"named mlp.down.weight \(target_param"),
+}
+
+
+@pytest.mark.parametrize("name", UNREACHED)
+def test_an_adapter_that_does_not_reach_what_it_asks_for_is_refused(name: str, tmp_path: Path) -> None:
+    saved, changed, says = UNREACHED[name]
+    place = lora_on(tmp_path / "adapter", tiny(num_hidden_layers=2), **{"target_modules": ["q_proj", "v_proj"]} | saved)
+    path = place / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    model = ctxext.patch(tiny(num_hidden_layers=2), "yarn", factor=2)
+    names = [key for key, _ in model.named_modules()]
+    with pytest.raises(CheckpointError, match=f"does not fit this LlamaForCausalLM: .*{says}"):
+        load_saved(place, plain_class=True, base=model)
+    assert [key for key, _ in model.named_modules()] == names
+
+
+@pytest.mark.parametrize(("trained", "given"), [(2, 3), (3, 2)])
+def test_an_adapter_of_a_base_with_other_layers_is_refused(trained: int, given: int, tmp_path: Path) -> None:
+    place = lora_on(tmp_path / "adapter", tiny(num_hidden_layers=trained), target_modules=["q_proj"])
+    model = get_peft_model(tiny(num_hidden_layers=given), LoraConfig(target_modules=["v_proj"]))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.q_proj\.lora_A"):
+        load_saved(place, plain_class=True, base=model, adapter_name="second")
+    assert list(model.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": "all-linear", "rank_pattern": {"v_proj": 4, "layers.0.*down_proj": 1}},
+        {"target_modules": ["q_proj"], "layers_to_transform": 1, "bias": "lora_only"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"], "trainable_token_indices": [1, 2]},
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": False},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"], "use_dora": False},
+    ],
+)
+def test_an_adapter_that_reaches_all_is_loaded(fields: dict[str, Any], tmp_path: Path) -> None:
+    place = lora_on(tmp_path / "adapter", tiny(num_hidden_layers=2), **fields)
+    model = ctxext.patch(tiny(num_hidden_layers=2), "yarn", factor=2)
+    assert isinstance(load_saved(place, plain_class=True, base=model), PeftModel)

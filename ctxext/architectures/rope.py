@@ -16,7 +16,7 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import Extension, Request, RopeSpec
-from ctxext.surgery.config import Scaling, heads_of, scaling_of, window_fields, window_note
+from ctxext.surgery.config import Scaling, of_layers, scaling_of, window_fields, window_note
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.guard import GUARD, guarded_field
@@ -177,7 +177,7 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
             "and sin it would reach only the rotated part of each head."
         )
     elif frequencies.attention_scale != 1:
-        head_dim = heads_of(text)[2]
+        head_dim = max(width or text.hidden_size // text.num_attention_heads for width in of_layers(text, "head_dim"))
         if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
             head_dim = text.qk_rope_head_dim + text.qk_nope_head_dim
         if spec.rotary_dim < head_dim:

@@ -25,7 +25,7 @@ from ctxext.adapters import (
 )
 from ctxext.architectures import architecture_of, find_architecture
 from ctxext.checkpoints.config_check import building, running_code
-from ctxext.checkpoints.source import check_weights, checked_path, gguf_inside, read_any_config
+from ctxext.checkpoints.source import check_weights, checked_path, gguf_inside, quantised_beside, read_any_config
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -321,7 +321,14 @@ def _read_config(place: str, loading: dict[str, Any]) -> Any:
         for package in ("gguf", "accelerate"):
             require_package(package, "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
     location = {key: loading[key] for key in LOCATION if key in loading}
-    return read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
+    config = read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
+    beside = None if location.get("gguf_file") else quantised_beside(Path(place, location.get("subfolder", "")), config)
+    if beside is not None and "quantization_config" not in loading:
+        raise CheckpointError(
+            f"{place} says in a file that transformers does not read that its weights are quantised: {beside!s:.160}. "
+            f"Write these fields into config.json, as quantization_config with the quant_method of that program."
+        )
+    return config
 
 
 def _read_model(

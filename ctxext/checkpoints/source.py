@@ -99,6 +99,21 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     return config
 
 
+def quantised_beside(place: str | os.PathLike[str], config: Any) -> dict[str, Any] | None:
+    """Return what a file beside config.json says of quantised weights (GPTQ, AWQ, ModelOpt); None if config.json does.
+
+    transformers reads none of these files; programs that serve quantised weights do.
+    """
+    if getattr(config, "quantization_config", None) or getattr(config, "compression_config", None):
+        return None
+    for path in sorted(Path(place).glob("*quant*config*.json")):
+        said = read_json(path)
+        section = said["quantization"] if isinstance(said.get("quantization"), dict) else said
+        if any(value and re.search(r"bits?$|^quant_(algo|method|type)$", name) for name, value in section.items()):
+            return {"quant_method": path.name} | section
+    return None
+
+
 def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
     """Read the tokenizer of a checkpoint; ``location`` as in ``read_any_config``.
 

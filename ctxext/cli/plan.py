@@ -99,7 +99,7 @@ def plan(
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
 
     from ctxext.adapters import base_of, is_adapter
-    from ctxext.checkpoints.source import checked_path, read_any_config
+    from ctxext.checkpoints.source import checked_path, quantised_beside, read_any_config
     from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
@@ -110,6 +110,8 @@ def plan(
         base = base_of(checkpoint)
         raise CheckpointError(f"{checkpoint} is an adapter. Plan its base model, {base}; --lora-rank says its size.")
     config = read_any_config(checked_path(checkpoint, {}), trust_remote_code=trust)
+    if (packed := quantised_beside(checkpoint, config)) is not None:
+        config.quantization_config = packed
     chosen, dtype = _dtype(config, asked.dtype)
     common: dict[str, Any] = {"dtype": chosen, "quantisation": asked.quantisation, "trust_remote_code": trust}
     with terminal(stderr=True).status("Planning ..."), warnings.catch_warnings():

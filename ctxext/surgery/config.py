@@ -219,8 +219,12 @@ def _reaches(window: int, target_length: int | None) -> bool:
 
 
 def _window(config: Any) -> int | None:
-    windows = [int(window) for window in of_layers(config, "sliding_window") if window]
-    return max(windows, default=None) if getattr(config, "use_sliding_window", True) is not False else None
+    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
+        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return int(window)
 
 
 def _all_windowed(config: Any) -> bool:

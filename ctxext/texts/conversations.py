@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,20 +17,15 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a template says w
 # Fields of a message that say by 0 or 1, or by false or true, whether it is learned (OpenAI and Mistral; axolotl;
 # Fireworks; ms-swift), and words in the names of fields that may say it in another way.
 LEARNED = ("weight", "train", "training", "trainable", "loss")
-OF_LOSS = re.compile(
-    r"(^|[\W_])(is)?(loss|train|learn|weight|mask|ignor|skip|exclud|supervis|labels|grad(?![a-z]))", re.I
-)
+OF_LOSS = re.compile(r"(^|[\W_])(loss|train|learn|weight|mask|ignor|skip|exclud|supervis|labels|grad(?![a-z]))", re.I)
 TEXTS = ("role", "content", "tool_calls", "function_call")  # fields that hold what was said, whatever it is about
 
 
 def parsed(value: Any) -> Any:
     """Return what a JSON text of a list or an object says, and anything else as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        return value
+    with contextlib.suppress(ValueError):
+        return parse_json(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    return value
 
 
 def checked_messages(value: Any, row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:

@@ -361,25 +361,15 @@ def _is_json_table(path: Path, column: str | None) -> bool:
         start = file.read(SOURCE_BYTES + 1)
     if len(start) > SOURCE_BYTES:  # too long to parse only to find out
         return start.lstrip(BLANK)[:1] in (b"[", b"{")
-    try:
-        content = start.decode("utf-8-sig").strip()
-    except UnicodeDecodeError:  # which reading it as a text says
-        return False
+    content = start.decode("utf-8-sig", errors="replace").strip()
     lines = content.split("\n", 2)
-    try:
-        first = parse_json(lines[0])
-    except ValueError:
-        first = None
-    if isinstance(first, dict) and len(lines) > 1:
+    value = parsed(content)
+    if len(lines) > 1 and isinstance(parsed(lines[0]), dict):
         return True
-    try:
-        value = parse_json(content)
-    except ValueError:
-        return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for its reader to say where
     if isinstance(value, list):
         return bool(value) and all(isinstance(row, dict) for row in value)
     if not isinstance(value, dict):
-        return False
+        return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for its reader to say where
     chat = value.get(column or MESSAGES_COLUMN)
     is_chat = isinstance(chat, list) and bool(chat) and all(isinstance(message, dict) for message in chat)
     return is_chat or isinstance(value.get(column or TEXT_COLUMN), str)

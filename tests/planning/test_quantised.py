@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
+from typer.testing import CliRunner
 
-from ctxext.errors import InvalidParameterError
+from ctxext.checkpoints.load import load
+from ctxext.checkpoints.source import quantised_beside
+from ctxext.cli.app import app
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.planning.plan import longest, plan_serving, plan_training
 from ctxext.planning.quantised import stored_as
 
@@ -134,6 +140,54 @@ def test_experts_that_are_one_tensor() -> None:
     )
     experts, attention = 2 * 4 * 3 * 64 * 32, 2 * (2 * 64 * 64 + 2 * 64 * 32)
     assert plain - packed == experts + attention
+
+
+# Files beside config.json, as quantisers write them, and the bits of a weight.
+BESIDE: dict[str, tuple[str, dict[str, Any], float]] = {
+    "AutoGPTQ": ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False}, 4 + 20 / 128),
+    "AutoAWQ": ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4}, 4 + 20 / 128),
+    "ModelOpt": (
+        "hf_quant_config.json",
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8",
+         "group_size": 16, "exclude_modules": ["lm_head"]}}, 4.5),
+    "AutoRound": ("quantization_config.json", {"bits": 2, "group_size": 64, "sym": False}, 2 + 18 / 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_file_beside_the_config_says_how_weights_are_stored(name: str, tmp_path: Path) -> None:
+    file, said, bits = BESIDE[name]
+    config = llama(None)
+    assert quantised_beside(tmp_path, config) is None
+    (tmp_path / file).write_text(json.dumps(said))
+    config.quantization_config = quantised_beside(tmp_path, config)
+    stored = stored_as(config)
+    assert stored is not None
+    assert stored.bits == pytest.approx(bits)
+    assert quantised_beside(tmp_path, llama({"quant_method": "gptq", "bits": 4})) is None
+    config = llama(None, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"in a file that transformers does not read that its weights are quantised.*{file}"
+    ):
+        load(tmp_path, "yarn", factor=2)
+
+
+def test_a_file_about_the_cache_alone_says_nothing_of_weights(tmp_path: Path) -> None:
+    said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert quantised_beside(tmp_path, llama(None)) is None
+
+
+@pytest.mark.slow
+def test_plan_counts_what_such_a_file_says(tmp_path: Path) -> None:
+    llama(None, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    asked = ["plan", str(tmp_path), "--length", "128", "--json"]
+    plain = json.loads(CliRunner().invoke(app, asked).stdout)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 128}))
+    packed = json.loads(CliRunner().invoke(app, asked).stdout)
+    assert packed["stored_as"] == "quantize_config.json"
+    assert plain["serving"]["weights"] - packed["serving"]["weights"] == LINEAR
 
 
 def test_a_config_that_says_no_width() -> None:
