@@ -213,7 +213,7 @@ def _reader_class() -> Any:
     """
     from gguf import GGUFReader, GGUFValueType
 
-    class QuickReader(GGUFReader):
+    class ListReader(GGUFReader):
         def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
             start = int(orig_offs)
             kind = GGUFValueType(self._get(start, np.uint32)[0]) if raw_type == GGUFValueType.ARRAY else None
@@ -230,7 +230,7 @@ def _reader_class() -> Any:
                 end += 8 + struct.unpack_from("<Q", data, end)[0]
             return end - start, [self.data[start:end], self.data[:0]], [1] * count, types
 
-    return QuickReader
+    return ListReader
 
 
 def _bytes_of(entry: Any) -> bytes:

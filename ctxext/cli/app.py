@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -98,6 +99,8 @@ def inspect(
 
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B --text mine.txt
     """
+    if "torch" not in sys.modules:  # whose import makes a million objects, to be searched for garbage at each 700
+        gc.set_threshold(50_000)
     with status(terminal(stderr=True), f"Trying methods on {Path(checkpoint).name} ..."):  # torch alone takes seconds
         from ctxext.adapters import is_adapter
         from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
