@@ -1,7 +1,7 @@
 """Reports of every measuring command on tiny models, recorded: the code beneath may change, and no number with it.
 
     python -m tests._records                 # write all of tests/golden/records/ anew
-    python -m tests._records compare demo    # or these
+    python -m tests._records compare longppl # or these
 
 A record holds what a report says but for its sentences and circumstances: numbers, names, labels and structure. Write
 one anew only for a change that is meant to change numbers, and say in the commit which and why. On another processor
@@ -187,12 +187,6 @@ CASES = {
         f"choose {LLAMA} {texts(6)} --target 512 --search --no-passkey -o out.json",
         close=TRAINED_CLOSE,
         within=few_candidates,
-    ),
-    "demo": Case(
-        "demo --model llama --text text0.txt --text text1.txt --length 512 --output out"
-        " --method yarn --method dynamic_ntk",
-        "out/result.json",
-        close=HALF_CLOSE,
     ),
     "laboratory": Case(run=laboratory, close=TRAINED_CLOSE),
     "before_after": Case(run=before_after, close=TRAINED_CLOSE),

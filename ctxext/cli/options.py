@@ -68,8 +68,8 @@ class StrictCommand(TyperCommand):
         try:
             with saying_what_is_left_out(note):
                 refuse_mistakes(ctx.params)
-                if isinstance(texts := ctx.params.get("text"), list | tuple):
-                    require_sources(texts)
+                if texts := ctx.params.get("text"):
+                    require_sources(texts if isinstance(texts, list | tuple) else [texts])
                 return super().invoke(ctx)
         except (CtxextError, OSError) as error:
             message = str(error)

@@ -219,7 +219,7 @@ def test_patch_on_disk_export_and_load(
         if target in ("vllm", "llama.cpp") and (method == "yarn" or name == BLOOM):
             assert exported.exit_code == 0, exported.stderr
         said = exported.stdout if exported.exit_code == 0 else exported.stderr
-        assert (str(4 * window) if exported.exit_code == 0 else "with transformers.") in said
+        assert (str(4 * window) if exported.exit_code == 0 else "ctxext serve") in said
     model = ctxext.load(extended)
     assert ctxext.describe(model).target_length == 4 * window
     if method == "yarn" and type(model.config) in AutoModelForCausalLM._model_mapping:
@@ -267,7 +267,7 @@ def test_what_cannot_be_extended_is_refused_with_a_sentence(
         *planned,
     ):
         result = cli(*arguments)
-        assert result.exit_code == 0 or result.output.startswith("Error: ")
+        assert result.exit_code == 0 or "Error: " in result.output
         if arguments[0] in ("patch", "export"):
             assert (result.exit_code == 0) == (name in OTHER_KINDS)
 

@@ -285,7 +285,7 @@ def test_no_command_ends_in_a_traceback(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_column_of_a_plan_that_takes_an_extra_names_it(found: dict[str, Any]) -> None:
     plans = json.loads(found["plan memory"][1])
-    assert "pip install 'ctxext[train]'" in plans["training"]["refused"]
+    assert "pip install -e '.[train]'" in plans["training"]["refused"]
     assert plans["serving"]["fits"] is True
     assert plans["serving"]["length"] > 256
 
