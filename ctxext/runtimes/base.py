@@ -216,7 +216,7 @@ class Runtime(ABC):
         """
         raise IncompatibleError(
             f"{self.name} was not seen to run the ALiBi of a {extended.model_type}. Serve it with vLLM or llama.cpp "
-            f"where they have it, or with transformers."
+            f"where they have it, or with `ctxext serve`."
         )
 
 
