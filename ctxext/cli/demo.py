@@ -236,7 +236,7 @@ def read_and_answer(
         model: a causal language model in eval mode.
         ids: of the text.
         positions: to score.
-        asked: whose request follows the text.
+        asked: Passage with the request and its right answer.
 
     Raises:
         IncompatibleError: the model takes no cache.
