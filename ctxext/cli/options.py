@@ -357,9 +357,6 @@ class HaystackOptions:
     split: Split = None
     column: Column = None
 
-    def __post_init__(self) -> None:
-        require_sources([self.text] if self.text else [])
-
     def document(self) -> Document | None:
         """Read the first document of the text; None where no text is named.
 

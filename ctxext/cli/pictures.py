@@ -96,7 +96,7 @@ class ShownOptions:
     model: str | None = option(
         "A checkpoint to show it on: a directory or a name on the hub.", show_default="an example"
     )
-    text: str | None = option(
+    sentence: str | None = option(  # not ``text``: that name holds sources, which must exist (StrictCommand.invoke)
         "A sentence or a UTF-8 file. What depends on the text is shown of it; of all else, with --model, how far back "
         "heads look in it before and after.",
         "--text",
@@ -216,7 +216,7 @@ def show(
     [bold]Example[/]: ctxext show yarn --model Llama-3-8B -o yarn.png
     """
     output = None if as_json and picture.output is None else picture.file("show")
-    text = None if shown.text is None else _text_of(shown.text)
+    text = None if shown.sentence is None else _text_of(shown.sentence)
     from transformers.utils.logging import disable_progress_bar
 
     from ctxext.evaluation.readings import named_method
