@@ -30,7 +30,6 @@ class Limit:
 
     Args:
         field: where it stands there, from the outside in.
-        value: tokens.
         is_bound: whether it can mean nothing but the window; others may be somebody's choice.
     """
 

@@ -212,14 +212,10 @@ def load_saved(
     """Load a checkpoint or an adapter as it was saved: with the extension that it carries, or plain if it has none.
 
     Args:
-        path: as for ``load``.
         plain_class: the class that reads a checkpoint without an extension, also as the base of an adapter; True
             takes the one that it was saved from, None refuses such a checkpoint. Weights that lack any of the class's
             tensors are refused.
-        base: as for ``load``.
         attention: the backend that an extension is restored on; None for the one that was saved.
-        auto_class: as for ``load``; it reads a checkpoint that carries an extension.
-        **loading: arguments of ``from_pretrained``.
 
     Raises:
         CheckpointError: as ``load``, whose other errors are raised too.

@@ -46,7 +46,6 @@ class SearchSizes:
     Args:
         steps: from each start.
         rows: texts in a step.
-        starts: how many there are.
         accepting: texts on which its result must beat the choice of the rounds.
     """
 
@@ -62,9 +61,6 @@ class Costs:
 
     Args:
         judged: candidates that are read inside the window.
-        others: candidates that are not.
-        windows: of the truncations, in tokens.
-        turning_point: of the model, see ``pass_cost``.
         choosing: texts to choose on that there are; ``held_out`` are those to judge on.
         accepting: texts kept for accepting the result of a search that there are; None for no search.
     """

@@ -132,8 +132,6 @@ class Passage:
 
     Args:
         text: one token more than positions are read.
-        request: token ids that ask for the fact behind the text.
-        answer: token ids of the right answer.
         distance: tokens from the fact to the end of the text.
     """
 
@@ -183,7 +181,6 @@ class Reply(NamedTuple):
     """Words of a model behind a request.
 
     Args:
-        ids: the likeliest tokens.
         margin: nats by which the tokens of the right answer lead all others, at the least of them; below zero the
             nats by which the first wrong token leads.
     """
@@ -194,13 +191,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReadAndAnswer(Job):
-    """Read a passage once, score its end, and write an answer behind it.
-
-    Args:
-        passage: to read.
-        tokenizer: of the model.
-        trained_length: tokens.
-    """
+    """Read a passage once, score its end, and write an answer behind it."""
 
     passage: Passage
     tokenizer: Any
@@ -232,12 +223,6 @@ def read_and_answer(
 ) -> tuple[Float[Tensor, " scored"], Reply]:
     """Read a text once; return the losses at some positions, and the likeliest words behind a request.
 
-    Args:
-        model: a causal language model in eval mode.
-        ids: of the text.
-        positions: to score.
-        asked: Passage with the request and its right answer.
-
     Raises:
         IncompatibleError: the model takes no cache.
     """
@@ -268,15 +253,7 @@ def read_and_answer(
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """Planned demo.
-
-    Args:
-        survey: its jobs: truncations, methods.
-        methods: extensions that are compared.
-        passage: to read.
-        length: tokens that are read.
-        trained_length: tokens that the checkpoint was trained for.
-    """
+    """Planned demo."""
 
     survey: Survey[ReadAndAnswer]
     methods: tuple[Reading, ...]
@@ -412,14 +389,10 @@ class TextReading:
     """One reading of the text.
 
     Args:
-        name: of the reading.
-        label: the same, to show.
         is_method: False for a truncation.
         end: nats per token at the end of the text.
         difference: ``end`` minus that of the best truncation.
-        answer: words behind the request.
         margin: see ``Reply``.
-        seconds: that it took.
     """
 
     name: str
@@ -442,13 +415,8 @@ class DemoResult:
     """Everything that the demo measured, and what it was measured on.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for.
-        length: tokens that were read.
         distance: tokens from the fact to the end of the text.
-        text: its name.
         window: tokens that the best truncation sees.
-        rows: truncations, methods.
-        provenance: see ``provenance_of``.
     """
 
     trained_length: int

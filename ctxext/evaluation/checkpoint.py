@@ -41,7 +41,6 @@ class Checkpoint:
     Args:
         model: in eval mode; extended where the checkpoint was saved extended.
         dtype_note: the dtype and why it is that one, to show.
-        sha256: from ``weights_digest``.
         stored: the dtype that the config names; None where it names none.
     """
 
@@ -134,7 +133,6 @@ def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, s
 
     Args:
         stored: the dtype that the checkpoint's config names, None where it names none.
-        device: that the model will run on.
     """
     if stored == torch.float16:
         if device.type == "cpu":

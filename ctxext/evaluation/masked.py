@@ -72,7 +72,6 @@ class View:
     """The stretch of a text that one row of a forward pass sees, special tokens apart.
 
     Args:
-        start: the first position.
         stop: one past the last.
         asked: those of them whose losses count.
     """
@@ -155,12 +154,10 @@ def masked_texts(
     """Cut the documents to a length, and draw their masks.
 
     Args:
-        tokenizer: a transformers tokenizer with a mask token.
         corpus: documents of at least ``tokens_needed`` tokens.
         length: tokens of each text, special ones included.
         every: every so many tokens one is masked; at least 2.
         passes: over each text, each masking other tokens; from 1 to ``every``.
-        seed: decides which pass masks which tokens.
 
     Raises:
         InvalidParameterError: a number out of range, or a tokenizer without a mask token.
@@ -263,7 +260,6 @@ def masked_readers(
     Beyond its trained length the unextended model reads as a control, where it can: a learned table has no rows there.
 
     Args:
-        checkpoint: loaded with ``masked``.
         methods: names, with parameters behind them where needed; empty for the checkpoint as it is.
         factors: at which to extend; empty for what the greatest length needs.
         lengths: tokens to read, to which the trained length is added; empty for that and the reach of every method.
@@ -327,7 +323,6 @@ class MaskedScore:
     """One number of a reading.
 
     Args:
-        length: tokens of the texts.
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
             tokens behind which ``start <= n < stop`` others stand.
         tokens: masked tokens whose losses were averaged, over all texts.

@@ -65,7 +65,6 @@ class Embedder:
         """Return unit vectors in float32, on the CPU.
 
         Args:
-            texts: at least one.
             tokens: what each is cut to, special tokens included.
             query: whether they are questions; some models put other words in front of these.
         """
@@ -92,7 +91,6 @@ def load_embedder(
     """Load an embedding model with sentence-transformers.
 
     Args:
-        source: a directory, or a name on the hub.
         dtype: ``auto`` (fp32: encoders are small, and similarities differ little), ``bf16``, ``fp16`` or ``fp32``.
         device: ``cpu``, ``cuda``, ...; None for the first CUDA device or else the CPU.
         trust_remote_code: run Python code that the checkpoint brings along.
@@ -156,11 +154,9 @@ def make_passages(
     """Documents of just so many tokens, their sentences at depths that are spread evenly.
 
     Args:
-        tokenizer: a transformers tokenizer.
         length: tokens, special ones included; at least what the sentence and some noise need.
         documents: how many, from 2 to the number of names (132).
         seed: decides names, keys, noise and which document has its sentence where.
-        haystack: from ``noise`` or ``of_text``, of the same tokenizer; None for noise.
 
     Raises:
         InvalidParameterError: a number of documents or a length out of range, or a text that is too short.
@@ -268,7 +264,6 @@ def passage_readers(
     """Find the readers of documents: the unextended model in three ways, then each method up to its reach.
 
     Args:
-        embedder: from ``load_embedder``.
         methods: names, with parameters behind them where needed; empty for the unextended model alone.
         factors: at which to extend; empty for what the greatest length needs.
         lengths: tokens of the documents; empty for the trained length and the reach of every method.

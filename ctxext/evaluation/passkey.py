@@ -133,7 +133,6 @@ class PasskeyPrompt(Prompt):
         """Measure the model's answer; errors as for ``measure``.
 
         Args:
-            model: a causal language model in eval mode.
             window: tokens that the end of the prompt and the answer have to fit into, special tokens in front of it;
                 None feeds the whole prompt.
         """
@@ -151,7 +150,6 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     Special tokens that the tokenizer itself puts in front of a text stand in front of the prompt and count.
 
     Args:
-        tokenizer: a transformers tokenizer.
         length: tokens in the prompt, including special tokens; at least what the fixed parts and one noise cycle need.
         depth: 0 (right after the opening) to 1 (right before the question).
         seed: decides, with length and depth, the key and where the haystack starts.
@@ -233,13 +231,8 @@ def make_prompts(
     """Make passkey prompts at every length and depth.
 
     Args:
-        tokenizer: a transformers tokenizer.
         lengths: tokens that prompt and answer fit into.
-        depths: each from 0 to 1.
         trials: prompts per length and depth; they use the seeds ``seed``, ``seed + 1``, ...
-        seed: of the first prompt of each length and depth.
-        haystack: see ``build``.
-        turning_point: of the model's cost, see ``pass_cost``.
 
     Raises:
         InvalidParameterError: as ``build``.
@@ -310,7 +303,6 @@ class PasskeyTrial:
 
     Args:
         length: tokens asked for: in the prompt, or, in a grid, that prompt and answer fit into.
-        depth: 0 to 1, as asked for.
         distance: tokens between the key and the answer.
         correct: whether greedy decoding would produce the key.
         loss: mean over the key's tokens, nats; it moves before ``correct`` does.

@@ -110,7 +110,6 @@ class Survey(Generic[Work]):
     """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
 
     Args:
-        jobs: all of them, reader by reader.
         journal: where answers are kept; by default in memory.
     """
 
@@ -160,7 +159,6 @@ class Survey(Generic[Work]):
         """Do jobs and keep each at once, then wait for the other processes. Models are at the end what they were.
 
         Args:
-            jobs: from ``begin``.
             progress: called with what is being done and the cost done since the last call; the jobs' costs are the
                 total.
 

@@ -24,7 +24,6 @@ class Claim:
     """One sentence of a paper, as a comparison of two readings.
 
     Args:
-        source: its source, and what was measured there.
         better: name of the reading that does better, it says.
         worse: name of the other reading; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone,
             ``EVERY_OTHER`` for each of all encodings that are no kin of the better one (their names begin otherwise).

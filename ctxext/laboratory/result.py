@@ -81,7 +81,6 @@ class LabResult(Report):
     """Everything that was measured.
 
     Args:
-        settings: amount of training and testing.
         text_sha256: hash of all bytes that were used; empty where no text was.
         seconds: time of one processor for all jobs.
     """

@@ -133,11 +133,7 @@ def plan_training(
             counted unpacked, in ``dtype``, unless bitsandbytes stored them: training unpacks them.
         memory: how activations are held; None for ``Memory()``.
         lora_rank: rank of LoRA on all linear layers, at least 1.
-        norms: see ``attach_lora``.
-        embeddings: see ``attach_lora``.
-        dtype: dtype of the weights and the computation.
         quantisation: storage of the linear layers' weights: nf4, or None for plain.
-        trust_remote_code: run Python code that the checkpoint contains.
 
     Raises:
         InvalidParameterError: for a number outside its range, or ``quantisation`` of weights that are quantised.

@@ -42,7 +42,6 @@ class Stored:
     """Storage of the weights of linear layers.
 
     Args:
-        method: transformers' name of the quantiser.
         bits: bits of one weight, its share of scales and zero points included; None if the config does not give it.
         skipped: patterns of the names of modules that are stored plain.
         experts_only: whether only experts are quantised, not linear layers.
@@ -155,7 +154,6 @@ def packed_weights(model: PreTrainedModel, quantisation: str | None, *, training
     Args:
         model: a model with all weights unpacked.
         quantisation: quantisation of the linear layers on loading; None for that of the config.
-        training: whether LoRA is trained on the model.
 
     Raises:
         UnknownNameError: for an unknown ``quantisation``.

@@ -34,9 +34,7 @@ class Export:
     """Flags that make another runtime serve an extension.
 
     Args:
-        target: the name of the runtime.
         flags: command-line arguments, one string each, to pass on unchanged.
-        notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
             length; if not, a note gives the reason.
         in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.

@@ -128,7 +128,6 @@ class Grammar:
     """JSON that an answer has to be.
 
     Args:
-        matcher: the state of llguidance.
         ends: whether the model has a token that ends a text.
     """
 
@@ -198,9 +197,7 @@ class Draw:
     """One answer while it is generated.
 
     Args:
-        prompt: token ids.
         asked: its request; where that is silent about sampling, the checkpoint's settings decide.
-        limit: most tokens.
         tops: likeliest tokens whose log-probabilities are told; None tells none.
         number: place among the answers to one prompt, which have different seeds.
     """

@@ -226,9 +226,7 @@ def check_server(
     """Compare a server's answers with those of a model as it was extended, and as servers get it wrong.
 
     Args:
-        client: the server.
         model: the model that it ought to compute. Its extension is taken off.
-        tokenizer: its tokenizer.
         ids: tokens of a text, [1, tokens], longer than the trained window; the prompts are its beginnings.
         base: the base that a server falls back on.
         progress: called with the stage and the share of the work done since the last call.

@@ -50,7 +50,6 @@ def fit(prompt: int, asked: int | None, window: int | None) -> int:
     """Return how long an answer may become: what is asked, or what the window leaves.
 
     Args:
-        prompt: tokens of the prompt.
         asked: tokens of the answer; None if the request does not say.
         window: most tokens of prompt and answer; None for no limit.
 

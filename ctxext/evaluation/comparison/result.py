@@ -36,7 +36,6 @@ class Series:
         versus_truncation: for each bucket beyond the window, the loss minus that of the best truncation there.
         dynamic: whether the method's frequencies follow the length, so that the one pass at the full length charges
             its stretched frequencies to every position.
-        seconds: wall time of the measurement.
         windows: of the best truncation: which window is the best in each bucket beyond the trained one, in tokens.
     """
 
@@ -65,15 +64,11 @@ def summarise(
     """Compare one way of reading with the references.
 
     Args:
-        name: of the method.
         losses: nats per token, [documents, positions].
         unpatched: of the same tokens, by the unpatched model.
         truncated: of the same tokens, by the best truncation, chosen between the edges of ``edges_for``.
         windows: of the best truncation: which window that is between the edges, in tokens; empty for other readings.
         baselines: how many windows there were to choose from.
-        trained_length: tokens.
-        dynamic: see ``Series``.
-        seconds: see ``Series``.
 
     Raises:
         InvalidParameterError: if the losses are not of the same tokens, or do not go beyond the trained length.
@@ -105,7 +100,6 @@ class Score:
     Args:
         length: tokens that the model may see.
         end: the last positions before that length, a quarter of the trained window: what the length itself gives.
-        whole: all positions up to that length.
         versus_truncation: at the end, the loss minus that of the best truncation there; None at the trained length.
         by_document: the same difference of each document, nats per token.
         window: of a truncation: tokens that it sees at the end; for the best one, those of the window that is best
@@ -127,9 +121,7 @@ class PasskeyScore:
     """Keys at one length and depth.
 
     Args:
-        length: tokens that prompt and answer fit into.
         depth: of the key, 0 at the start to 1 at the end.
-        loss: mean over the keys' tokens, nats.
         hidden: whether truncation cuts these keys off.
     """
 
@@ -146,9 +138,7 @@ class Row:
     """One reading with all that was measured of it.
 
     Args:
-        inside: the trained window.
         short_context: inside the trained window, the loss minus the unpatched model's.
-        scores: at each length that the reading is meant for.
         passkeys: at each length and depth; empty where none were asked.
     """
 
@@ -187,11 +177,9 @@ class ComparisonResult:
     """A whole comparison.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for.
         lengths: tokens, increasing; the trained length first.
         unit: what counted as independent for the standard errors.
         rows: the references, then the methods.
-        refusals: methods that were not measured, and why.
         panels: one per factor.
         verdicts: one per length beyond the trained one.
         made: when and by which command, as JSON values: all that may differ between two runs of the same comparison.

@@ -34,7 +34,6 @@ class Picture(abc.ABC):
         caption: how to read it.
 
     Args:
-        method: the method that is shown, the first one where there are several.
         model: name of the checkpoint that it is shown on; empty for an example.
         title: sentence above the picture, where the numbers alone do not say it.
     """

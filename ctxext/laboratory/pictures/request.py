@@ -112,7 +112,6 @@ class PictureRequest:
         """Build or load one layer's encoding.
 
         Args:
-            method: the encoding's.
             trained_length: of an example, in tokens, where none was given.
 
         Returns:
