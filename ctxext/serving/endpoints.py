@@ -205,8 +205,8 @@ class Speech:
     """Words, reasoning and calls of tools in the text of one answer.
 
     Args:
-        parser: what tells them apart; None if all are words.
-        forced: names of tools, one of which the whole text is a call of.
+        parser: Parser that tells thoughts, words and calls apart; None if all are words.
+        forced: Names of tools, one of which the whole text calls.
     """
 
     def __init__(self, parser: Any, forced: Iterable[str]) -> None:
