@@ -305,7 +305,7 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
 
 
 def _is_shared(model: nn.Module, *configs: Any) -> bool:
-    """Tell whether another live model has one of the configs: no part of this one, nor of a whole with this one in it."""
+    """Tell whether another live model has one of the configs: no part of this model, and no whole with it inside."""
     own = set(model.modules())
     known = {id(vars(module)) for module in own}
     # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
