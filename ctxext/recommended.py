@@ -11,7 +11,6 @@ class Recommendation:
     """Methods for one wish.
 
     Args:
-        methods: names, the first one to begin with.
         beside: a method that shows the models that are meant; None for all that the first applies to.
     """
 

@@ -153,7 +153,6 @@ class GGUFFile:
             keys: values by key; they replace those of the file, or are added.
             drop: whether to leave out a key that is not among ``keys``.
             tensor: a name and float32 numbers, which replace as many or are added; None to keep all tensors.
-            progress: called with (bytes copied, bytes to copy).
 
         Raises:
             CheckpointError: ``out`` is in the way or cannot be written; nothing is left behind.

@@ -86,7 +86,6 @@ class Inspection:
         trained_length: tokens the weights were trained for: before an extension by ctxext, or with the scaling that the
             config has otherwise; None where nothing says so.
         window: what sliding windows there are and whether they cap the reach; None without any.
-        window_caps: whether an extension has to lift or keep them.
         extended: how the checkpoint is already extended; None where it is plain.
         exports: per target, the flags for an extended checkpoint or the reason against.
         notes: fields that other programs or its own code read, and transformers passes over.

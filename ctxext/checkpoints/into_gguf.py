@@ -42,7 +42,6 @@ def write_into_gguf(
     Args:
         plain: the config before it, or the same one where nothing says what was before.
         out: a path where nothing exists yet.
-        progress: called with (bytes copied, bytes to copy).
 
     Raises:
         CheckpointError: the file is not GGUF, or of another model, or ``out`` is in the way or cannot be written.

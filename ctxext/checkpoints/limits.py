@@ -29,7 +29,6 @@ class Limit:
     """A limit of texts in a file beside a model.
 
     Args:
-        field: where it stands there, from the outside in.
         is_bound: whether it can mean nothing but the window; others may be somebody's choice.
     """
 

@@ -96,11 +96,7 @@ def patch_checkpoint(
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
             writes into the source's: safetensors before 0.8 does so when a model is saved over it. By default the
             weights are cloned where the file system can (btrfs, XFS), else copied.
-        trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
-        progress: called with (bytes copied, bytes to copy) while weights are copied.
         chosen: how the method was found, as JSON values, which the config keeps beside it; see ``Choice.record``.
-        results: what was measured, for the model card; see ``ctxext.save``.
-        **arguments: those of ``ctxext.patch``, the method's own parameters included.
 
     Raises:
         CheckpointError: the source is not a safetensors checkpoint, or holds symbolic links that lead out of it; the

@@ -28,7 +28,6 @@ class Candidate:
 
     Args:
         twins: names of others whose frequencies at the target are the same, and which were not read themselves.
-        title: a short name, where its method says too little.
     """
 
     reading: Reading
@@ -97,9 +96,7 @@ class Choice:
     Args:
         candidates: all, the published YaRN first.
         held_out: the verdict on texts that the rounds never read.
-        usual: name of the published YaRN's reading.
         rope_parameters: the choice as plain transformers loads it; None where only ctxext can.
-        search: result of a search of frequencies; None where none was asked for.
         left_out: names of texts that are copies of others, or are in them, and were not used.
     """
 

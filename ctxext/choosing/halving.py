@@ -71,8 +71,6 @@ class Sizes:
     """Amounts that are read in the rounds and for the verdict.
 
     Args:
-        whole: candidates that read whole texts, beside the published YaRN.
-        finalists: candidates of those that read more texts.
         texts: texts that are chosen on; the second round reads the first ``first`` of them.
         keys: hidden keys that every finalist is asked for.
     """
@@ -145,7 +143,6 @@ class Finish:
 
     Args:
         runner_up: name of the one that would have been chosen without it.
-        courses: of all candidates, in the order in which they were given.
     """
 
     choice: str
@@ -187,7 +184,6 @@ class Halving:
 
     Args:
         reaches: of the candidates, by name; the first is the published YaRN, which reads whatever any other reads.
-        runtimes: returns how many runtimes load a candidate, given its name.
     """
 
     reaches: Mapping[str, CandidateReach]

@@ -153,8 +153,7 @@ class SearchResult:
     """The result of a search, and whether it was taken.
 
     Args:
-        rival: name of the rounds' choice, which the best of them had to beat.
-        why_not: why the best of them was not taken; empty where it was.
+        rival: Name of the rounds' choice, which the result of the best start had to beat.
         gain: beyond the window, its loss minus the rival's, on texts that neither was chosen on.
         damage: inside the window, its loss minus that of the published YaRN, on the same texts.
     """

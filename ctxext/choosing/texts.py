@@ -63,8 +63,7 @@ class SplitTexts:
     """Stretches of texts, each with one purpose.
 
     Args:
-        choosing: stretches that the rounds read, in their order.
-        same_documents: whether both are of the one document that there is.
+        same_documents: True if ``choosing`` and ``held_out`` are of the one document that there is.
         accepting: stretches kept back for accepting what a search found.
         left_out: names of stretches that are in others.
     """

@@ -391,8 +391,6 @@ class TextReading:
     Args:
         is_method: False for a truncation.
         end: nats per token at the end of the text.
-        difference: ``end`` minus that of the best truncation.
-        margin: see ``Reply``.
     """
 
     name: str
@@ -416,7 +414,6 @@ class DemoResult:
 
     Args:
         distance: tokens from the fact to the end of the text.
-        window: tokens that the best truncation sees.
     """
 
     trained_length: int

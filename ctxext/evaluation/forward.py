@@ -38,7 +38,6 @@ def logits_in_chunks(
     stand-in replays slices of the hidden states.
 
     Args:
-        input_ids: token ids, without padding.
         start: first position of interest, in tokens; the logits before it are not computed.
         chunk: positions per piece, at least 1. One piece takes about batch x chunk x vocabulary x 8 bytes.
         cached: run the layers over that many tokens at a time, with a KV cache; the same result up to rounding, in
@@ -355,7 +354,6 @@ def ticking(
     """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
 
     Args:
-        model: whose layers are watched by hooks, which are gone at the end.
         progress: called once with cost 0 at the start, then after every layer.
         passes: how many count, of which the first are reported; None for all.
     """

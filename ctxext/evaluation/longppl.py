@@ -51,12 +51,10 @@ class LongPplScore:
 
     Args:
         length: tokens that the model may see; for the best truncation those of the longest.
-        key_loss: mean over the key tokens, nats.
         all_loss: mean over all tokens that could have been key tokens, nats.
         versus_truncation: over the key tokens, the loss minus that of the truncation that is best on them.
         versus_truncation_all: the same over all tokens, with the truncation that is best on those.
         window: of the best truncation: the tokens that it sees on the key tokens.
-        window_all: the same on all tokens.
     """
 
     length: int
@@ -198,7 +196,6 @@ def prepare(
         corpus: the texts of ``keys``, each longer than the greatest length.
         lengths: tokens, each at least ``keys.window``, which is added to them.
         methods: to extend by; none measures the checkpoint as it was saved, extended.
-        trained_length: as for ``ctxext.patch``; also the longest truncation.
 
     Raises:
         InvalidParameterError: key tokens of other texts, a length out of range, a method twice, or no unextended model

@@ -40,7 +40,6 @@ def loss_by_position(
 
     Args:
         input_ids: whole texts, at least 2 tokens, no padding. Put a BOS token in front where the model wants one.
-        start: first position of interest; the head is not run for those before it.
         chunk: positions for which logits exist at a time, at least 1; default as many as take about 128 MiB. The
             result does not depend on it.
         cached: None for an uncached pass; or tokens per call of a pass with a KV cache, which takes less memory and,
@@ -116,7 +115,6 @@ def truncated_loss(
     ``window - stride + 1`` and at most ``window`` tokens.
 
     Args:
-        input_ids: whole texts, at least 2 tokens.
         window: tokens that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
         start: first position to score. The passes before it are not run; every position from there on sees what it
@@ -150,8 +148,6 @@ class Window:
     code does.
 
     Args:
-        end: one past its last token.
-        scored: positions at its end whose losses count.
         prefix: leading tokens of the text that stand in front of the stretch.
     """
 

@@ -87,7 +87,6 @@ class MaskedText:
     """A text of just so many tokens, and which of them each pass masks.
 
     Args:
-        input_ids: [tokens], with the special tokens before and behind the text.
         prefix: how many special tokens stand before it.
         passes: for each pass the positions that are masked.
     """
@@ -154,7 +153,6 @@ def masked_texts(
     """Cut the documents to a length, and draw their masks.
 
     Args:
-        corpus: documents of at least ``tokens_needed`` tokens.
         length: tokens of each text, special ones included.
         every: every so many tokens one is masked; at least 2.
         passes: over each text, each masking other tokens; from 1 to ``every``.
@@ -258,13 +256,6 @@ def masked_readers(
     """Return the unextended model, the same in windows around each masked token, and each method up to its reach.
 
     Beyond its trained length the unextended model reads as a control, where it can: a learned table has no rows there.
-
-    Args:
-        methods: names, with parameters behind them where needed; empty for the checkpoint as it is.
-        factors: at which to extend; empty for what the greatest length needs.
-        lengths: tokens to read, to which the trained length is added; empty for that and the reach of every method.
-        reference: the original of a checkpoint that comes extended.
-        trained_length: tokens that the weights were trained for; None where the config says so.
 
     Raises:
         InvalidParameterError: a length that nobody is meant for.
@@ -370,7 +361,6 @@ class MaskedReport(Report):
 
     Args:
         every: every so many tokens one was masked.
-        readings: the unextended ones first.
     """
 
     TITLE, KIND, FORMAT = "a masked-token report", "masked", 1

@@ -49,13 +49,9 @@ class PerplexityPlan:
     """Plan of a measurement: its mode, lengths and options, checked against the model by ``make_plan``.
 
     Args:
-        trained_length: tokens of the longest truncation.
-        lengths: tokens, increasing.
         stride: tokens between windows; None in position mode.
         method: to extend by; None measures the checkpoint as it is.
         fitted_lengths: for each length, the length that its positions are made for.
-        cached: tokens per cached call; None for uncached passes.
-        unpatched: whether the unextended model also reads beyond its window, as a negative control.
     """
 
     mode: str
@@ -201,7 +197,6 @@ class LossesAt:
     Args:
         at: by increasing length, for each text the jobs whose losses follow each other.
         counted: the jobs whose passes the reading is charged for.
-        skip: losses at the start of each text that are left out.
     """
 
     name: str
@@ -215,7 +210,6 @@ class Perplexity(Survey[LossJob]):
     """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        readings: the references, then the measured model.
         windows: of the truncations among them, in tokens; empty where nothing lies beyond the trained window.
         inside: positions inside the trained window that are compared with the unpatched model's.
         measured_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
@@ -378,10 +372,8 @@ def prepare(
     one, the truncations by the extended model itself and the short-context column is left out.
 
     Args:
-        corpus: of the texts; each longer than the greatest length (longlora: all together).
         inside: instead of ``reference``, where the original is there no more: the losses that ``inside_survey`` found
             then. The truncations are read by the extended model itself.
-        name: of what is measured; default the method's.
 
     Raises:
         InvalidParameterError: a reference that makes no sense, or a text that is too short.

@@ -110,7 +110,6 @@ def document_difference(
     Args:
         losses: nats per token, [tokens], one tensor per document; the rows of a matrix will do. Documents without
             tokens do not count.
-        baseline: of the same tokens.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.
@@ -135,7 +134,6 @@ def block_difference(
 
     Args:
         losses: nats per token, [tokens], one tensor per document.
-        baseline: of the same tokens.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.

@@ -107,11 +107,7 @@ Work = TypeVar("Work", bound=Job)
 
 @dataclass(eq=False)
 class Survey(Generic[Work]):
-    """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
-
-    Args:
-        journal: where answers are kept; by default in memory.
-    """
+    """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending."""
 
     made_by: str
     checkpoint: Checkpoint
@@ -278,7 +274,6 @@ class Prompt(abc.ABC):
     """One prompt and how to ask it.
 
     Args:
-        length: tokens that it and the reply fit into.
         identity: all that an answer depends on beside who reads, as JSON values.
     """
 

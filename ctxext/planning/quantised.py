@@ -152,7 +152,6 @@ def packed_weights(model: PreTrainedModel, quantisation: str | None, *, training
     """Count the bytes that quantisation saves, and the bytes of the largest weight that is unpacked for use.
 
     Args:
-        model: a model with all weights unpacked.
         quantisation: quantisation of the linear layers on loading; None for that of the config.
 
     Raises:

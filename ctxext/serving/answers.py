@@ -65,10 +65,8 @@ class AnswerPiece:
     """A piece of an answer: what one more token adds, or all of it.
 
     Args:
-        text: text that no stop sequence can take back.
         finish: Reason for which the answer ends; None for a piece that is not the last.
         reasoning: Thoughts before the text.
-        calls: calls of tools, as the API writes them.
     """
 
     text: str = ""
@@ -83,11 +81,7 @@ class AnswerPiece:
 
 
 class TokenText:
-    """Text of tokens, as a tokenizer writes it.
-
-    Args:
-        vocabulary: tokens that the model knows.
-    """
+    """Text of tokens, as a tokenizer writes it."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary

@@ -31,7 +31,6 @@ class Series:
         name: of the method, or of a reference: ``unpatched``, ``truncated 2048`` for the one that sees the last 2,048
             tokens, and ``truncated`` for the best of those.
         buckets: the trained window as one bucket, then equal buckets beyond it.
-        curve: the same losses in fine buckets, for a plot.
         in_window_ratio: perplexity inside the trained window over the unpatched model's, dimensionless.
         versus_truncation: for each bucket beyond the window, the loss minus that of the best truncation there.
         dynamic: whether the method's frequencies follow the length, so that the one pass at the full length charges
@@ -64,7 +63,6 @@ def summarise(
     """Compare one way of reading with the references.
 
     Args:
-        losses: nats per token, [documents, positions].
         unpatched: of the same tokens, by the unpatched model.
         truncated: of the same tokens, by the best truncation, chosen between the edges of ``edges_for``.
         windows: of the best truncation: which window that is between the edges, in tokens; empty for other readings.
@@ -98,7 +96,6 @@ class Score:
     """One reading at one length.
 
     Args:
-        length: tokens that the model may see.
         end: the last positions before that length, a quarter of the trained window: what the length itself gives.
         versus_truncation: at the end, the loss minus that of the best truncation there; None at the trained length.
         by_document: the same difference of each document, nats per token.
@@ -139,7 +136,6 @@ class Row:
 
     Args:
         short_context: inside the trained window, the loss minus the unpatched model's.
-        passkeys: at each length and depth; empty where none were asked.
     """
 
     reading: Reading
@@ -177,11 +173,8 @@ class ComparisonResult:
     """A whole comparison.
 
     Args:
-        lengths: tokens, increasing; the trained length first.
         unit: what counted as independent for the standard errors.
         rows: the references, then the methods.
-        panels: one per factor.
-        verdicts: one per length beyond the trained one.
         made: when and by which command, as JSON values: all that may differ between two runs of the same comparison.
     """
 
@@ -218,8 +211,6 @@ class Verdict:
 
     Args:
         best: name of the reading with the least loss at the end of that length.
-        window: of the truncation with the least loss there, in tokens.
-        versus_truncation: its loss minus that truncation's, same tokens.
         beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
         standard_errors: how many a gain must exceed to count; more candidates need more, since the best of many is
             partly the luckiest. Luck among them cannot make the best look worse than it is, luck among the truncations

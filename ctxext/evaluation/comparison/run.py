@@ -39,14 +39,7 @@ LOSS, PASSKEY = "loss", "passkey"  # in the keys of jobs
 
 @dataclass(eq=False, kw_only=True)
 class Comparison(Survey[LossJob | PromptJob]):
-    """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
-
-    Args:
-        readings: the references, then the methods.
-        lengths: tokens, increasing; the trained length first.
-        texts: by the name of a reading and the length, a job for each document.
-        asked: by the name of a reading, the passkeys that it is asked for.
-    """
+    """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
     corpus: Corpus
     seed: int
@@ -115,9 +108,6 @@ def prepare(
     Args:
         corpus: called once with the tokens that each document must have; returns them whole.
         output: folder for cells and report; None keeps the cells in memory.
-        methods: see ``chosen_methods``; empty for all that apply.
-        lengths: tokens; empty for the reach of every method.
-        trained_length: tokens that the checkpoint was trained for; None where its config says so.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is computed.
