@@ -72,8 +72,8 @@ class View:
     """The stretch of a text that one row of a forward pass sees, special tokens apart.
 
     Args:
-        stop: one past the last.
-        asked: those of them whose losses count.
+        stop: one past the last position.
+        asked: positions whose losses count.
     """
 
     start: int
