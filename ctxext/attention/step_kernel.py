@@ -82,27 +82,27 @@ def _attend(
     pair, rest, value = tl.arange(0, PAIRS_UP), tl.arange(0, REST_UP), tl.arange(0, VALUES_UP)
     wide, head = row.to(tl.int64), head.to(tl.int64)  # offsets may pass 2**31
     q_at = q_ptr + wide * q_row + (head * SHARED + lines // TOKENS)[:, None] * q_head + token[:, None] * q_token
-    q_in = real[:, None] & (pair < PAIRS)[None, :]
-    first = FIRST + pair * STEP
-    q_a = tl.load(q_at + first[None, :], q_in, 0.0).to(tl.float32)
-    q_b = tl.load(q_at + (first + SECOND)[None, :], q_in, 0.0).to(tl.float32)
+    q_in, first, is_a = real[:, None] & (pair < PAIRS)[None, :], FIRST + pair * STEP, (tl.arange(0, 2) == 0)[None, :, None]
+    q_pairs = q_at[:, :, None] + tl.arange(0, 2)[None, :, None] * SECOND + first[None, None, :]
+    q_pairs = tl.load(q_pairs, q_in[:, None, :], 0.0).to(tl.float32)
     if REST > 0:
         q_rest = tl.load(q_at + (REST_FIRST + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
     acc = tl.zeros([LINES, VALUES_UP], tl.float32)
     top, total = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
+    near = tl.arange(0, BLOCK)
     for start in range(tl.program_id(0) * BLOCK, slots, tl.num_programs(0) * BLOCK):
-        slot = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        slot, far = start + near, tl.full([], start, tl.int64)
         w_at = where_ptr + wide * where_row + token[:, None] * slots + slot[None, :]
         piece = tl.load(w_at, real[:, None] & (slot < slots)[None, :], 255).to(tl.int32)
         seen = tl.min(piece, 0) < 255
         if tl.max(seen.to(tl.int32), 0) > 0:
-            k_at = k_ptr + wide * k_row + head * k_head + slot[None, :] * k_token
+            k_at = k_ptr + wide * k_row + head * k_head + far * k_token + near[None, :] * k_token
             k_in = seen[None, :] & (pair < PAIRS)[:, None]
             k_a = tl.load(k_at + first[:, None], k_in, 0.0)
             k_b = tl.load(k_at + (first + SECOND)[:, None], k_in, 0.0)
             if REST > 0:
                 k_rest = tl.load(k_at + (REST_FIRST + rest)[:, None], seen[None, :] & (rest < REST)[:, None], 0.0)
-            v_at = v_ptr + wide * v_row + head * v_head + slot[:, None] * v_token + value[None, :]
+            v_at = v_ptr + wide * v_row + head * v_head + far * v_token + near[:, None] * v_token + value[None, :]
             v = tl.load(v_at, seen[:, None] & (value < VALUES)[None, :], 0.0)
             shared = tl.zeros([LINES, BLOCK], tl.float32)
             if REST > 0:
@@ -111,12 +111,14 @@ def _attend(
             for number in tl.static_range(PIECES):
                 chosen = piece == number
                 if tl.max(tl.max(chosen.to(tl.int32), 1), 0) > 0:
-                    turn = (wide * query_row + number * TOKENS + token)[:, None] * PAIRS + pair[None, :]
+                    turn = (row * query_row + number * TOKENS + token)[:, None] * PAIRS + pair[None, :]
                     cos, sin = tl.load(query_cos_ptr + turn, q_in, 1.0), tl.load(query_sin_ptr + turn, q_in, 0.0)
-                    a, b = _turned(q_a, q_b, cos, sin)
+                    # Sums, as the compiler would rotate copies of the queries in every warp otherwise.
+                    a = tl.sum(q_pairs * tl.where(is_a, cos[:, None, :], -sin[:, None, :]), 1)
+                    b = tl.sum(q_pairs * tl.where(is_a, sin[:, None, :], cos[:, None, :]), 1)
                     x, y = k_a, k_b
                     if (TURNED >> number) % 2 == 1:
-                        turn_k = (wide * key_row + slot)[None, :] * PAIRS + pair[:, None]
+                        turn_k = wide * key_row * PAIRS + far * PAIRS + (near[None, :] * PAIRS + pair[:, None])
                         new = k_in & (slot >= settled)[None, :]
                         cos_k, sin_k = tl.load(key_cos_ptr + turn_k, new, 1.0), tl.load(key_sin_ptr + turn_k, new, 0.0)
                         x, y = _turned(k_a.to(tl.float32), k_b.to(tl.float32), cos_k, sin_k)
@@ -234,6 +236,7 @@ def attend_rows(
         CAPPED=softcap is not None, PAIRS=pairs, REST=rest, REST_FIRST=0 if form.tail else 2 * pairs,
         FIRST=first, STEP=2 if form.interleaved else 1, SECOND=1 if form.interleaved else pairs,
         LINES=lines, BLOCK=block, PAIRS_UP=_up(pairs), REST_UP=_up(rest), **sizes,
+        num_warps=4 if lines * slot_bytes <= 8192 else 8,
     )  # fmt: skip
     _merge[(shared * tokens, groups)](
         parts, lse, q if sinks is None else sinks, out, splits, *out.stride()[:3],
