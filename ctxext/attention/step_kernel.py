@@ -1,17 +1,14 @@
 """One step of decoding on a GPU in two kernels: a few new queries over all keys of a cache, in pieces of positions.
 
-The slots of a cache are dealt to programs in blocks. A program skips the keys and values of a block in which no query
-sees anything, rotates queries and keys in registers as the piece of each pair needs, and keeps one softmax for all
-pieces. The second kernel merges the programs by log-sum-exp. All query heads that read one key head share its memory.
-
-The host reads nothing from the device, so that a CUDA graph can hold a step.
+A program walks every n-th block of slots, for all query heads that read one key head. It skips the keys and values of a
+block in which no query sees anything, rotates queries and keys in registers as the pieces of the block need it, and
+keeps one softmax for all pieces. The second kernel merges the programs by log-sum-exp. The host reads nothing from the
+device, so that a CUDA graph can hold a step.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
-from collections.abc import Callable
 from typing import Any, no_type_check
 
 import torch
@@ -24,17 +21,11 @@ if INSTALLED:
     import triton
     import triton.language as tl
 
-HIDDEN = 255
-"""Piece number of a pair that no query sees."""
-
+HIDDEN = 255  # the piece of a pair that is not seen
 MOST_PIECES = 4
-"""Most pieces that one call takes."""
-
-PROGRAMS = 512
-"""Programs of a step, four for each processor of a large GPU; the same number everywhere, so the same bits."""
-
-LOG2E = math.log2(math.e)
+PROGRAMS = 512  # four for each processor of a large GPU; the same number everywhere, so the same bits
 BLOCK_BYTES = 1 << 16  # keys and values of one block, in registers and shared memory
+LOG2E = 1.4426950408889634
 
 
 def available(device: torch.device) -> bool:
@@ -44,24 +35,9 @@ def available(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
-def _kernel(*changing: str) -> Callable[[Any], Any]:
+def _kernel(*changing: str) -> Any:
     """Return the decorator of a kernel, whose numbers ``changing`` from step to step compile nothing."""
     return triton.jit(do_not_specialize=changing) if INSTALLED else lambda function: function
-
-
-@_kernel()
-@no_type_check
-def _turned(a, b, cos, sin):
-    return a * cos - b * sin, b * cos + a * sin
-
-
-@_kernel()
-@no_type_check
-def _tanh(x):
-    """Compute the hyperbolic tangent: by its series near 0, where the closed form loses digits."""
-    y = x * x
-    series = x * (1 - y * (1 / 3 - y * (2 / 15 - y * (17 / 315 - y * (62 / 2835 - y * (1382 / 155925))))))
-    return tl.where(y < 0.09, series, 1 - 2 / (1 + tl.exp(2 * x)))
 
 
 @_kernel("slots", "settled", "where_row", "key_row")
@@ -71,25 +47,24 @@ def _attend(
     slots, settled, scale, cap, bias0, bias1, bias2, bias3,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, where_row, query_row, key_row,
     HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, TURNED: tl.constexpr,
-    CAPPED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr, STEP: tl.constexpr,
-    SECOND: tl.constexpr, FIRST: tl.constexpr, REST_FIRST: tl.constexpr,
+    CAPPED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    FIRST: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr, REST_FIRST: tl.constexpr,
     LINES: tl.constexpr, BLOCK: tl.constexpr, PAIRS_UP: tl.constexpr, REST_UP: tl.constexpr, VALUES_UP: tl.constexpr,
 ):  # fmt: skip
     """Attend to every n-th block of slots: ``LINES`` lines, one for each query of each head, over one key head."""
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     lines = tl.program_id(2) * LINES + tl.arange(0, LINES)
     real, token = lines < SHARED * TOKENS, lines % TOKENS
-    pair, rest, value = tl.arange(0, PAIRS_UP), tl.arange(0, REST_UP), tl.arange(0, VALUES_UP)
+    pair, rest = tl.arange(0, PAIRS_UP), tl.arange(0, REST_UP)
+    value, near = tl.arange(0, VALUES_UP), tl.arange(0, BLOCK)
     wide, head = row.to(tl.int64), head.to(tl.int64)  # offsets may pass 2**31
     q_at = q_ptr + wide * q_row + (head * SHARED + lines // TOKENS)[:, None] * q_head + token[:, None] * q_token
-    q_in, first, is_a = real[:, None] & (pair < PAIRS)[None, :], FIRST + pair * STEP, (tl.arange(0, 2) == 0)[None, :, None]
-    q_pairs = q_at[:, :, None] + tl.arange(0, 2)[None, :, None] * SECOND + first[None, None, :]
-    q_pairs = tl.load(q_pairs, q_in[:, None, :], 0.0).to(tl.float32)
+    first, second, q_in = FIRST + pair * STEP, tl.arange(0, 2)[None, :, None], real[:, None] & (pair < PAIRS)[None, :]
+    q_pairs = tl.load(q_at[:, :, None] + second * SECOND + first[None, None, :], q_in[:, None, :], 0.0).to(tl.float32)
     if REST > 0:
         q_rest = tl.load(q_at + (REST_FIRST + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
     acc = tl.zeros([LINES, VALUES_UP], tl.float32)
-    top, total = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
-    near = tl.arange(0, BLOCK)
+    top, total = tl.full([LINES], -1e30, tl.float32), tl.zeros([LINES], tl.float32)  # finite: differences are numbers
     for start in range(tl.program_id(0) * BLOCK, slots, tl.num_programs(0) * BLOCK):
         slot, far = start + near, tl.full([], start, tl.int64)
         w_at = where_ptr + wide * where_row + token[:, None] * slots + slot[None, :]
@@ -98,14 +73,12 @@ def _attend(
         if tl.max(seen.to(tl.int32), 0) > 0:
             k_at = k_ptr + wide * k_row + head * k_head + far * k_token + near[None, :] * k_token
             k_in = seen[None, :] & (pair < PAIRS)[:, None]
-            k_a = tl.load(k_at + first[:, None], k_in, 0.0)
-            k_b = tl.load(k_at + (first + SECOND)[:, None], k_in, 0.0)
-            if REST > 0:
-                k_rest = tl.load(k_at + (REST_FIRST + rest)[:, None], seen[None, :] & (rest < REST)[:, None], 0.0)
+            k_a, k_b = tl.load(k_at + first[:, None], k_in, 0.0), tl.load(k_at + (first + SECOND)[:, None], k_in, 0.0)
             v_at = v_ptr + wide * v_row + head * v_head + far * v_token + near[:, None] * v_token + value[None, :]
             v = tl.load(v_at, seen[:, None] & (value < VALUES)[None, :], 0.0)
             shared = tl.zeros([LINES, BLOCK], tl.float32)
             if REST > 0:
+                k_rest = tl.load(k_at + (REST_FIRST + rest)[:, None], seen[None, :] & (rest < REST)[:, None], 0.0)
                 shared = tl.dot(q_rest, k_rest, shared, input_precision="ieee")
             score = tl.full([LINES, BLOCK], float("-inf"), tl.float32)
             for number in tl.static_range(PIECES):
@@ -114,24 +87,25 @@ def _attend(
                     turn = (row * query_row + number * TOKENS + token)[:, None] * PAIRS + pair[None, :]
                     cos, sin = tl.load(query_cos_ptr + turn, q_in, 1.0), tl.load(query_sin_ptr + turn, q_in, 0.0)
                     # Sums, as the compiler would rotate copies of the queries in every warp otherwise.
-                    a = tl.sum(q_pairs * tl.where(is_a, cos[:, None, :], -sin[:, None, :]), 1)
-                    b = tl.sum(q_pairs * tl.where(is_a, sin[:, None, :], cos[:, None, :]), 1)
+                    a = tl.sum(q_pairs * tl.where(second == 1, -sin[:, None, :], cos[:, None, :]), 1)
+                    b = tl.sum(q_pairs * tl.where(second == 1, cos[:, None, :], sin[:, None, :]), 1)
                     x, y = k_a, k_b
                     if (TURNED >> number) % 2 == 1:
                         turn_k = wide * key_row * PAIRS + far * PAIRS + (near[None, :] * PAIRS + pair[:, None])
                         new = k_in & (slot >= settled)[None, :]
                         cos_k, sin_k = tl.load(key_cos_ptr + turn_k, new, 1.0), tl.load(key_sin_ptr + turn_k, new, 0.0)
-                        x, y = _turned(k_a.to(tl.float32), k_b.to(tl.float32), cos_k, sin_k)
-                        x, y = x.to(k_a.dtype), y.to(k_b.dtype)
+                        x = (k_a * cos_k - k_b * sin_k).to(k_a.dtype)
+                        y = (k_b * cos_k + k_a * sin_k).to(k_a.dtype)
                     s = tl.dot(a.to(x.dtype), x, shared, input_precision="ieee")
                     s = tl.dot(b.to(y.dtype), y, s, input_precision="ieee") * scale
-                    if CAPPED:
-                        s = cap * _tanh(s)
+                    if CAPPED:  # tanh, by its series near 0, where the closed form loses digits
+                        z = s * s
+                        z = 1 - z * (1 / 3 - z * (2 / 15 - z * (17 / 315 - z * (62 / 2835 - z * (1382 / 155925)))))
+                        s = cap * tl.where(tl.abs(s) < 0.3, s * z, 1 - 2 / (1 + tl.exp(2 * s)))
                     bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else bias3))
                     score = tl.where(chosen, s + bias, score)
             before, top = top, tl.maximum(top, tl.max(score, 1))
-            safe = tl.where(top == float("-inf"), 0.0, top)
-            weight, kept = tl.exp2(score - safe[:, None]), tl.exp2(before - safe)
+            weight, kept = tl.exp2(score - top[:, None]), tl.exp2(before - top)
             total = total * kept + tl.sum(weight, 1)
             acc = tl.dot(weight.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
     line = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (SHARED * TOKENS) + lines
@@ -150,24 +124,23 @@ def _merge(
 ):  # fmt: skip
     """Merge the parts of one query of one head by their log-sum-exp, and the sink of the head, which gives nothing."""
     line, group = tl.program_id(0), tl.program_id(1)
-    value = tl.arange(0, VALUES_UP)
-    head = group % HEADS * SHARED + line // TOKENS
-    acc, top, total = tl.zeros([VALUES_UP], tl.float32), tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
+    value, head = tl.arange(0, VALUES_UP), group % HEADS * SHARED + line // TOKENS
+    acc = tl.zeros([VALUES_UP], tl.float32)
+    top, total = tl.full([], -1e30, tl.float32), tl.zeros([], tl.float32)
     if SINKS:
         top, total = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634, total + 1
     for start in range(0, splits, BLOCK):
         split = start + tl.arange(0, BLOCK)
         at = (group.to(tl.int64) * splits + split) * (SHARED * TOKENS) + line
         lse = tl.load(lse_ptr + at, split < splits, float("-inf"))
-        seen = (lse > float("-inf"))[:, None] & (value < VALUES)[None, :]
+        seen = (lse > -1e30)[:, None] & (value < VALUES)[None, :]
         part = tl.load(part_ptr + at[:, None] * VALUES + value[None, :], seen, 0.0)
         before, top = top, tl.maximum(top, tl.max(lse, 0))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        weight, kept = tl.exp2(lse - safe), tl.exp2(before - safe)
+        weight, kept = tl.exp2(lse - top), tl.exp2(before - top)
         total = total * kept + tl.sum(weight, 0)
         acc = acc * kept + tl.sum(part * weight[:, None], 0)
     place = out_ptr + (group // HEADS).to(tl.int64) * out_row + head * out_head + line % TOKENS * out_token + value
-    tl.store(place, (acc / tl.where(total > 0, total, 1.0)).to(out_ptr.dtype.element_ty), value < VALUES)
+    tl.store(place, (acc / total).to(out_ptr.dtype.element_ty), value < VALUES)
 
 
 def _up(length: int) -> int:
@@ -191,30 +164,30 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend from a few new queries to all slots of a cache, each pair in the form of its piece.
+    """Attend from a few new queries to all slots of a cache, each pair in the form of its piece, without gradients.
+
+    Return ``[batch, heads, tokens, value_dim]``; 0 for a query that sees nothing.
 
     Args:
         q: queries as the model rotated them, ``[batch, heads, tokens, head_dim]``.
         k: keys as the model rotated them, ``[batch, key heads, slots, head_dim]``.
         v: values, ``[batch, key heads, slots, value_dim]``.
-        where: number of the piece of each pair, ``HIDDEN`` for one that is not seen; uint8 ``[batch or 1, tokens, slots]``.
-        query_turns: cosines and sines of the further rotation of queries, float32 ``[batch or 1, pieces, tokens, pairs]``.
-        key_turn: cosines and sines of the further rotation of keys, float32 ``[batch or 1, slots, pairs]``.
-        turned: for each piece, True if its keys take ``key_turn``.
-        biases: the constant of each piece, added to its scores.
+        where: pieces of all pairs, or ``HIDDEN``, uint8 ``[batch or 1, tokens, slots]``.
+        query_turns: cosines and sines of further rotations of queries, ``[batch or 1, pieces, tokens, pairs]``.
+        key_turn: cosines and sines of the further rotation of keys, ``[batch or 1, slots, pairs]``.
+        turned: truth for each piece whose keys take ``key_turn``.
+        biases: constants that pieces add to their scores; at most ``MOST_PIECES`` pieces.
+        scale: factor of all scores.
+        form: dimensions that rotate; angles are those of ``form.backwards`` already.
         settled: slots from the start whose keys have ``key_turn`` already.
-        softcap: bound of each score before its bias, which ``tanh`` approaches.
-        sinks: learned score of each head that takes weight and gives nothing, ``[heads]``.
-
-    Returns:
-        The output, ``[batch, heads, tokens, value_dim]``; 0 for a query that sees nothing.
+        softcap: bound of a score before its bias, which ``tanh`` approaches.
+        sinks: learned scores, one of each head, that take weight and give nothing.
     """
     (batch, heads, tokens, width), (key_heads, slots) = q.shape, k.shape[1:3]
-    shared, values, pairs = heads // key_heads, v.shape[3], query_turns[0].shape[3]
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    where, query_cos, query_sin = where.contiguous(), query_turns[0].contiguous(), query_turns[1].contiguous()
-    key_cos, key_sin = (x.contiguous() for x in key_turn or query_turns)
-    first, rest = width - 2 * pairs if form.tail else 0, width - 2 * pairs
+    q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
+    where, (query_cos, query_sin) = where.contiguous(), [x.contiguous() for x in query_turns]
+    key_cos, key_sin = [x.contiguous() for x in key_turn or query_turns]  # the latter are not read
+    shared, values, pairs, rest = heads // key_heads, v.shape[3], query_cos.shape[3], width - 2 * query_cos.shape[3]
     slot_bytes = (2 * _up(pairs) + (_up(rest) if rest else 0) + _up(values)) * k.element_size()
     block = min(64, max(16, 1 << (BLOCK_BYTES // slot_bytes).bit_length() - 1))
     lines = max(16, min(64, _up(shared * tokens), 8192 // _up(values)))
@@ -222,19 +195,17 @@ def attend_rows(
     splits = max(1, min(-(-slots // block), PROGRAMS // (groups * lots)))
     parts = q.new_empty(groups, splits, shared * tokens, values, dtype=torch.float32)
     lse = q.new_empty(groups, splits, shared * tokens, dtype=torch.float32)
-    # Memory in the order that the layers expect, so that they need no copy.
-    out = q.new_empty(batch, tokens, heads, values).transpose(1, 2)
+    out = q.new_empty(batch, tokens, heads, values).transpose(1, 2)  # in the order that layers expect
     biases = tuple(bias * LOG2E for bias in biases) + (0.0,) * (MOST_PIECES - len(biases))
     sizes = {"HEADS": key_heads, "SHARED": shared, "TOKENS": tokens, "VALUES": values, "VALUES_UP": _up(values)}
     _attend[(splits, groups, lots)](
         q, k, v, where, query_cos, query_sin, key_cos, key_sin, parts, lse,
         slots, settled, scale / softcap if softcap else scale * LOG2E, (softcap or 0.0) * LOG2E, *biases,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        tokens * slots if where.shape[0] > 1 else 0,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens * slots if where.shape[0] > 1 else 0,
         len(turned) * tokens if query_cos.shape[0] > 1 else 0, slots if key_cos.shape[0] > 1 else 0,
         PIECES=len(turned), TURNED=sum(1 << piece for piece, turns in enumerate(turned) if turns),
         CAPPED=softcap is not None, PAIRS=pairs, REST=rest, REST_FIRST=0 if form.tail else 2 * pairs,
-        FIRST=first, STEP=2 if form.interleaved else 1, SECOND=1 if form.interleaved else pairs,
+        FIRST=rest if form.tail else 0, STEP=2 if form.interleaved else 1, SECOND=1 if form.interleaved else pairs,
         LINES=lines, BLOCK=block, PAIRS_UP=_up(pairs), REST_UP=_up(rest), **sizes,
         num_warps=4 if lines * slot_bytes <= 8192 else 8,
     )  # fmt: skip
