@@ -1,4 +1,4 @@
-"""Run by test_step_kernel in its own process, in Triton's interpreter: the kernels of a step beside float64, as JSON."""
+"""Run by test_step_kernel in its own process, in Triton's interpreter: errors of the kernels of a step, as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ctxext.attention import step_kernel
 from ctxext.attention.pieces import RotationForm
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Dimensions of a head, those of a value, and pairs that rotate: whole, partial, odd, and latent heads.
+# Dimensions of a head, those of a value, and pairs that rotate: all of a head, a part, odd numbers, latent attention.
 WIDTHS = [
     (32, 32, 16),
     (64, 64, 32),
@@ -28,78 +28,65 @@ WIDTHS = [
     (96, 64, 16),
     (80, 80, 40),
 ]
-HEADS = [(4, 4), (4, 2), (8, 2), (6, 1)]
+CHOICES: dict[str, list[Any]] = {
+    "dtype": [*DTYPES],
+    "pieces": [1, 2, 3],
+    "tokens": [1, 3, 8],
+    "heads": [(4, 4), (4, 2), (8, 2), (6, 1)],
+    "width": WIDTHS,
+    "slots": [7, 63, 129, 150, 200],
+    "softcap": [None, 5.0, 50.0],
+    "settled": [0, 0.3],
+    **{name: [False, True] for name in ("interleaved", "tail", "sinks", "padded", "blind", "turned", "spread")},
+}
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Return the setting of one seed: every value of a choice appears within a few consecutive seeds."""
+    """Return the setting of one seed; of consecutive seeds, the first three choices see all their combinations first."""
     draw = random.Random(seed)
-    pieces = 1 + (seed + 1) % 3
-    turned = [pieces > 1 and (draw.random() < 0.3) for _ in range(pieces - 1)] + [draw.random() < 0.8]
-    slots = draw.choice([7, 63, 129, 150, 200])
-    return {
+    setting = {name: draw.choice(choices) for name, choices in CHOICES.items()}
+    setting |= {
         "seed": seed,
         "dtype": [*DTYPES][seed % 3],
-        "width": WIDTHS[seed % len(WIDTHS)],
-        "heads": HEADS[seed % len(HEADS)],
-        "tokens": [1, 3, 8, 2][seed // 2 % 4],
-        "slots": slots,
-        "interleaved": draw.random() < 0.4,
-        "tail": draw.random() < 0.4,
-        "turned": turned,
-        "biases": [draw.choice([0.0, 0.7, -math.log(4)]) for _ in range(pieces)],
-        "settled": draw.choice([0, slots // 3]) if turned[-1] else 0,
-        "softcap": draw.choice([None, None, 5.0, 50.0]),
-        "sinks": draw.random() < 0.4,
-        "padded": draw.random() < 0.5,
-        "blind": draw.random() < 0.3,
-        "shared": draw.random() < 0.5,
+        "pieces": 1 + seed // 3 % 3,
+        "tokens": [1, 3, 8][seed // 2 % 3],
     }
+    setting["biases"] = [draw.choice([0.0, 0.7, -math.log(4)]) for _ in range(setting["pieces"])]
+    # Keys of the last piece are rotated, and perhaps those of others.
+    setting["turned"] = [setting["turned"] and draw.random() < 0.5 for _ in setting["biases"][1:]] + [setting["turned"]]
+    setting["settled"] = int(setting["settled"] * setting["slots"]) if setting["turned"][-1] else 0
+    return setting
 
 
 class Case:
-    """The tensors of a setting; what nobody sees is not a number in keys and values."""
+    """The tensors of a setting; keys and values that no query sees are not numbers."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         self.setting, generator = setting, torch.Generator().manual_seed(setting["seed"])
         (width, values, self.pairs), (heads, key_heads) = setting["width"], setting["heads"]
-        tokens, slots, pieces, dtype = (
-            setting["tokens"],
-            setting["slots"],
-            len(setting["turned"]),
-            DTYPES[setting["dtype"]],
-        )
-        rows = 1 if setting["shared"] else 2
+        tokens, slots, pieces = setting["tokens"], setting["slots"], setting["pieces"]
+        rows = 2 if setting["padded"] else 1
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        # Tokens before heads in memory, as projections give them.
-        self.q, self.k, self.v = (
-            (normal(2, length, count, size).to(dtype) * gain).transpose(1, 2)
-            for length, count, size, gain in (
-                (tokens, heads, width, 1.5),
-                (slots, key_heads, width, 1),
-                (slots, key_heads, values, 1),
-            )
-        )
+        # Tokens lie before heads in memory, as projections give them.
+        shapes = (tokens, heads, width), (slots, key_heads, width), (slots, key_heads, values)
+        q, k, v = (normal(2, *shape).to(DTYPES[setting["dtype"]]).transpose(1, 2) for shape in shapes)
+        self.q = q * 1.5
         self.sinks = normal(heads) if setting["sinks"] else None
-        self.query_angles = normal(rows, pieces, tokens, self.pairs) * 3
-        self.key_angles = normal(rows, slots, self.pairs) * 3 if any(setting["turned"]) else None
-        # The nearest keys are those of the first piece, and so on; later slots hold nothing yet.
+        self.query_angles = normal(2 if setting["spread"] else 1, pieces, tokens, self.pairs) * 3
+        self.key_angles = normal(rows, slots, self.pairs) * 3 if setting["turned"][-1] else None
+        # The nearest keys are those of the first piece, and so on; the last slots hold nothing yet.
         filled = max(tokens, slots - slots // 5)
         distance = torch.arange(filled - tokens, filled)[:, None] - torch.arange(slots)
-        piece = (distance * pieces // max(filled, 1)).clamp(max=pieces - 1)
-        where = piece.masked_fill(distance < 0, step_kernel.HIDDEN).expand(rows, -1, -1).clone()
-        if setting["padded"]:
-            where[-1, :, : slots // 4] = step_kernel.HIDDEN
-        if setting["blind"]:
-            where[0, 0] = step_kernel.HIDDEN
-        if setting["settled"]:  # only a piece with rotated keys reads those that are settled
-            where[:, :, : setting["settled"]].masked_fill_(where[:, :, : setting["settled"]] < pieces - 1, pieces - 1)
-        self.where = where.to(torch.uint8)
-        hidden = (where == step_kernel.HIDDEN).all(1).expand(2, -1)[:, None, :, None]
-        self.k, self.v = (x.masked_fill(hidden, math.nan) for x in (self.k, self.v))
+        piece = (distance * pieces // filled).clamp(max=pieces - 1)
+        piece[:, : setting["settled"]] = pieces - 1  # only a piece with rotated keys reads those that are settled
+        self.where = piece.masked_fill(distance < 0, step_kernel.HIDDEN).to(torch.uint8).repeat(rows, 1, 1)
+        self.where[-1, :, : slots // 4] = step_kernel.HIDDEN if setting["padded"] else self.where[-1, :, : slots // 4]
+        self.where[0, 0] = step_kernel.HIDDEN if setting["blind"] else self.where[0, 0]
+        hidden = (self.where == step_kernel.HIDDEN).all(1).expand(2, -1)[:, None, :, None]
+        self.k, self.v = (x.masked_fill(hidden, math.nan) for x in (k, v))
 
     def kernels(self) -> Tensor:
         """Return the output of the kernels."""
@@ -114,7 +101,7 @@ class Case:
         )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Compute naive attention in ``dtype``: all scores of every piece, and one softmax with the sink as a column."""
+        """Compute naive attention in ``dtype``: scores of every piece, and one softmax with the sink as a column."""
         setting, repeat = self.setting, self.q.shape[1] // self.k.shape[1]
         q, k, v = (x.nan_to_num().to(dtype) for x in (self.q, self.k, self.v))
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -150,7 +137,7 @@ class Case:
 
 def error(found: Tensor, right: Tensor) -> float:
     """Return the norm of the difference, in parts of the norm of the right one."""
-    return float((found.double() - right).norm() / right.norm())
+    return float((found.double() - right).norm() / right.norm().clamp(min=1e-30))
 
 
 def widen_bfloat16() -> None:
