@@ -98,10 +98,10 @@ def _attend(
                         y = (k_b * cos_k + k_a * sin_k).to(k_a.dtype)
                     s = tl.dot(a.to(x.dtype), x, shared, input_precision="ieee")
                     s = tl.dot(b.to(y.dtype), y, s, input_precision="ieee") * scale
-                    if CAPPED:  # tanh, by its series near 0, where the closed form loses digits
+                    if CAPPED:  # tanh, by its continued fraction near 0, where the closed form loses digits
                         z = s * s
-                        z = 1 - z * (1 / 3 - z * (2 / 15 - z * (17 / 315 - z * (62 / 2835 - z * (1382 / 155925)))))
-                        s = cap * tl.where(tl.abs(s) < 0.3, s * z, 1 - 2 / (1 + tl.exp(2 * s)))
+                        z = s * (945 + z * (105 + z)) / (945 + z * (420 + z * 15))
+                        s = cap * tl.where(tl.abs(s) < 0.8, z, 1 - 2 / (1 + tl.exp(2 * s)))
                     bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else bias3))
                     score = tl.where(chosen, s + bias, score)
             before, top = top, tl.maximum(top, tl.max(score, 1))

@@ -42,7 +42,7 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Return the setting of one seed; of consecutive seeds, the first three choices see all their combinations first."""
+    """Return the setting of one seed; the first choices take turns, the others are drawn."""
     draw = random.Random(seed)
     setting = {name: draw.choice(choices) for name, choices in CHOICES.items()}
     setting |= {
@@ -50,6 +50,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "dtype": [*DTYPES][seed % 3],
         "pieces": 1 + seed // 3 % 3,
         "tokens": [1, 3, 8][seed // 2 % 3],
+        "width": WIDTHS[seed % len(WIDTHS)],
     }
     setting["biases"] = [draw.choice([0.0, 0.7, -math.log(4)]) for _ in range(setting["pieces"])]
     # Keys of the last piece are rotated, and perhaps those of others.
@@ -169,6 +170,6 @@ def measured(seed: int) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     widen_bfloat16()
-    step_kernel.PROGRAMS = 12  # so that a program has several blocks
+    step_kernel.PROGRAMS = 8  # so that a program has several blocks
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
         print(json.dumps(measured(seed)))

@@ -18,13 +18,14 @@ from tests._programs import ROOT, ran
 
 triton = pytest.importorskip("triton")
 
-SETTINGS = 18
+SETTINGS = 14
+LLAMA = RotationForm()
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 
 
 @pytest.mark.slow
 def test_the_error_is_at_most_twice_that_of_naive_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, float16 and bfloat16, beside float64; also the same bits twice, and 0 for a query that sees nothing."""
+    """Beside float64, as each dtype allows; also the same bits twice, and 0 for a query that sees nothing."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = ran([str(Path(__file__).with_name("step_program.py")), "0", str(SETTINGS)], ROOT)
     assert done.returncode == 0, done.stderr
@@ -33,11 +34,11 @@ def test_the_error_is_at_most_twice_that_of_naive_attention(monkeypatch: pytest.
     assert [one for one in found if not (one["repeats"] and one["blind is 0"])] == []
     assert {one["dtype"] == one["dtype of output"] for one in found} == {True}
     seen = {name: {str(one[name]) for one in found} for name in found[0]}
-    few = {"dtype": 3, "pieces": 3, "tokens": 3, "heads": 4, "slots": 5, "softcap": 3, "turned": 5, "biases": 8}
+    few = {"dtype": 3, "pieces": 3, "tokens": 3, "heads": 4, "width": 8, "slots": 5, "softcap": 3, "turned": 5}
     assert {name: len(seen[name]) >= least for name, least in few.items()} == dict.fromkeys(few, True)
     assert all(len(seen[name]) == 2 for name in ("interleaved", "tail", "sinks", "padded", "blind", "spread"))
     assert sum(one["blind queries"] > 0 for one in found) >= 3
-    assert sum(one["settled"] > 0 for one in found) >= 3
+    assert sum(one["settled"] > 0 for one in found) >= 2
 
 
 class Launches(list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]):
@@ -72,25 +73,27 @@ def step(
     heads: tuple[int, int] = (32, 8),
     tokens: int = 1,
     slots: int = 4096,
-    form: RotationForm = RotationForm(),
+    form: RotationForm = LLAMA,
     batch: int = 1,
 ) -> dict[str, Any]:
-    """Return the arguments of a step in two pieces, with everything that a kernel can do."""
-    table = torch.zeros(1, 2, tokens, pairs)
-    keys = torch.zeros(1, slots, pairs)
+    """Return the arguments of a step in two pieces, with everything that a kernel can do, and no memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
     return {
-        "q": torch.zeros(batch, heads[0], tokens, width, dtype=dtype),
-        "k": torch.zeros(batch, heads[1], slots, width, dtype=dtype),
-        "v": torch.zeros(batch, heads[1], slots, values, dtype=dtype),
-        "where": torch.zeros(1, tokens, slots, dtype=torch.uint8),
-        "query_turns": (table, table),
-        "key_turn": (keys, keys),
+        "q": empty(batch, heads[0], tokens, width, dtype=dtype),
+        "k": empty(batch, heads[1], slots, width, dtype=dtype),
+        "v": empty(batch, heads[1], slots, values, dtype=dtype),
+        "where": empty(1, tokens, slots, dtype=torch.uint8),
+        "query_turns": (empty(1, 2, tokens, pairs), empty(1, 2, tokens, pairs)),
+        "key_turn": (empty(1, slots, pairs), empty(1, slots, pairs)),
         "turned": (False, True),
         "biases": (0.0, -1.0),
         "scale": 0.1,
         "form": form,
         "softcap": 30.0,
-        "sinks": torch.zeros(heads[0]),
+        "sinks": empty(heads[0]),
     }
 
 
