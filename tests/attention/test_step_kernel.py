@@ -36,7 +36,7 @@ def test_the_error_is_at_most_twice_that_of_naive_attention(monkeypatch: pytest.
     seen = {name: {str(one[name]) for one in found} for name in found[0]}
     few = {"dtype": 3, "pieces": 3, "tokens": 3, "heads": 4, "width": 8, "slots": 5, "softcap": 3, "turned": 5}
     assert {name: len(seen[name]) >= least for name, least in few.items()} == dict.fromkeys(few, True)
-    assert all(len(seen[name]) == 2 for name in ("interleaved", "tail", "sinks", "padded", "blind", "spread"))
+    assert all(len(seen[name]) == 2 for name in ("interleaved", "tail", "sinks", "padded", "blind", "spread", "split"))
     assert sum(one["blind queries"] > 0 for one in found) >= 3
     assert sum(one["settled"] > 0 for one in found) >= 2
 
@@ -85,7 +85,7 @@ def step(
         "q": empty(batch, heads[0], tokens, width, dtype=dtype),
         "k": empty(batch, heads[1], slots, width, dtype=dtype),
         "v": empty(batch, heads[1], slots, values, dtype=dtype),
-        "where": empty(1, tokens, slots, dtype=torch.uint8),
+        "where": empty(1, 1, tokens, slots, dtype=torch.uint8),
         "query_turns": (empty(1, 2, tokens, pairs), empty(1, 2, tokens, pairs)),
         "key_turn": (empty(1, slots, pairs), empty(1, slots, pairs)),
         "turned": (False, True),
