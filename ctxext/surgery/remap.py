@@ -34,7 +34,6 @@ from ctxext.surgery.attend import (
 from ctxext.surgery.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.layout_mask import LayoutMask
 from ctxext.surgery.paged_batch import pads_little
 from ctxext.surgery.positions import cache_layer_of, change_later, replace_cache_layer
@@ -622,7 +621,6 @@ def install_pieces(
     if is_latent and (far.reach or isinstance(method, RetrievalHeads)):
         notes += ("The cache holds all tokens: in latent attention one vector of a token serves all heads.",)
     install_attention(subject, site, by_layer, edits, left=share.left)
-    compile_nothing_in_generate(subject.model, edits)
     exact = attend.exact_length
     first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
     return (*first, *share.notes(), *notes, *attend.backends.notes())
