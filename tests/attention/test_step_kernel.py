@@ -136,12 +136,13 @@ def test_without_triton_nothing_is_imported_and_nothing_available(monkeypatch: p
     ids=["llama", "several", "odd", "latent", "gemma"],
 )
 def test_compiles_for_gpus(
-    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], capability: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any], capability: int, dtype: torch.dtype
 ) -> None:
     """Without a device, for Ampere and Hopper; what a program shares fits all of them."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel, _, args, constants in launched(monkeypatch, dtype=dtype, **setting):
         options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
         signature = {name: _type(value) for name, value in zip(kernel.arg_names, args, strict=False)}
