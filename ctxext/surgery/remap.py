@@ -45,8 +45,8 @@ from ctxext.surgery.subject import Subject
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces reads the values of position_ids, which one compiled, exported or traced graph cannot "
-    "do. Compile with fullgraph=False: the rest of each layer is compiled. Use torch.export with fixed lengths only; "
-    "torch.jit.trace does not work."
+    "do; a step of up to 8 tokens on a static cache can. Compile with fullgraph=False: the rest of each layer is "
+    "compiled. Use torch.export with fixed lengths only; torch.jit.trace does not work."
 )
 
 KNOWN_ARGUMENTS = frozenset(

@@ -14,11 +14,11 @@ import ctxext
 from tests._models import tiny, tokens
 
 if __name__ == "__main__":
-    for method in ("alibi", "hierarchical_summary"):
-        model, prompt = ctxext.patch(tiny(), method, factor=4.0), tokens(40, rows=2)
+    for method in ("alibi", "hierarchical_summary", "self_extend", "dual_chunk", "streaming"):
+        model, prompt = ctxext.patch(tiny(), method, factor=4.0), tokens(60, rows=2)
         mask = torch.ones_like(prompt)
         mask[1, :7] = 0
-        asked: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+        asked: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
         asked |= {"eos_token_id": None, "pad_token_id": 0}
         everywhere = CompileConfig(fullgraph=True, backend="eager")
         everywhere._compile_all_devices = True

@@ -1,13 +1,75 @@
-"""Run by test_remap in its own process: a remapped model is compiled around its attention, and never as one graph."""
+"""Run by test_remap in its own process: steps of remapped models as one graph, in numbers; whole texts around theirs.
+
+A graph replays what it captured, so that numbers are compared at every token across the borders of a method, after the
+cache lost tokens, got its rows in another order, and began another text; shapes would stay right where these go wrong.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
+from transformers import StaticCache
 
 import ctxext
 from tests._models import logits, tiny, tokens
 
-if __name__ == "__main__":
+METHODS: dict[str, dict[str, Any]] = {
+    "self_extend": {"window": 16, "temperature": "logn"},
+    "dual_chunk": {"chunk": 24, "local": 4},
+    "retrieval_heads": {"heads": [0, 3], "window": 20, "temperature": "logn"},
+    "rerope": {"window": 16, "leak": 0.125},
+    "dpe": {"window": 16, "groups": [2, 4]},
+    "string": {"local": 8},
+    "streaming": {"window": 24},
+}
+MOST = 100  # slots of the cache; the model was trained for 64 tokens
+
+
+@torch.no_grad()
+def steps(method: str) -> None:
+    """Read texts token by token through one graph, and compare every token with one pass."""
+    factor, last = (1.5, 95) if method == "string" else (4, MOST - 1)
+    model = ctxext.patch(tiny().double(), method, factor=factor, **METHODS[method])
+    keep = torch.ones(2, MOST, dtype=torch.long)
+    keep[1, :5] = 0
+    places = (keep.cumsum(1) - 1).clamp(min=0)
+    cache = StaticCache(config=model.config, max_cache_len=MOST)
+    graph = torch.compile(model.forward, fullgraph=True, backend="eager")
+
+    first, second = tokens(2 * MOST, rows=2)[:, : 2 * last].split(last, 1)
+    whole = [model(ids, attention_mask=keep[:, :last], position_ids=places[:, :last], use_cache=False).logits
+             for ids in (first, second)]  # fmt: skip
+
+    def read(forward: Any, text: int, start: int, stop: int) -> None:
+        # As generate() does: in the first pass the mask has the length of the tokens, later that of the cache.
+        given = {"attention_mask": keep[:, :stop] if forward is model else keep, "past_key_values": cache}
+        given["position_ids"] = places[:, start:stop].clone()
+        found = forward(input_ids=(first, second)[text][:, start:stop], **given).logits
+        torch.testing.assert_close(found, whole[text][:, start:stop])
+
+    read(model, 0, 0, 12)
+    for at in range(12, 20):
+        read(graph, 0, at, at + 1)
+    cache.crop(-4)
+    for at in range(16, 30):
+        read(graph, 0, at, at + 1)
+    cache.reset()
+    read(model, 1, 0, 55)
+    for at in range(55, 75):
+        read(graph, 1, at, at + 1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    for part in (keep, places, second, whole[1]):
+        part.copy_(part.flip(0))
+    for at in range(75, last):
+        read(graph, 1, at, at + 1)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 1, f"{method}: {graphs} graphs"
+
+
+def texts() -> None:
+    """Read whole texts compiled around attention, and hear why they are not one graph."""
     model = ctxext.patch(tiny().double(), "self_extend", factor=4, window=16)
     compiled = torch.compile(model, backend="eager")
     for length in (150, 101, 40):
@@ -19,3 +81,10 @@ if __name__ == "__main__":
     except torch._dynamo.exc.Unsupported as error:
         said = str(error)
     assert "ctxext: attention in pieces reads the values of position_ids" in said, said
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        texts() if name == "texts" else steps(name)

@@ -610,10 +610,17 @@ def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> Non
     assert error(torch.cat(parts, 1), logits(model, ids)) < EXACT
 
 
-@pytest.mark.nightly
-def test_compiled_it_is_the_same_and_one_graph_is_refused_with_the_reason() -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(("self_extend", "retrieval_heads"), marks=pytest.mark.slow),
+        pytest.param(("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"), marks=pytest.mark.nightly),
+    ],
+    ids=["two", "others"],
+)
+def test_a_step_is_one_graph_and_whole_texts_are_refused_with_the_reason(what: tuple[str, ...]) -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
-    program = [sys.executable, "-m", "tests.contracts.compiled_remap_program"]
+    program = [sys.executable, "-m", "tests.contracts.compiled_remap_program", *what]
     done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
