@@ -40,6 +40,7 @@ class SplitGroups:
 
     far: HeadGroups
     near: HeadGroups
+    _far: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _orders: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -49,8 +50,13 @@ class SplitGroups:
         return cls(HeadGroups(tuple(far), total), HeadGroups(tuple(near), total))
 
     def far_groups(self, device: torch.device) -> Bool[Tensor, " groups"]:
-        """Return which groups read far."""
-        return torch.tensor([number in self.far.numbers for number in range(self.far.total)], device=device)
+        """Return which groups read far; a graph takes the tensor that a call before it has made."""
+        if (known := self._far.get(device)) is not None:
+            return known
+        groups = torch.tensor([number in self.far.numbers for number in range(self.far.total)], device=device)
+        if not torch.compiler.is_compiling():
+            self._far[device] = groups
+        return groups
 
     def far_heads(self, q: Float[Tensor, "batch heads query head_dim"]) -> Bool[Tensor, "heads 1 1"]:
         """Return which query heads read far."""

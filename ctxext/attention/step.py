@@ -1,15 +1,9 @@
 """Attention of a few queries over a long cache, as in decoding: all pieces of a query under one softmax.
 
-Pieces differ in the rotation of the query and, at most in two ways, in that of the keys. So the query is rotated once
-for each piece, and the rows of all its forms meet every key in one product. Of each key, the row of the piece that
-serves the pair counts, and the others get a score of minus infinity::
-
-    rows     [piece 0 | piece 1 | ...] of each query head            one product reads every key once
-    scores   rows @ keys + bias       bias: log weight of the piece, minus infinity for pairs of other pieces
-    out      softmax over all pieces and keys, times the values, summed over pieces
-
-Nothing is merged by log-sum-exp, and no value is read on the host, so that a graph can hold a step: lengths and borders
-are tensors, and shapes are those of the cache. On CUDA one Triton kernel does the same (``step_kernel``).
+Each pair of a query and a slot belongs to one piece or to none. The score of a pair is that of its piece, whose
+rotations the query and perhaps the key get, and one softmax runs over all slots. Nothing is merged by log-sum-exp, and
+no value is read on the host, so that a graph can hold a step: borders are in a tensor of the pieces' numbers, and
+shapes are those of the cache. On CUDA two Triton kernels do all of it (``step_kernel``).
 """
 
 from __future__ import annotations
@@ -22,33 +16,13 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from ctxext.attention.base import Call, without_autocast
+from ctxext.attention.base import Call, expand_heads, without_autocast
 from ctxext.attention.layout import Layout
-from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece
+from ctxext.attention.pieces import RotationForm, TurnedPiece
 from ctxext.attention.step_kernel import HIDDEN, MOST_PIECES, attend_rows, available
 
 FEW = 8
 """Queries of a call that is computed as a step: one token, or the tokens of speculative decoding."""
-
-
-class _Source(NamedTuple):
-    """Keys in one rotation, and what the pieces that read them need.
-
-    Args:
-        pieces: numbers of these pieces.
-        queries: matrices that rotate a query for each piece, ``[rows, query, head_dim, pieces * head_dim]``; None where
-            no piece rotates queries.
-        bias: Number to add to each score, ``[rows, groups or 1, 1, query, pieces, key]``.
-    """
-
-    key: Turn | None
-    pieces: tuple[int, ...]
-    queries: Tensor | None
-    bias: Tensor
-
-    def wide_bias(self, shape: tuple[int, ...]) -> Tensor:
-        """Return the bias of all heads, as one matrix for each row and group."""
-        return self.bias.expand(shape).reshape(shape[0] * shape[1], -1, shape[-1])
 
 
 class StepPlan(NamedTuple):
@@ -56,16 +30,13 @@ class StepPlan(NamedTuple):
 
     Args:
         pieces: Pieces of attention.
-        numbers: Number of the piece that serves each pair, ``[rows, groups or 1, query, key]``.
-        sources: Keys in each rotation; one where the cache holds rotated keys, or no piece rotates any.
-        sees: Queries that see a key, ``[rows, 1, query, 1]``; None where all do.
+        numbers: Number of the piece that serves each pair, ``[rows, groups or 1, query, key]``; ``HIDDEN`` for none.
         for_kernel: Arguments of the kernel that follow ``numbers``; None where there is no kernel.
+        form: Dimensions of a head that rotate, for the kernel.
     """
 
     pieces: tuple[TurnedPiece, ...]
     numbers: Tensor
-    sources: tuple[_Source, ...] = ()
-    sees: Tensor | None = None
     for_kernel: tuple[Any, ...] | None = None
     form: RotationForm = RotationForm()
 
@@ -111,38 +82,30 @@ def attend_step(
     if plan.for_kernel is not None:
         how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
         return attend_rows(q, call.k, v, plan.numbers, *plan.for_kernel, sinks=sinks, **how)
-    batch, heads, length, groups = *q.shape[:3], call.k.shape[1]
+    batch, heads, length, slots = *q.shape[:3], v.shape[2]
+    numbers = plan.numbers if plan.numbers.shape[1] == 1 else expand_heads(plan.numbers, heads)
+    scores = torch.full((batch, heads, length, slots), -math.inf, dtype=wide, device=q.device)
+    turned: dict[Any, Tensor] = {None: call.k}
     with without_autocast(q.device):
-        parts = [_scores(call, source, wide) for source in plan.sources]
-        scores = parts[0] if len(parts) == 1 else torch.cat(parts, 4)
-        count = scores.shape[4]
-        scores = scores.flatten(4)
+        for number, piece in enumerate(plan.pieces):
+            rows = q if piece.query is None else piece.query(q, (0, batch), (0, length))
+            where = piece.key and piece.key.where
+            if piece.key is not None and where not in turned:
+                turned[where] = piece.key(call.k, (0, batch), (0, slots))
+            score = _by_group(rows.to(wide), turned[where].to(wide).transpose(2, 3)) * call.scale
+            if call.softcap is not None:
+                score = call.softcap * torch.tanh(score / call.softcap)
+            scores = torch.where(numbers == number, score + piece.bias, scores)
         if sinks is not None:
-            sink = sinks.to(wide).view(groups, -1, 1, 1).expand(batch, -1, -1, length, 1)
-            scores = torch.cat([scores, sink], -1)
-        weights = scores.softmax(-1)[..., : count * v.shape[2]].to(v.dtype).reshape(batch * groups, -1, v.shape[2])
-        out = torch.bmm(weights, v.reshape(batch * groups, *v.shape[2:])).view(batch, heads, length, count, -1)
-        out = out.sum(3) if count > 1 else out[:, :, :, 0]
-        return out if plan.sees is None else torch.where(plan.sees, out, 0)
+            scores = torch.cat([scores, sinks.to(wide).view(1, -1, 1, 1).expand(batch, -1, length, 1)], -1)
+        weights = torch.where(numbers == HIDDEN, 0, scores.softmax(-1)[..., :slots])  # a row that sees nothing has NaN
+        return _by_group(weights.to(v.dtype), v)
 
 
-def _scores(call: Call, source: _Source, wide: torch.dtype) -> Tensor:
-    """Return the scores of one source, ``[batch, groups, shared, query, pieces, key]``, in the precision ``wide``."""
-    q, k = call.q, call.k
-    (batch, heads, length, width), groups, count = q.shape, k.shape[1], len(source.pieces)
-    if source.key is not None:
-        k = source.key(k, (0, batch), (0, k.shape[2]))
-    rows = q[:, :, :, None].expand(-1, -1, -1, count, -1)
-    if source.queries is not None:
-        turned = q.transpose(1, 2).to(wide) @ source.queries
-        rows = turned.view(batch, length, heads, count, width).transpose(1, 2)
-    rows, keys = rows.to(q.dtype).reshape(batch * groups, -1, width).to(wide), k.reshape(batch * groups, -1, width)
-    keys = keys.transpose(1, 2).to(wide)
-    shape = (batch, groups, heads // groups, length, count, k.shape[2])
-    if call.softcap is not None:
-        capped = call.softcap * torch.tanh(torch.bmm(rows, keys) * (call.scale / call.softcap))
-        return capped.view(shape) + source.bias
-    return torch.baddbmm(source.wide_bias(shape), rows, keys, alpha=call.scale).view(shape)
+def _by_group(rows: Tensor, columns: Tensor) -> Tensor:
+    """Multiply ``[batch, heads, query, n]`` by ``[batch, groups, n, m]``, all heads of a group at once."""
+    folded = rows.reshape(*columns.shape[:2], -1, rows.shape[3]) @ columns
+    return folded.view(*rows.shape[:3], columns.shape[3])
 
 
 def plan_step(
@@ -152,7 +115,6 @@ def plan_step(
     *,
     few: Sequence[TurnedPiece] = (),
     many: Tensor | None = None,
-    is_settled: bool = False,
 ) -> StepPlan:
     """Return the plan of a step on a layout.
 
@@ -160,27 +122,10 @@ def plan_step(
         pieces: Pieces of attention; all keys that some of them rotate are rotated alike.
         few: Pieces of the other groups, where ``many`` names those that attend in ``pieces``, bool ``[groups]``.
         q: Queries of one layer, ``[batch, heads, query, head_dim]``.
-        is_settled: True where the cache holds keys as the last piece rotates them, in the slots that such pieces read.
     """
-    numbers, wide = served_by(layout, pieces, few, many), torch.promote_types(q.dtype, torch.float32)
-    pieces = (*pieces, *few)
-    if takes_kernel(q) and len(pieces) <= MOST_PIECES:
-        return _for_kernel(pieces, numbers, q)
-    nothing = torch.full(numbers.shape, -math.inf, dtype=wide, device=numbers.device)
-    keys: list[Turn | None] = [None]
-    if not is_settled:
-        keys = list({piece.key and piece.key.where: piece.key for piece in pieces}.values())
-    sources = []
-    for key in keys:
-        where = key and key.where
-        mine = tuple(
-            index for index, piece in enumerate(pieces) if is_settled or (piece.key and piece.key.where) == where
-        )
-        bias = torch.stack([nothing.masked_fill(numbers == index, pieces[index].bias) for index in mine], 3)
-        matrices = _matrices([pieces[index].query for index in mine], layout, q, wide)
-        sources.append(_Source(key, mine, matrices, bias[:, :, None]))
-    sees = None if layout.query_documents is None else (numbers != HIDDEN).any(-1, keepdim=True).any(1, keepdim=True)
-    return StepPlan(pieces, numbers, tuple(sources), sees)
+    numbers, pieces = served_by(layout, pieces, few, many), (*pieces, *few)
+    by_kernel = takes_kernel(q) and len(pieces) <= MOST_PIECES
+    return _for_kernel(pieces, numbers, q) if by_kernel else StepPlan(pieces, numbers)
 
 
 def takes_kernel(q: Tensor) -> bool:
@@ -203,17 +148,3 @@ def _for_kernel(pieces: tuple[TurnedPiece, ...], numbers: Tensor, q: Tensor) -> 
     turned, biases = tuple(piece.key is not None for piece in pieces), tuple(piece.bias for piece in pieces)
     form = turns[0].form if turns else RotationForm()
     return StepPlan(pieces, numbers, for_kernel=(queries, keys, turned, biases), form=form)
-
-
-def _matrices(turns: Sequence[Turn | None], layout: Layout, like: Tensor, wide: torch.dtype) -> Tensor | None:
-    """Return matrices that rotate each query, ``[rows, query, head_dim, pieces * head_dim]``: rotated unit vectors."""
-    if not any(turns):
-        return None
-    width, length, each = like.shape[3], layout.query_length, []
-    units = torch.eye(width, dtype=wide, device=like.device)[None, :, None].expand(-1, -1, length, -1)
-    for turn in turns:
-        rows = 1 if turn is None else turn.positions.shape[0]
-        unit = units.expand(rows, -1, -1, -1)
-        each.append((unit if turn is None else turn(unit, (0, rows), (0, length))).transpose(1, 2))
-    most = max(matrix.shape[0] for matrix in each)
-    return torch.cat([matrix.expand(most, -1, -1, -1) for matrix in each], -1)

@@ -262,6 +262,8 @@ class RemapAttend:
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
         how: dict[str, Any] = {"scale": scale, "softcap": given.get("softcap"), "sinks": given.get("s_aux")}
+        if self.heads is not None:
+            self.heads.far_groups(q.device)
         by_kernel = self._takes_kernel(q, k)
         layout = mask.layout if by_kernel else mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         if self.heads is None:
