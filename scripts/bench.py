@@ -5,18 +5,27 @@ from __future__ import annotations
 import copy
 import datetime
 import multiprocessing
+import os
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
+import transformers
 from rich.console import Console
+from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig
 from typer import BadParameter, Option
 
@@ -138,6 +147,53 @@ def in_turns(calls: Sequence[Callable[[], object]], rounds: int, device: str, *,
     return medians([partial(seconds_of, call, device) for call in calls], rounds, warm=warm)
 
 
+# Launches
+
+
+class _Operators(TorchDispatchMode):
+    """Count the operators that compute: neither views nor memory that is only set aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+            for tree in ((args, kwargs), result)
+        )
+        is_view = bool(made) and made <= given and not func._schema.is_mutable
+        self.count += not (is_view or "empty" in func._schema.name)
+        return result
+
+
+def launches(call: Callable[[], object], device: str) -> int:
+    """Return how many kernels and copies ``call`` starts on CUDA; on a CPU, how many operators it dispatches."""
+    if device != "cuda":
+        with _Operators() as operators:
+            call()
+        return operators.count
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        call()
+        synchronize(device)
+    events = recorded.profiler.kineto_results.events()
+    return sum(event.device_type() == DeviceType.CUDA and event.name() != "Activity Buffer Request" for event in events)
+
+
+def launches_a_layer(step_of: Callable[[int], Callable[[], object]], device: str, layers: tuple[int, int]) -> float:
+    """Return the launches that each further layer adds to a step.
+
+    Args:
+        step_of: makes a model of so many layers, warms it up, and returns its step.
+        device: where it runs.
+        layers: a smaller and a larger number.
+    """
+    few, many = (launches(step_of(count), device) for count in layers)
+    return (many - few) / (layers[1] - layers[0])
+
+
 # Memory
 
 
@@ -200,8 +256,29 @@ def _resident(field: str) -> float:
 
 
 def machine(device: str) -> str:
-    """Return the machine, the library and the date in a line."""
-    return f"{provenance.machine(device)}; torch {torch.__version__}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    """Return the machine, the libraries, the commit and the date in a line."""
+    state = provenance.git_state(Path(__file__).parent)
+    parts = [
+        provenance.machine(device),
+        f"driver {_driver()}" if device == "cuda" else "",
+        f"torch {torch.__version__}",
+        f"triton {metadata.version('triton')}" if device == "cuda" else "",
+        f"transformers {transformers.__version__}",
+        f"commit {os.environ.get('CTXEXT_COMMIT') or (state['commit'][:10] if state else 'unknown')}",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver."""
+    version = Path("/sys/module/nvidia/version")
+    if version.exists():
+        return version.read_text().strip()
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")[0] or "unknown"
 
 
 def shown(number: float | None, form: str) -> str:
