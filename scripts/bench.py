@@ -26,7 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig, StaticCache
 from typer import BadParameter, Option
 
 from ctxext.evaluation import provenance
@@ -192,6 +192,31 @@ def launches_a_layer(step_of: Callable[[int], Callable[[], object]], device: str
     """
     few, many = (launches(step_of(count), device) for count in layers)
     return (many - few) / (layers[1] - layers[0])
+
+
+# Graphs
+
+
+@torch.no_grad()
+def compiled_step(model: Any, ids: Tensor, longest: int) -> Callable[[Tensor], Tensor]:
+    """Read a text into a static cache, and return the compiled step that reads the next tokens to their logits.
+
+    It is compiled as ``generate`` compiles it on CUDA, but that a break of the graph is an error; on a CPU torch only
+    takes the graph, and computes it as it is.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=longest)
+    model.base_model(ids, past_key_values=cache)
+    how = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
+    forward = torch.compile(model.forward, fullgraph=True, **how)
+    place = torch.tensor([[ids.shape[1]]], device=model.device)
+
+    @torch.no_grad()
+    def step(token: Tensor) -> Tensor:
+        logits: Tensor = forward(token, position_ids=place.clone(), past_key_values=cache).logits.clone()
+        place.add_(1)
+        return logits
+
+    return step
 
 
 # Memory

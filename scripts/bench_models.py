@@ -4,11 +4,12 @@
     python scripts/bench_models.py --what decode --lengths 2048,8192,32768
     python scripts/bench_models.py --model bloom --lengths 32768 --only alibi --memory
     python scripts/bench_models.py --model smollm2 --what batch --lengths 1024 --dtypes fp32
-    python scripts/bench_models.py --model llama-8b --what prefill,decode --lengths 32768 --device cuda
+    python scripts/bench_models.py --model llama-8b --what prefill,decode,compiled --lengths 32768 --device cuda
 
 One model is patched and unpatched in place, and its variants take turns. Peak memory is what a fresh process adds for
 one call, weights not counted. ``batch`` reads 8 prompts of half the length and generates the other half: in one
-continuous batch (seconds), and one after the other (the ratio is their seconds over those of the batch).
+continuous batch (seconds), and one after the other (the ratio is their seconds over those of the batch). ``compiled``
+is a step of decoding with its head, on a static cache, as a graph.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import typer
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import ctxext
+from ctxext.errors import CtxextError
 from ctxext.evaluation.checkpoint import DTYPES
 
 STOCK = "stock"
@@ -38,8 +40,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8b": ("llama-8b", {"max_position_embeddings": TRAINED_LENGTH}),
     "smollm2": ("smollm2", {"max_position_embeddings": TRAINED_LENGTH}),
 }
-KINDS = ("prefill", "decode", "train", "batch")
-REQUESTS, PAGE = 8, 64
+KINDS = ("prefill", "decode", "compiled", "train", "batch")
+REQUESTS, PAGE, STEPS = 8, 64, 8
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bloom": {STOCK: {}, "alibi": {"method": "alibi"}, "pi": {"method": "pi"}},
     "llama": {
@@ -149,20 +151,46 @@ def batches(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.R
         yield [*head, f"{batch:.1f}", f"{alone / batch:.2f}", ""]
 
 
+def first_line(error: BaseException) -> str:
+    """Return what fits into a table of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:150].replace("|", "/")
+
+
+def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.Row]:
+    """Yield a row for every variant, one after the other, since each is compiled once; the first is what others are to."""
+    model, seconds = build(setting), {}
+    ids = torch.ones(1, setting.length - STEPS * (rounds + 1), dtype=torch.long, device=setting.device)
+    for name in names:
+        head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
+        try:
+            extend(model, name, setting)
+            step = bench.compiled_step(model, ids, setting.length)
+            [taken] = bench.in_turns([lambda: [step(ids[:, :1]) for _ in range(STEPS)]], rounds, setting.device)
+            seconds[name] = taken / STEPS
+            ratio = seconds[name] / seconds[STOCK] if STOCK in seconds else None
+            yield [*head, f"{seconds[name]:.4f}", bench.shown(ratio, ".3f"), ""]
+        except (CtxextError, RuntimeError, MemoryError) as error:  # torch's own of graphs are RuntimeErrors
+            yield [*head, first_line(error), "", ""]
+        finally:
+            torch.compiler.reset()
+            if name != STOCK:
+                ctxext.unpatch(model)
+
+
 def timed(model: Any, setting: Setting, variant: str, failed: dict[str, str]) -> float:
     """Patch, time one call, unpatch; note what failed, and do not try it again."""
     if variant in failed:
         return math.nan
     extend(model, variant, setting)
     # Up to the length and not beyond it: at a power of two a doubling method would have to recompute its cache.
-    repeats = 8 if setting.what == "decode" else 1
+    repeats = STEPS if setting.what == "decode" else 1
     try:
         cache = filled_cache(model, setting.length - repeats - 1) if setting.what == "decode" else None
         if cache is not None:
             run(model, setting, cache)
         return bench.seconds_of(lambda: [run(model, setting, cache) for _ in range(repeats)], setting.device) / repeats
     except (RuntimeError, MemoryError) as error:  # stock code needs more memory than there is
-        failed[variant] = str(error).splitlines()[0][:90]
+        failed[variant] = first_line(error)
         return math.nan
     finally:
         if variant != STOCK:
@@ -222,8 +250,8 @@ def main(
             setting = Setting(*parts, device, layers)
             say(f"{setting}")
             names = [name for name in VARIANTS[setting.model] if not chosen or name in chosen]
-            if setting.what == "batch":
-                yield from batches(setting, names, rounds)
+            if setting.what in ("batch", "compiled"):
+                yield from (batches if setting.what == "batch" else compiled)(setting, names, rounds)
             else:
                 yield from measure(setting, names, rounds, memory)
 
