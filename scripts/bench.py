@@ -22,7 +22,6 @@ import torch
 import transformers
 from rich.console import Console
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -178,8 +177,7 @@ def launches(call: Callable[[], object], device: str) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         call()
         synchronize(device)
-    events = recorded.profiler.kineto_results.events()
-    return sum(event.device_type() == DeviceType.CUDA and event.name() != "Activity Buffer Request" for event in events)
+    return sum(event.device_type.name == "CUDA" for event in recorded.events())
 
 
 def launches_a_layer(step_of: Callable[[int], Callable[[], object]], device: str, layers: tuple[int, int]) -> float:
@@ -206,7 +204,7 @@ def compiled_step(model: Any, ids: Tensor, longest: int) -> Callable[[Tensor], T
     """
     cache = StaticCache(config=model.config, max_cache_len=longest)
     model.base_model(ids, past_key_values=cache)
-    how = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
+    how: dict[str, Any] = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
     forward = torch.compile(model.forward, fullgraph=True, **how)
     place = torch.tensor([[ids.shape[1]]], device=model.device)
 
@@ -282,17 +280,22 @@ def _resident(field: str) -> float:
 
 def machine(device: str) -> str:
     """Return the machine, the libraries, the commit and the date in a line."""
-    state = provenance.git_state(Path(__file__).parent)
     parts = [
         provenance.machine(device),
         f"driver {_driver()}" if device == "cuda" else "",
         f"torch {torch.__version__}",
         f"triton {metadata.version('triton')}" if device == "cuda" else "",
         f"transformers {transformers.__version__}",
-        f"commit {os.environ.get('CTXEXT_COMMIT') or (state['commit'][:10] if state else 'unknown')}",
+        f"commit {os.environ.get('CTXEXT_COMMIT') or _commit()}",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     ]
     return "; ".join(filter(None, parts))
+
+
+def _commit() -> str:
+    """Return the commit of this folder, with a plus where files differ from it."""
+    state = provenance.git_state(Path(__file__).parent)
+    return state["commit"][:10] + "+" * state["dirty"] if state else "unknown"
 
 
 def _driver() -> str:
@@ -327,8 +330,8 @@ def report(
     measure: Callable[[Say], Iterable[Row]],
     markdown: Path | None,
     notes: Sequence[str] = (),
-) -> None:
-    """Print a table row by row while it is measured; where a file is named, write the table after every row.
+) -> list[Row]:
+    """Print a table row by row while it is measured, and return its rows; a named file is written after every row.
 
     Args:
         title: the line above the table.
@@ -337,7 +340,8 @@ def report(
         markdown: the file.
         notes: lines below the table; ``measure`` may add to them.
     """
-    console, rows = Console(soft_wrap=True, markup=False, highlight=False), []
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    rows: list[Row] = []
     console.print(markdown_table(title, columns, []), end="")
     with console.status("") as status:
         for row in measure(status.update):
@@ -348,3 +352,4 @@ def report(
     console.print("", *(f"- {note}" for note in notes), sep="\n")
     if markdown is not None:
         markdown.write_text(markdown_table(title, columns, rows, notes), encoding="utf-8")
+    return rows

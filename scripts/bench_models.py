@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import bench
 import torch
 import typer
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import ctxext
@@ -156,8 +157,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:150].replace("|", "/")
 
 
+def _times(count: int, call: Callable[[Tensor], object], given: Tensor) -> None:
+    for _ in range(count):
+        call(given)
+
+
 def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.Row]:
-    """Yield a row for every variant, one after the other, since each is compiled once; the first is what others are to."""
+    """Yield a row for every variant, one after the other, since each is compiled once."""
     model, seconds = build(setting), {}
     ids = torch.ones(1, setting.length - STEPS * (rounds + 1), dtype=torch.long, device=setting.device)
     for name in names:
@@ -165,7 +171,8 @@ def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.
         try:
             extend(model, name, setting)
             step = bench.compiled_step(model, ids, setting.length)
-            [taken] = bench.in_turns([lambda: [step(ids[:, :1]) for _ in range(STEPS)]], rounds, setting.device)
+            steps = partial(_times, STEPS, step, ids[:, :1])
+            [taken] = bench.in_turns([steps], rounds, setting.device)
             seconds[name] = taken / STEPS
             ratio = seconds[name] / seconds[STOCK] if STOCK in seconds else None
             yield [*head, f"{seconds[name]:.4f}", bench.shown(ratio, ".3f"), ""]
@@ -221,7 +228,7 @@ def measure(setting: Setting, names: list[str], rounds: int, memory: bool) -> It
             continue
         ratio = seconds[name] / seconds[STOCK] if STOCK in names and STOCK not in failed else None
         added = bench.in_fresh_process(peak, setting, name) if memory else None
-        yield [*head, name, f"{seconds[name]:.3f}", bench.shown(ratio, ".3f"), bench.shown(added, ".0f")]
+        yield [*head, name, f"{seconds[name]:.4f}", bench.shown(ratio, ".3f"), bench.shown(added, ".0f")]
 
 
 def main(

@@ -4,9 +4,9 @@
     python scripts/bench_remap.py --device cuda --shape llama-8b --layers 32 --tokens 65536 --markdown table.md
 
 Each number is beside that of plain transformers with SDPA at the same length, which such a model computes but cannot
-use: a whole text read into a cache (no head), one more token after it, the keys and values in that cache,
-and all tensors at the peak of reading the text. Plain and remapped models take turns. Under ``retrieval_heads`` a fifth of
-the key-value groups read far, in two fifths of the layers, as in SmolLM2-135M: of five layers one and two of three.
+use: a whole text read into a cache (no head), one more token after it, the keys and values in that cache, and all
+tensors at the peak of reading the text. Plain and remapped models take turns. Under ``retrieval_heads`` a fifth of the
+key-value groups read far, in two fifths of the layers, as in SmolLM2-135M: of five layers one and two of three.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def main(
     notes = [
         f"{tokens:,} tokens, trained length {TRAINED:,}; {bench.machine(device)}.",
         "Ratios to plain transformers with SDPA at the same length in the same run; its own number in brackets.",
-        f"`text`: {measured.count} layers of {shape} without a head read the whole text into a cache; `step`: one more token after it; "
-        "`cache`: keys and values held; `memory`: all tensors at the peak of reading the text.",
+        f"`text`: {measured.count} layers of {shape} without a head read the whole text into a cache; `step`: one more "
+        "token after it; `cache`: keys and values held; `memory`: all tensors at the peak of reading the text.",
     ]
     bench.report("# Position remapping: time and memory", COLUMNS, rows, markdown, notes)
 
