@@ -168,8 +168,8 @@ def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.
     ids = torch.ones(1, setting.length - STEPS * (rounds + 1), dtype=torch.long, device=setting.device)
     for name in names:
         head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
+        extend(model, name, setting)
         try:
-            extend(model, name, setting)
             step = bench.compiled_step(model, ids, setting.length)
             steps = partial(_times, STEPS, step, ids[:, :1])
             [taken] = bench.in_turns([steps], rounds, setting.device)

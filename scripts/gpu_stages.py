@@ -83,6 +83,20 @@ def errors(method: str, ids: Tensor, device: str, way: str) -> float:
     return float((read(found, ids, way) - right).norm() / right.norm())
 
 
+def verdict(method: str, ids: Tensor, device: str, way: str, plain: float, failures: list[str]) -> bench.Row:
+    """Return the last cells of a row; a failure is also noted whole."""
+    try:
+        off = errors(method, ids, device, way)
+        return [f"{off:.2e}", f"{plain:.2e}", "right" if off <= 2 * plain else "WRONG"]
+    except IncompatibleError as error:
+        return ["", "", f"refused: {bench_models.first_line(error)}"]
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        failures.append(traceback.format_exc())
+        return ["", "", f"FAILED: {bench_models.first_line(error)}"]
+    finally:
+        torch.compiler.reset()
+
+
 @app.command()
 def smoke(device: bench.Device = bench.DEVICE, markdown: bench.Markdown = None) -> None:
     """Look whether every method computes what it should; the first failure is printed whole."""
@@ -90,23 +104,13 @@ def smoke(device: bench.Device = bench.DEVICE, markdown: bench.Markdown = None) 
     failures: list[str] = []
 
     def rows(say: bench.Say) -> Iterator[bench.Row]:
-        plain = {way: errors("", ids, device, way) for way in WAYS}
-        for method in METHODS:
-            for way in WAYS:
+        for way in WAYS:
+            plain = errors("", ids, device, way)
+            for method in METHODS:
                 say(f"{method}, {way}")
-                try:
-                    off = errors(method, ids, device, way)
-                    verdict = "right" if off <= 2 * plain[way] else "WRONG"
-                    yield [method, way, f"{off:.2e}", f"{plain[way]:.2e}", verdict]
-                except IncompatibleError as error:
-                    yield [method, way, "", "", f"refused: {bench_models.first_line(error)}"]
-                except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-                    failures.append(traceback.format_exc())
-                    yield [method, way, "", "", f"FAILED: {bench_models.first_line(error)}"]
-                finally:
-                    torch.compiler.reset()
+                yield [method, way, *verdict(method, ids, device, way, plain, failures)]
 
-    title = f"Error of bfloat16 against float64 on a CPU; {bench.machine(device)}"
+    title = f"Error of bfloat16 over the logits, against float64 on a CPU; {bench.machine(device)}"
     written = bench.report(title, ("method", "what", "error", "plain model's", "verdict"), rows, markdown)
     if failures:
         print(failures[0])
