@@ -6,7 +6,6 @@ import copy
 import datetime
 import multiprocessing
 import os
-import shutil
 import statistics
 import subprocess
 import time
@@ -21,11 +20,8 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import torch
 import transformers
 from rich.console import Console
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig, StaticCache
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig
 from typer import BadParameter, Option
 
 from ctxext.evaluation import provenance
@@ -146,78 +142,6 @@ def in_turns(calls: Sequence[Callable[[], object]], rounds: int, device: str, *,
     return medians([partial(seconds_of, call, device) for call in calls], rounds, warm=warm)
 
 
-# Launches
-
-
-class _Operators(TorchDispatchMode):
-    """Count the operators that compute: neither views nor memory that is only set aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given, made = (
-            {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
-            for tree in ((args, kwargs), result)
-        )
-        is_view = bool(made) and made <= given and not func._schema.is_mutable
-        self.count += not (is_view or "empty" in func._schema.name)
-        return result
-
-
-def launches(call: Callable[[], object], device: str) -> int:
-    """Return how many kernels and copies ``call`` starts on CUDA; on a CPU, how many operators it dispatches."""
-    if device != "cuda":
-        with _Operators() as operators:
-            call()
-        return operators.count
-    for _ in range(2):  # the first starts CUDA's own profiler
-        synchronize(device)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-            call()
-            synchronize(device)
-    return sum(event.device_type.name == "CUDA" for event in recorded.events())
-
-
-def launches_a_layer(step_of: Callable[[int], Callable[[], object]], device: str, layers: tuple[int, int]) -> float:
-    """Return the launches that each further layer adds to a step.
-
-    Args:
-        step_of: makes a model of so many layers, warms it up, and returns its step.
-        device: where it runs.
-        layers: a smaller and a larger number.
-    """
-    few, many = (launches(step_of(count), device) for count in layers)
-    return (many - few) / (layers[1] - layers[0])
-
-
-# Graphs
-
-
-@torch.no_grad()
-def compiled_step(model: Any, ids: Tensor, longest: int) -> Callable[[Tensor], Tensor]:
-    """Read a text into a static cache, and return the compiled step that reads the next tokens to their logits.
-
-    It is compiled as ``generate`` compiles it on CUDA, but that a break of the graph is an error; on a CPU torch only
-    takes the graph, and computes it as it is.
-    """
-    cache = StaticCache(config=model.config, max_cache_len=longest)
-    model.base_model(ids, past_key_values=cache)
-    how: dict[str, Any] = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "eager"}
-    forward = torch.compile(model.forward, fullgraph=True, **how)
-    place = torch.tensor([[ids.shape[1]]], device=model.device)
-
-    @torch.no_grad()
-    def step(token: Tensor) -> Tensor:
-        logits: Tensor = forward(token, position_ids=place.clone(), past_key_values=cache).logits.clone()
-        place.add_(1)
-        return logits
-
-    return step
-
-
 # Memory
 
 
@@ -280,34 +204,14 @@ def _resident(field: str) -> float:
 
 
 def machine(device: str) -> str:
-    """Return the machine, the libraries, the commit and the date in a line."""
-    parts = [
-        provenance.machine(device),
-        f"driver {_driver()}" if device == "cuda" else "",
-        f"torch {torch.__version__}",
-        f"triton {metadata.version('triton')}" if device == "cuda" else "",
-        f"transformers {transformers.__version__}",
-        f"commit {os.environ.get('CTXEXT_COMMIT') or _commit()}",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-    ]
-    return "; ".join(filter(None, parts))
-
-
-def _commit() -> str:
-    """Return the commit of this folder, with a plus where files differ from it."""
-    state = provenance.git_state(Path(__file__).parent)
-    return state["commit"][:10] + "+" * state["dirty"] if state else "unknown"
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's driver."""
-    version = Path("/sys/module/nvidia/version")
-    if version.exists():
-        return version.read_text().strip()
+    """Return the machine, the libraries, the commit (with a plus where files differ from it) and the date in a line."""
+    state = provenance.git_state(Path(__file__).parent) or {"commit": "unknown", "dirty": False}
+    commit = os.environ.get("CTXEXT_COMMIT") or state["commit"][:10] + "+" * state["dirty"]
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if shutil.which("nvidia-smi") is None:
-        return "unknown"
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")[0] or "unknown"
+    driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout if device == "cuda" else ""
+    card = f"driver {driver.split()[0]}; triton {metadata.version('triton')}; " if driver else ""
+    versions = f"torch {torch.__version__}; transformers {transformers.__version__}; commit {commit}"
+    return f"{provenance.machine(device)}; {card}{versions}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
 
 def shown(number: float | None, form: str) -> str:
@@ -331,8 +235,8 @@ def report(
     measure: Callable[[Say], Iterable[Row]],
     markdown: Path | None,
     notes: Sequence[str] = (),
-) -> list[Row]:
-    """Print a table row by row while it is measured, and return its rows; a named file is written after every row.
+) -> None:
+    """Print a table row by row while it is measured; where a file is named, write the table after every row.
 
     Args:
         title: the line above the table.
@@ -341,8 +245,7 @@ def report(
         markdown: the file.
         notes: lines below the table; ``measure`` may add to them.
     """
-    console = Console(soft_wrap=True, markup=False, highlight=False)
-    rows: list[Row] = []
+    console, rows = Console(soft_wrap=True, markup=False, highlight=False), []
     console.print(markdown_table(title, columns, []), end="")
     with console.status("") as status:
         for row in measure(status.update):
@@ -353,4 +256,3 @@ def report(
     console.print("", *(f"- {note}" for note in notes), sep="\n")
     if markdown is not None:
         markdown.write_text(markdown_table(title, columns, rows, notes), encoding="utf-8")
-    return rows

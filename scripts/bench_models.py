@@ -9,7 +9,8 @@
 One model is patched and unpatched in place, and its variants take turns. Peak memory is what a fresh process adds for
 one call, weights not counted. ``batch`` reads 8 prompts of half the length and generates the other half: in one
 continuous batch (seconds), and one after the other (the ratio is their seconds over those of the batch). ``compiled``
-is a step of decoding with its head, on a static cache, as a graph.
+is a step of decoding with its head, on a static cache, as a graph. ``launches`` counts what an eager step starts in a
+layer: kernels and copies on CUDA, operators on a CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 import ctxext
 from ctxext.errors import CtxextError
 from ctxext.evaluation.checkpoint import DTYPES
+from tests._steps import compiled_step, launches_a_layer
 
 STOCK = "stock"
 TRAINED_LENGTH = 2048
@@ -41,7 +43,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8b": ("llama-8b", {"max_position_embeddings": TRAINED_LENGTH}),
     "smollm2": ("smollm2", {"max_position_embeddings": TRAINED_LENGTH}),
 }
-KINDS = ("prefill", "decode", "compiled", "train", "batch")
+KINDS = ("prefill", "decode", "compiled", "launches", "train", "batch")
 REQUESTS, PAGE, STEPS = 8, 64, 8
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bloom": {STOCK: {}, "alibi": {"method": "alibi"}, "pi": {"method": "pi"}},
@@ -65,7 +67,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "dynamic_yarn request": {"method": "dynamic_yarn", "growth": "request"},
     },
 }
-COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds", "ratio", "adds MiB")
+COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds or launches", "ratio", "adds MiB")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ def filled_cache(model: Any, length: int) -> DynamicCache:
 
 def run(model: Any, setting: Setting, cache: DynamicCache | None) -> None:
     """Do once what is measured."""
-    ids = torch.ones(1, 1 if setting.what == "decode" else setting.length, dtype=torch.long, device=model.device)
+    ids = torch.ones(
+        1, setting.length if setting.what in ("prefill", "train") else 1, dtype=torch.long, device=model.device
+    )
     if setting.what == "train":
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
         hidden.float().square().mean().backward()
@@ -170,7 +174,7 @@ def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.
         head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
         extend(model, name, setting)
         try:
-            step = bench.compiled_step(model, ids, setting.length)
+            step = compiled_step(model, ids, setting.length)
             steps = partial(_times, STEPS, step, ids[:, :1])
             [taken] = bench.in_turns([steps], rounds, setting.device)
             seconds[name] = taken / STEPS
@@ -182,6 +186,25 @@ def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.
             torch.compiler.reset()
             if name != STOCK:
                 ctxext.unpatch(model)
+
+
+def warm_step(setting: Setting, variant: str, layers: int) -> Callable[[], object]:
+    """Return a step of a model with so many layers; the first one was taken."""
+    model = build(replace(setting, layers=layers))
+    extend(model, variant, setting)
+    step = partial(run, model, setting, filled_cache(model, setting.length - STEPS))
+    step()
+    return step
+
+
+def launched(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.Row]:
+    """Yield a row for every variant: what a further layer adds to the launches of a step."""
+    counts: dict[str, float] = {}
+    for name in names:
+        counts[name] = launches_a_layer(partial(warm_step, setting, name), setting.device, (1, 3))
+        ratio = counts[name] / counts[STOCK] if STOCK in counts else None
+        head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
+        yield [*head, f"{counts[name]:g}", bench.shown(ratio, ".3f"), ""]
 
 
 def timed(model: Any, setting: Setting, variant: str, failed: dict[str, str]) -> float:
@@ -257,8 +280,9 @@ def main(
             setting = Setting(*parts, device, layers)
             say(f"{setting}")
             names = [name for name in VARIANTS[setting.model] if not chosen or name in chosen]
-            if setting.what in ("batch", "compiled"):
-                yield from (batches if setting.what == "batch" else compiled)(setting, names, rounds)
+            others = {"batch": batches, "compiled": compiled, "launches": launched}
+            if setting.what in others:
+                yield from others[setting.what](setting, names, rounds)
             else:
                 yield from measure(setting, names, rounds, memory)
 

