@@ -176,7 +176,6 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
     files of the same stem, in other shards, are removed.
 
     Args:
-        directory: the final place of the files; subfolders keep their names.
         last: names of files without which the others are not read. Old ones are removed first and new ones moved last,
             in this order: a kill leaves a directory that is refused, and not new weights under an old config.
     """

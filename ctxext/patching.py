@@ -72,8 +72,6 @@ class Patched:
 
     Args:
         method: the extension; of an encoder-decoder, that of the text that is read.
-        extension: what the architecture did.
-        edits: the journal that undoes the extension.
         sides: of an encoder-decoder, the extension of each side by its name.
     """
 
@@ -208,7 +206,6 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     """Extend a model as ``patch`` does.
 
     Args:
-        model: as for ``patch``.
         arguments: of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved. A side
             that is not named stays as it is.
     """

@@ -11,9 +11,6 @@ class Recommendation:
     """Methods for one wish.
 
     Args:
-        wish: what a user wants to do.
-        methods: names, the first one to begin with.
-        why: what speaks for the first.
         beside: a method that shows the models that are meant; None for all that the first applies to.
     """
 

@@ -144,7 +144,6 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
     and ignores fields that it does not know. A model that was built from its own code passes.
 
     Args:
-        subject: the built model.
         kind: its kind of positions: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:

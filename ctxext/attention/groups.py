@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -47,6 +47,14 @@ class SplitGroups:
         """Split ``total`` groups; some, but not all, read far."""
         near = [number for number in range(total) if number not in far]
         return cls(HeadGroups(tuple(far), total), HeadGroups(tuple(near), total))
+
+    def far_groups(self, device: torch.device) -> Bool[Tensor, " groups"]:
+        """Return which groups read far."""
+        return torch.tensor([number in self.far.numbers for number in range(self.far.total)], device=device)
+
+    def far_heads(self, q: Float[Tensor, "batch heads query head_dim"]) -> Bool[Tensor, "heads 1 1"]:
+        """Return which query heads read far."""
+        return self.far_groups(q.device).repeat_interleave(q.shape[1] // self.far.total)[:, None, None]
 
     def joined(
         self, far: Float[Tensor, "batch some query head_dim"], near: Float[Tensor, "batch others query head_dim"]

@@ -376,11 +376,16 @@ class Layout:
     def memo(self, key: Any, build: Callable[[], T], *, owner: Tensor | None = None) -> T:
         """Return ``build()``, cached under ``key`` so that the layers of one forward pass share the work.
 
-        ``owner`` is the tensor that the result depends on; it is compared by identity and version. Nothing is cached
-        while compiling, because the compiler merges equal expressions by itself.
+        ``owner`` is the tensor that the result depends on; it is compared by identity and version. While compiling,
+        only keys that are strings are cached; the compiler merges most equal expressions by itself.
         """
         if torch.compiler.is_compiling():
-            return build()
+            if not isinstance(key, str):
+                return build()
+            if key not in self._memo:
+                self._memo[key] = (None, None, build())
+            known: T = self._memo[key][2]
+            return known
         version = None if owner is None or owner.is_inference() else owner._version
         entry = self._memo.get(key)
         if entry is None or entry[0] is not owner or entry[1] != version:

@@ -41,11 +41,6 @@ def write_card(
 
     Args:
         directory: a card that lies there keeps all but the marked section; its metadata are added to.
-        model: extended; on the meta device too.
-        name: of the checkpoint in commands, on the hub or here.
-        base: where the model was loaded from; named if that is on the hub.
-        results: a report in Markdown, as the measuring commands write it.
-        adapter: whether the directory holds an adapter of the model.
         trusted: whether a module beside the weights lets transformers load it where code is trusted.
         cuts: the limits in files beside the weights that still cut texts, a sentence each.
 

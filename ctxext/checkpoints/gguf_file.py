@@ -59,18 +59,23 @@ class GGUFFile:
 
     @contextlib.contextmanager
     def read_by_transformers(self) -> Iterator[None]:
-        """Give transformers what was read of this file, where it would read the whole of it again."""
+        """Give transformers what was read of this file, where it would read the whole of it again.
+
+        Nor does it make the table of the names of tensors again for each module of the model.
+        """
         import gguf
 
         def reader(path: Any, *mode: Any) -> Any:
             return self._reader if Path(path) == self.path else opened(path, *mode)
 
-        opened = gguf.GGUFReader
+        opened, names = gguf.GGUFReader, gguf.get_tensor_name_map
         setattr(gguf, "GGUFReader", reader)  # noqa: B010 - to mypy a class is no variable
+        gguf.get_tensor_name_map = functools.cache(names)
         try:
             yield
         finally:
             setattr(gguf, "GGUFReader", opened)  # noqa: B010
+            gguf.get_tensor_name_map = names
 
     @property
     def keys(self) -> list[str]:
@@ -148,7 +153,6 @@ class GGUFFile:
             keys: values by key; they replace those of the file, or are added.
             drop: whether to leave out a key that is not among ``keys``.
             tensor: a name and float32 numbers, which replace as many or are added; None to keep all tensors.
-            progress: called with (bytes copied, bytes to copy).
 
         Raises:
             CheckpointError: ``out`` is in the way or cannot be written; nothing is left behind.

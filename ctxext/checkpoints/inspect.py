@@ -58,7 +58,6 @@ class MethodCheck:
 
     Args:
         target_length: tokens that this gives; None where it is refused.
-        stored_as: how the config would say it.
         stock: whether a process without ctxext loads the result.
         refused: why the method is refused; None where it applies.
         needs_training: whether the model is useless with it until it has been trained so.
@@ -84,12 +83,9 @@ class Inspection:
 
     Args:
         positions: the rotary frequencies that reach beyond a sliding window, as they were before ctxext extended them.
-        no_positions: why there are none.
         trained_length: tokens the weights were trained for: before an extension by ctxext, or with the scaling that the
             config has otherwise; None where nothing says so.
-        longest: ``max_position_embeddings``.
         window: what sliding windows there are and whether they cap the reach; None without any.
-        window_caps: whether an extension has to lift or keep them.
         extended: how the checkpoint is already extended; None where it is plain.
         exports: per target, the flags for an extended checkpoint or the reason against.
         notes: fields that other programs or its own code read, and transformers passes over.

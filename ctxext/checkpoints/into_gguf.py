@@ -40,12 +40,8 @@ def write_into_gguf(
     is replaced. Weights, tokenizer and all else are copied as they are.
 
     Args:
-        extended: the extension, as a config says it.
         plain: the config before it, or the same one where nothing says what was before.
-        source: the GGUF file of this model, in any quantisation.
         out: a path where nothing exists yet.
-        architecture: llama.cpp's name for the model.
-        progress: called with (bytes copied, bytes to copy).
 
     Raises:
         CheckpointError: the file is not GGUF, or of another model, or ``out`` is in the way or cannot be written.

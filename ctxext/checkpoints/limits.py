@@ -29,8 +29,6 @@ class Limit:
     """A limit of texts in a file beside a model.
 
     Args:
-        field: where it stands there, from the outside in.
-        value: tokens.
         is_bound: whether it can mean nothing but the window; others may be somebody's choice.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -25,7 +26,14 @@ from ctxext.adapters import (
 )
 from ctxext.architectures import architecture_of, find_architecture
 from ctxext.checkpoints.config_check import building, running_code
-from ctxext.checkpoints.source import check_weights, checked_path, gguf_inside, quantised_beside, read_any_config
+from ctxext.checkpoints.source import (
+    check_weights,
+    checked_path,
+    gguf_inside,
+    opened_gguf,
+    quantised_beside,
+    read_any_config,
+)
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -212,14 +220,10 @@ def load_saved(
     """Load a checkpoint or an adapter as it was saved: with the extension that it carries, or plain if it has none.
 
     Args:
-        path: as for ``load``.
         plain_class: the class that reads a checkpoint without an extension, also as the base of an adapter; True
             takes the one that it was saved from, None refuses such a checkpoint. Weights that lack any of the class's
             tensors are refused.
-        base: as for ``load``.
         attention: the backend that an extension is restored on; None for the one that was saved.
-        auto_class: as for ``load``; it reads a checkpoint that carries an extension.
-        **loading: arguments of ``from_pretrained``.
 
     Raises:
         CheckpointError: as ``load``, whose other errors are raised too.
@@ -356,8 +360,10 @@ def _read_model(
         if loading["use_safetensors"] and Path(place).is_dir():
             check_weights(Path(place) / loading.get("subfolder", ""))
     telling = {"output_loading_info": True} if complete or auto_class is None else {}
+    gguf = opened_gguf(place, **{key: loading[key] for key in LOCATION if key in loading})
+    reading = gguf.read_by_transformers() if gguf else contextlib.nullcontext()
     try:
-        with restoring(), running_code(f"a {config.model_type}"):
+        with restoring(), running_code(f"a {config.model_type}"), reading:
             loaded = chosen.from_pretrained(place, config=config, **telling, **loading)
     except (OSError, SafetensorError, RecursionError) as error:  # the last of generation_config.json
         raise CheckpointError(f"The weights in {place} cannot be read: {error}{unwritable(error)}") from error

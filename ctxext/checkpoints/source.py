@@ -70,7 +70,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             f"{transformers.__version__} has no code for its model_type, {raw.get('model_type')!r}."
         )
     try:
-        file = _gguf_file(place, **location)
+        file = opened_gguf(place, **location)
         if not raw and file is None:
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
         check_sizes(raw if file is None else file.sizes, os.fspath(place))
@@ -126,7 +126,7 @@ def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
         raise CheckpointError(f"{place} has no tokenizer that can be read: {error}{unwritable(error)}") from error
 
 
-def _gguf_file(place: str | os.PathLike[str], gguf_file: str | None = None, **location: Any) -> GGUFFile | None:
+def opened_gguf(place: str | os.PathLike[str], gguf_file: str | None = None, **location: Any) -> GGUFFile | None:
     """Open the GGUF file that a location names; None where it names none."""
     return None if gguf_file is None else GGUFFile(Path(cached_file(place, gguf_file, **location)))
 

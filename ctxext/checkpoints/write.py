@@ -55,10 +55,8 @@ class Written:
     Args:
         linked: weight files that are hard links: they are the source's files under another name.
         cloned: weight files that share their blocks with the source until either is written.
-        copied: weight files that were copied.
         rewritten: whether the weights were loaded and written anew, because the extension changes one of them.
         unpacked: whether the weights were dequantised out of a GGUF file.
-        changed: small files that were rewritten, and how.
         limits: what in small files still cuts texts below the new window, since it was not the old one.
         left_out: names in the source that do not belong to the extended checkpoint.
     """
@@ -95,15 +93,10 @@ def patch_checkpoint(
         source: a directory with config.json and safetensors weights, a name on the hub, or a ``.gguf`` file, whose
             weights are dequantised to bfloat16; stays as it is.
         destination: a path where nothing exists yet.
-        method: as for ``ctxext.patch``.
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
             writes into the source's: safetensors before 0.8 does so when a model is saved over it. By default the
             weights are cloned where the file system can (btrfs, XFS), else copied.
-        trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
-        progress: called with (bytes copied, bytes to copy) while weights are copied.
         chosen: how the method was found, as JSON values, which the config keeps beside it; see ``Choice.record``.
-        results: what was measured, for the model card; see ``ctxext.save``.
-        **arguments: those of ``ctxext.patch``, the method's own parameters included.
 
     Raises:
         CheckpointError: the source is not a safetensors checkpoint, or holds symbolic links that lead out of it; the

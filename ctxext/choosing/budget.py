@@ -45,8 +45,6 @@ class SearchSizes:
 
     Args:
         steps: from each start.
-        rows: texts in a step.
-        starts: how many there are.
         accepting: texts on which its result must beat the choice of the rounds.
     """
 
@@ -61,10 +59,6 @@ class Costs:
     """Costs of a choice, in passes over the whole target, and the sizes that a budget lasts for.
 
     Args:
-        judged: candidates that are read inside the window.
-        others: candidates that are not.
-        windows: of the truncations, in tokens.
-        turning_point: of the model, see ``pass_cost``.
         choosing: texts to choose on that there are; ``held_out`` are those to judge on.
         accepting: texts kept for accepting the result of a search that there are; None for no search.
     """
@@ -104,7 +98,6 @@ class Costs:
 
         Args:
             inside: seconds of a pass over what the first round reads of a text.
-            whole: seconds of a pass over the whole target.
         """
         # inside / whole = short (1 + short / t) / (length (1 + length / t)), solved for the turning point t.
         short, length, ratio = self.prefix, self.length, inside / whole

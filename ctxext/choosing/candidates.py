@@ -163,7 +163,6 @@ class CandidateReach:
             losses inside the window say nothing about those beyond: positions follow the length, or are remapped.
         stretch: geometric mean of what those frequencies are divided by; one that is stopped has no divisor.
         far: distance of ``stretch`` from the factor asked for, as a logarithm.
-        dynamic: whether a short text has other positions than the beginning of a long one.
     """
 
     slow: Float[Tensor, " slow"] | None = None

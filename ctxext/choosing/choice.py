@@ -28,7 +28,6 @@ class Candidate:
 
     Args:
         twins: names of others whose frequencies at the target are the same, and which were not read themselves.
-        title: a short name, where its method says too little.
     """
 
     reading: Reading
@@ -68,12 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeVerdict:
-    """Answer of a runtime to whether it can load the choice.
-
-    Args:
-        exact: whether it is known to compute the same.
-        says: how, or why not.
-    """
+    """Answer of a runtime to whether it can load the choice."""
 
     name: str
     exact: bool
@@ -86,7 +80,6 @@ class Spent:
 
     Args:
         passes: as many passes over the whole target length.
-        budget: as it was given; empty for none.
         allowed: passes that the budget came to; None for no limit.
     """
 
@@ -103,12 +96,7 @@ class Choice:
     Args:
         candidates: all, the published YaRN first.
         held_out: the verdict on texts that the rounds never read.
-        usual: name of the published YaRN's reading.
-        trained_length: tokens that the checkpoint was trained for.
         rope_parameters: the choice as plain transformers loads it; None where only ctxext can.
-        refusals: methods that do not apply to this model.
-        provenance: what it was measured on and with, as JSON values.
-        search: result of a search of frequencies; None where none was asked for.
         left_out: names of texts that are copies of others, or are in them, and were not used.
     """
 

@@ -67,10 +67,7 @@ class PlannedChoice:
     """A choice before anything is read; ``run`` it once.
 
     Args:
-        checkpoint: not extended.
-        corpus: texts, whole, of any length.
         folder: that keeps finished jobs; None keeps them in memory.
-        trying: called with methods tried and methods in all.
 
     Attributes:
         candidates: all that apply, by name, the published YaRN first.

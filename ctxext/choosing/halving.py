@@ -71,11 +71,7 @@ class Sizes:
     """Amounts that are read in the rounds and for the verdict.
 
     Args:
-        whole: candidates that read whole texts, beside the published YaRN.
-        finalists: candidates of those that read more texts.
         texts: texts that are chosen on; the second round reads the first ``first`` of them.
-        first: see ``texts``.
-        held_out: texts for the verdict.
         keys: hidden keys that every finalist is asked for.
     """
 
@@ -101,7 +97,6 @@ class Course:
         worse_by: what it was dropped for: its loss minus that of ``by``; None where it is not shown to be worse.
         keys: loss of each hidden key, nats; empty where it was not asked.
         trace: tokens read beyond the window, and its mean difference to the published YaRN until there.
-        tokens: read of whole texts.
     """
 
     name: str
@@ -147,10 +142,7 @@ class Finish:
     """The end of the rounds.
 
     Args:
-        choice: name of the best candidate.
         runner_up: name of the one that would have been chosen without it.
-        finalists: names, best first.
-        courses: of all candidates, in the order in which they were given.
     """
 
     choice: str
@@ -192,7 +184,6 @@ class Halving:
 
     Args:
         reaches: of the candidates, by name; the first is the published YaRN, which reads whatever any other reads.
-        runtimes: returns how many runtimes load a candidate, given its name.
     """
 
     reaches: Mapping[str, CandidateReach]

@@ -55,11 +55,7 @@ def learns_scale(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Texts of one length and how much the loss of each of their tokens counts.
-
-    Args:
-        weights: of the loss of every token but the first.
-    """
+    """Texts of one length and how much the loss of each of their tokens counts."""
 
     input_ids: Int[Tensor, "batch tokens"]
     weights: Float[Tensor, "batch positions"]
@@ -80,8 +76,6 @@ class Landscape:
 
     Args:
         model: patched by ``as_method`` of a vector of zeros, so that it has its own frequencies and reaches the target.
-        sites: places of its frequencies, found before it was patched.
-        stretch: target length over trained length.
     """
 
     model: nn.Module

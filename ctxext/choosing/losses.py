@@ -53,8 +53,6 @@ class MeasuredLosses:
     """Losses of a model's readings, in nats per token; see ``CandidateLosses``.
 
     Args:
-        survey: without jobs; its journal keeps the answers.
-        entered: readings of the candidates, the published YaRN first.
         sizes: of the rounds; None until a budget in time is known in passes.
         passes: cost of each answer that was asked for, in passes over the target, by its job's key.
     """

@@ -62,8 +62,6 @@ class State:
 
     Args:
         at: distance from the start, in units of each unknown.
-        mean: running mean of gradients.
-        square: running mean of their squares.
         loss: before the step moved, nats per token, hidden keys and penalty included.
     """
 
@@ -141,7 +139,6 @@ class SearchedStart:
 
     Args:
         losses: of every step, nats per token, on the texts of that step.
-        method: ``Method.to_dict()`` of the result.
         beyond: mean loss of the result beyond the window, on whole texts that were chosen on.
     """
 
@@ -156,14 +153,9 @@ class SearchResult:
     """The result of a search, and whether it was taken.
 
     Args:
-        starts: results of all starts, the best first.
-        rival: name of the rounds' choice, which the best of them had to beat.
-        why_not: why the best of them was not taken; empty where it was.
+        rival: Name of the rounds' choice, which the result of the best start had to beat.
         gain: beyond the window, its loss minus the rival's, on texts that neither was chosen on.
         damage: inside the window, its loss minus that of the published YaRN, on the same texts.
-        texts: names of those texts.
-        searched_on: names of the texts that were searched on.
-        needles: whether hidden keys were a part of them.
     """
 
     starts: tuple[SearchedStart, ...]

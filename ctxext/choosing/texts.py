@@ -63,9 +63,7 @@ class SplitTexts:
     """Stretches of texts, each with one purpose.
 
     Args:
-        choosing: stretches that the rounds read, in their order.
-        held_out: stretches that the choice is judged on.
-        same_documents: whether both are of the one document that there is.
+        same_documents: True if ``choosing`` and ``held_out`` are of the one document that there is.
         accepting: stretches kept back for accepting what a search found.
         left_out: names of stretches that are in others.
     """
@@ -105,9 +103,6 @@ def split_texts(
     A stretch that is in others is left out first, so that nothing is both chosen on and judged on.
 
     Args:
-        documents: whole.
-        tokens: in a stretch, the prefix included.
-        seed: decides which documents are for what.
         search: keep back some of those to choose on, see ``keep_back``.
         tokenizer: of the documents, which tells copies that differ in spaces and case alone; None compares tokens.
 

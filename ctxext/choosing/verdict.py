@@ -28,7 +28,6 @@ class HeldOut:
         window: of that truncation, in tokens.
         damage: inside the window, the unpatched model's.
         usual_damage: likewise of the published YaRN.
-        loss: of the choice beyond the window.
         same_documents: whether they are other parts of the documents that were chosen on.
     """
 

@@ -132,8 +132,6 @@ class Passage:
 
     Args:
         text: one token more than positions are read.
-        request: token ids that ask for the fact behind the text.
-        answer: token ids of the right answer.
         distance: tokens from the fact to the end of the text.
     """
 
@@ -183,7 +181,6 @@ class Reply(NamedTuple):
     """Words of a model behind a request.
 
     Args:
-        ids: the likeliest tokens.
         margin: nats by which the tokens of the right answer lead all others, at the least of them; below zero the
             nats by which the first wrong token leads.
     """
@@ -194,13 +191,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReadAndAnswer(Job):
-    """Read a passage once, score its end, and write an answer behind it.
-
-    Args:
-        passage: to read.
-        tokenizer: of the model.
-        trained_length: tokens.
-    """
+    """Read a passage once, score its end, and write an answer behind it."""
 
     passage: Passage
     tokenizer: Any
@@ -232,12 +223,6 @@ def read_and_answer(
 ) -> tuple[Float[Tensor, " scored"], Reply]:
     """Read a text once; return the losses at some positions, and the likeliest words behind a request.
 
-    Args:
-        model: a causal language model in eval mode.
-        ids: of the text.
-        positions: to score.
-        asked: Passage with the request and its right answer.
-
     Raises:
         IncompatibleError: the model takes no cache.
     """
@@ -268,15 +253,7 @@ def read_and_answer(
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """Planned demo.
-
-    Args:
-        survey: its jobs: truncations, methods.
-        methods: extensions that are compared.
-        passage: to read.
-        length: tokens that are read.
-        trained_length: tokens that the checkpoint was trained for.
-    """
+    """Planned demo."""
 
     survey: Survey[ReadAndAnswer]
     methods: tuple[Reading, ...]
@@ -293,10 +270,6 @@ class Demo:
             f", trained to {tokens_label(self.trained_length)} tokens, in {self.survey.checkpoint.dtype_note}, reads "
             f"{tokens_label(self.length)} tokens of {self.passage.text.name} in {len(self.survey.jobs)} ways. {takes}\n"
         )
-
-    def losses(self, job: ReadAndAnswer) -> Tensor:
-        """Return a finished job's losses."""
-        return self.survey.journal.losses(self.survey.journal.finished()[job.key])
 
 
 def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
@@ -391,15 +364,19 @@ def seconds_of(model: nn.Module, demo: Demo) -> Pace:
 def _measure(console: Console, demo: Demo) -> DemoResult:
     """Measure, and show each reading as soon as it is finished."""
     survey, pending = demo.survey, demo.survey.begin()
-    span = f"{tokens_label(demo.length - demo.trained_length // PART)}-{tokens_label(demo.length)}"
-    console.print(f"{'':<22}perplexity at {span}, and the answer", style="dim")
+    console.print(f"{'':<22}perplexity at {span_of(demo)}, and the answer", style="dim")
     with StageBar(console, cost_of(pending)) as bar:
         for job in survey.jobs:
             survey.measure([one for one in pending if one is job], progress=bar)
             line = survey.journal.finished()[job.key]
-            end = perplexity_label(math.exp(demo.losses(job).mean().item()))
+            end = perplexity_label(math.exp(survey.journal.losses(line).mean().item()))
             console.print(f"{job.name:<22}{end:>8}  {first_line(line['reply'])}")
     return summarised(demo)
+
+
+def span_of(shown: Demo | DemoResult) -> str:
+    """Return the positions that are scored, in words."""
+    return f"{tokens_label(shown.length - shown.trained_length // PART)}-{tokens_label(shown.length)}"
 
 
 def first_line(answer: str) -> str:
@@ -412,14 +389,8 @@ class TextReading:
     """One reading of the text.
 
     Args:
-        name: of the reading.
-        label: the same, to show.
         is_method: False for a truncation.
         end: nats per token at the end of the text.
-        difference: ``end`` minus that of the best truncation.
-        answer: words behind the request.
-        margin: see ``Reply``.
-        seconds: that it took.
     """
 
     name: str
@@ -442,13 +413,7 @@ class DemoResult:
     """Everything that the demo measured, and what it was measured on.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for.
-        length: tokens that were read.
         distance: tokens from the fact to the end of the text.
-        text: its name.
-        window: tokens that the best truncation sees.
-        rows: truncations, methods.
-        provenance: see ``provenance_of``.
     """
 
     trained_length: int
@@ -459,11 +424,6 @@ class DemoResult:
     rows: tuple[TextReading, ...]
     provenance: dict[str, Any]
     made_by: str = "ctxext demo"
-
-    @property
-    def span(self) -> str:
-        """Positions that are scored."""
-        return f"{tokens_label(self.length - self.trained_length // PART)}-{tokens_label(self.length)}"
 
     @property
     def title(self) -> str:
@@ -489,17 +449,10 @@ class DemoResult:
     @property
     def figure(self) -> Figure:
         """Loss of each reading at the end of the text, and its answer."""
-        return paneled("demo", self.title, [Panel(self._draw, self._words, (8.4, 3.1))], caption=self._caption)
-
-    @property
-    def _words(self) -> str:
-        return ", ".join(f"{row.label} {row.end:.2f} nats, answers {first_line(row.answer)!r}" for row in self.rows)
-
-    @property
-    def _caption(self) -> str:
-        return (
-            f"Asked for a number {self.distance:,} tokens back, in {self.text}. 1 nat less: 2.7 times less perplexity."
-        )
+        words = ", ".join(f"{row.label} {row.end:.2f} nats, answers {first_line(row.answer)!r}" for row in self.rows)
+        asked = f"Asked for a number {self.distance:,} tokens back, in {self.text}."
+        caption = f"{asked} 1 nat less: 2.7 times less perplexity."
+        return paneled("demo", self.title, [Panel(self._draw, words, (8.4, 3.1))], caption=caption)
 
     def _draw(self, axes: Any) -> None:
         """Draw a bar for each reading, and its answer in words."""
@@ -515,7 +468,7 @@ class DemoResult:
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.6 * max(row.end for row in self.rows))
-        axes.set_xlabel(f"loss at tokens {self.span}, nats per token: less is better")
+        axes.set_xlabel(f"loss at tokens {span_of(self)}, nats per token: less is better")
         draw_grid(axes, axis="x")
 
     def _table(self) -> TextTable:
@@ -532,7 +485,7 @@ class DemoResult:
         ]
         return TextTable(
             title=f"{self.text}: perplexity, nats gained over the best truncation, and the answer (right: {ANSWER})",
-            header=["", self.span, "gain", "writes", "margin", "took"],
+            header=["", span_of(self), "gain", "writes", "margin", "took"],
             rows=rows,
             caption="Margin: nats by which the right answer leads any other, at the least of its tokens.",
             styles={row.label: "reference" for row in self.rows if row not in self.extended},
@@ -541,9 +494,8 @@ class DemoResult:
 
 def summarised(demo: Demo) -> DemoResult:
     """Put the finished jobs together."""
-    survey = demo.survey
-    lines = survey.journal.finished()
-    losses = {job: demo.losses(job) for job in survey.jobs}
+    survey, lines, found = demo.survey, demo.survey.journal.finished(), demo.survey.losses()
+    losses = {job: found[job.key] for job in survey.jobs}
     ends = {job.reader.window: [losses[job]] for job in survey.jobs if job.reader.window}
     window = best_window(ends)
     rows = [
@@ -572,8 +524,23 @@ def summarised(demo: Demo) -> DemoResult:
 
 def sentences(result: DemoResult) -> list[str]:
     """Return what a newcomer should take away, in sentences that follow from the numbers."""
-    found = [_gain_sentence(result), _answer_sentence(result)]
     best = min(result.extended, key=lambda row: row.end)
+    verdict = VERDICTS[best.difference.verdict_of_best(len(result.extended))]
+    gains = all_of([f"{row.label} {gain(row.difference)}" for row in result.extended])
+    right, wrong = (
+        [
+            f"{row.label} (which lacks it)" if row is result.truncated else row.label
+            for row in [*result.extended, result.truncated]
+            if row.is_right is is_right
+        ]
+        for is_right in (True, False)
+    )
+    answers = f"{all_of(right) if right else 'no reading'} answered right"
+    rest = f"; {all_of(wrong)} did not" if right and wrong else ""
+    found = [
+        f"A longer window {verdict} on this text: {gains} nats per token over the best truncation.",
+        f"Asked for a number {result.distance:,} tokens back, {answers}{rest}.",
+    ]
     if result.text == DEFAULT and {row.name.split()[0] for row in result.extended} == PLAY.keys():
         if best.name.startswith("yarn"):
             found.append(
@@ -585,28 +552,6 @@ def sentences(result: DemoResult) -> list[str]:
             f"(stored: docs/results/demo.md). For yours: ctxext inspect CHECKPOINT -t FILE."
         )
     return found
-
-
-def _gain_sentence(result: DemoResult) -> str:
-    """Say whether the best method pays."""
-    best = min(result.extended, key=lambda row: row.end)
-    verdict = VERDICTS[best.difference.verdict_of_best(len(result.extended))]
-    gains = all_of([f"{row.label} {gain(row.difference)}" for row in result.extended])
-    return f"A longer window {verdict} on this text: {gains} nats per token over the best truncation."
-
-
-def _answer_sentence(result: DemoResult) -> str:
-    right, wrong = (
-        [
-            f"{row.label} (which lacks it)" if row is result.truncated else row.label
-            for row in [*result.extended, result.truncated]
-            if row.is_right is is_right
-        ]
-        for is_right in (True, False)
-    )
-    answers = f"{all_of(right) if right else 'no reading'} answered right"
-    rest = f"; {all_of(wrong)} did not" if right and wrong else ""
-    return f"Asked for a number {result.distance:,} tokens back, {answers}{rest}."
 
 
 def gain(difference: PairedDifference) -> str:

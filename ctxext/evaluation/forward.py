@@ -38,8 +38,6 @@ def logits_in_chunks(
     stand-in replays slices of the hidden states.
 
     Args:
-        model: a transformers causal language model, or a PEFT or compiled wrapper around one, in eval mode.
-        input_ids: token ids, without padding.
         start: first position of interest, in tokens; the logits before it are not computed.
         chunk: positions per piece, at least 1. One piece takes about batch x chunk x vocabulary x 8 bytes.
         cached: run the layers over that many tokens at a time, with a KV cache; the same result up to rounding, in
@@ -182,9 +180,6 @@ FOLLOWING = {"dynamic", "longrope"}
 class CachedPieces(nn.Module):
     """Stands in for a base model: calls it on consecutive pieces of a text, as if that were one call.
 
-    Args:
-        piece: tokens per call.
-
     Raises:
         IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
             or the model takes no cache.
@@ -240,7 +235,6 @@ def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callab
     """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
 
     Args:
-        causal: extended or not.
         trained_length: tokens up to which a stock rope type leaves positions as they are; 0 where that is not known.
     """
     patched = patched_state(causal)
@@ -295,8 +289,6 @@ def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int 
     keys would exist, or where few heads have keys of their own.
 
     Args:
-        model: a causal language model.
-        tokens: in the longest text.
         budget: bytes for weights and pass; None for no limit.
 
     Raises:
@@ -362,9 +354,6 @@ def ticking(
     """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
 
     Args:
-        model: whose layers are watched by hooks, which are gone at the end.
-        name: of what is being done.
-        cost: of each pass of the model.
         progress: called once with cost 0 at the start, then after every layer.
         passes: how many count, of which the first are reported; None for all.
     """

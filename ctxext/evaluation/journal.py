@@ -44,7 +44,6 @@ class Journal:
     Args:
         path: of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it. None keeps
             everything in memory alone.
-        process: number of this process, 0 for the main one.
         identity: the file that says what the work is of; the whole folder is the journal's then. None where the first
             line of the journal says it.
     """

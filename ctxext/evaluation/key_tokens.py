@@ -63,7 +63,6 @@ class KeyTokens(Report):
         stride: tokens that share a short context.
         alpha: how much better the long context has to be, in nats.
         beta: the log-likelihood that the long context has to give, in nats.
-        tokenizer_sha256: see ``tokenizer_digest``.
     """
 
     TITLE, KIND, FORMAT = "a file of key tokens", "key tokens", 1
@@ -196,9 +195,6 @@ def prepare_search(
         stride: tokens that share a short context; default a quarter of the short context.
         alpha: nats, above 0.
         beta: nats, at most 0.
-        measured: the checkpoint that the journal is of; default the evaluator.
-        journal: where losses are kept; default in memory.
-        group: the processes that share the work; None for this one alone.
 
     Raises:
         PatchStateError: the evaluator is extended.

@@ -51,12 +51,10 @@ class LongPplScore:
 
     Args:
         length: tokens that the model may see; for the best truncation those of the longest.
-        key_loss: mean over the key tokens, nats.
         all_loss: mean over all tokens that could have been key tokens, nats.
         versus_truncation: over the key tokens, the loss minus that of the truncation that is best on them.
         versus_truncation_all: the same over all tokens, with the truncation that is best on those.
         window: of the best truncation: the tokens that it sees on the key tokens.
-        window_all: the same on all tokens.
     """
 
     length: int
@@ -85,7 +83,6 @@ class LongPplReading:
     Args:
         name: of a reference: ``unpatched``, ``truncated 2048`` for the last 2,048 tokens, ``truncated`` for the best of
             such; ``as saved``; or the method with its factor.
-        seconds: of all lengths.
     """
 
     name: str
@@ -96,11 +93,7 @@ class LongPplReading:
 
 @dataclass(frozen=True, kw_only=True)
 class LongPplResult(Report):
-    """A whole measurement.
-
-    Args:
-        readings: the references, then the extensions.
-    """
+    """A whole measurement."""
 
     TITLE, KIND, FORMAT = "a LongPPL result", "longppl", 2
 
@@ -200,15 +193,9 @@ def prepare(
     """Lay out the references' jobs, then those of the checkpoint extended by each method.
 
     Args:
-        checkpoint: what to measure.
         corpus: the texts of ``keys``, each longer than the greatest length.
-        keys: from ``prepare_search`` with the same tokenizer.
         lengths: tokens, each at least ``keys.window``, which is added to them.
         methods: to extend by; none measures the checkpoint as it was saved, extended.
-        reference: the unextended original, which reads the references of a checkpoint that comes extended.
-        trained_length: as for ``ctxext.patch``; also the longest truncation.
-        journal: where losses are kept; default in memory.
-        group: the processes that share the work; None for this one alone.
 
     Raises:
         InvalidParameterError: key tokens of other texts, a length out of range, a method twice, or no unextended model

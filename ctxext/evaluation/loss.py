@@ -39,9 +39,7 @@ def loss_by_position(
     The head runs in the model's own dtype, as it does when the model generates; softmax and logarithm in float32.
 
     Args:
-        model: a causal language model in eval mode; a PEFT or compiled wrapper will do.
         input_ids: whole texts, at least 2 tokens, no padding. Put a BOS token in front where the model wants one.
-        start: first position of interest; the head is not run for those before it.
         chunk: positions for which logits exist at a time, at least 1; default as many as take about 128 MiB. The
             result does not depend on it.
         cached: None for an uncached pass; or tokens per call of a pass with a KV cache, which takes less memory and,
@@ -117,15 +115,11 @@ def truncated_loss(
     ``window - stride + 1`` and at most ``window`` tokens.
 
     Args:
-        model: as in ``loss_by_position``; unpatched for what truncation gives.
-        input_ids: whole texts, at least 2 tokens.
         window: tokens that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
         start: first position to score. The passes before it are not run; every position from there on sees what it
             sees without ``start``.
         prefix: leading tokens of the text that every window keeps in front (1 for a BOS token), below ``window``.
-        chunk: as in ``loss_by_position``.
-        cached: as in ``loss_by_position``.
 
     Returns:
         Nats per token, float32, on the CPU, for the positions ``start`` to ``tokens - 2``.
@@ -154,9 +148,6 @@ class Window:
     code does.
 
     Args:
-        begin: first token of the stretch.
-        end: one past its last token.
-        scored: positions at its end whose losses count.
         prefix: leading tokens of the text that stand in front of the stretch.
     """
 
@@ -238,7 +229,6 @@ def yarn_windows(
             holds of the text.
         prefix: leading tokens that stand in front of every window and are not scored: BOS, or all that the tokenizer
             puts in front. Without any, the first token of each text has no loss.
-        truncate: as the option of that name.
 
     Raises:
         InvalidParameterError: a length or stride out of range.

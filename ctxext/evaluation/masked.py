@@ -72,9 +72,8 @@ class View:
     """The stretch of a text that one row of a forward pass sees, special tokens apart.
 
     Args:
-        start: the first position.
-        stop: one past the last.
-        asked: those of them whose losses count.
+        stop: one past the last position.
+        asked: positions whose losses count.
     """
 
     start: int
@@ -88,7 +87,6 @@ class MaskedText:
     """A text of just so many tokens, and which of them each pass masks.
 
     Args:
-        input_ids: [tokens], with the special tokens before and behind the text.
         prefix: how many special tokens stand before it.
         passes: for each pass the positions that are masked.
     """
@@ -155,12 +153,9 @@ def masked_texts(
     """Cut the documents to a length, and draw their masks.
 
     Args:
-        tokenizer: a transformers tokenizer with a mask token.
-        corpus: documents of at least ``tokens_needed`` tokens.
         length: tokens of each text, special ones included.
         every: every so many tokens one is masked; at least 2.
         passes: over each text, each masking other tokens; from 1 to ``every``.
-        seed: decides which pass masks which tokens.
 
     Raises:
         InvalidParameterError: a number out of range, or a tokenizer without a mask token.
@@ -262,14 +257,6 @@ def masked_readers(
 
     Beyond its trained length the unextended model reads as a control, where it can: a learned table has no rows there.
 
-    Args:
-        checkpoint: loaded with ``masked``.
-        methods: names, with parameters behind them where needed; empty for the checkpoint as it is.
-        factors: at which to extend; empty for what the greatest length needs.
-        lengths: tokens to read, to which the trained length is added; empty for that and the reach of every method.
-        reference: the original of a checkpoint that comes extended.
-        trained_length: tokens that the weights were trained for; None where the config says so.
-
     Raises:
         InvalidParameterError: a length that nobody is meant for.
         IncompatibleError: a method that cannot be right on this model.
@@ -327,7 +314,6 @@ class MaskedScore:
     """One number of a reading.
 
     Args:
-        length: tokens of the texts.
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
             tokens behind which ``start <= n < stop`` others stand.
         tokens: masked tokens whose losses were averaged, over all texts.
@@ -375,7 +361,6 @@ class MaskedReport(Report):
 
     Args:
         every: every so many tokens one was masked.
-        readings: the unextended ones first.
     """
 
     TITLE, KIND, FORMAT = "a masked-token report", "masked", 1

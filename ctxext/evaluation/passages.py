@@ -62,13 +62,7 @@ class Embedder:
     _of_chunks: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def embed(self, texts: Sequence[str], tokens: int, *, query: bool = False) -> Float[Tensor, "texts size"]:
-        """Return unit vectors in float32, on the CPU.
-
-        Args:
-            texts: at least one.
-            tokens: what each is cut to, special tokens included.
-            query: whether they are questions; some models put other words in front of these.
-        """
+        """Return unit vectors in float32, on the CPU."""
         before = self.encoder.max_seq_length
         self.encoder.max_seq_length = tokens
         try:
@@ -90,12 +84,6 @@ def load_embedder(
     source: str, *, dtype: str = "auto", device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> Embedder:
     """Load an embedding model with sentence-transformers.
-
-    Args:
-        source: a directory, or a name on the hub.
-        dtype: ``auto`` (fp32: encoders are small, and similarities differ little), ``bf16``, ``fp16`` or ``fp32``.
-        device: ``cpu``, ``cuda``, ...; None for the first CUDA device or else the CPU.
-        trust_remote_code: run Python code that the checkpoint brings along.
 
     Raises:
         InvalidParameterError: sentence-transformers is not installed, or there is no such device.
@@ -156,11 +144,8 @@ def make_passages(
     """Documents of just so many tokens, their sentences at depths that are spread evenly.
 
     Args:
-        tokenizer: a transformers tokenizer.
         length: tokens, special ones included; at least what the sentence and some noise need.
         documents: how many, from 2 to the number of names (132).
-        seed: decides names, keys, noise and which document has its sentence where.
-        haystack: from ``noise`` or ``of_text``, of the same tokenizer; None for noise.
 
     Raises:
         InvalidParameterError: a number of documents or a length out of range, or a text that is too short.
@@ -267,13 +252,6 @@ def passage_readers(
 ) -> tuple[Reader, ...]:
     """Find the readers of documents: the unextended model in three ways, then each method up to its reach.
 
-    Args:
-        embedder: from ``load_embedder``.
-        methods: names, with parameters behind them where needed; empty for the unextended model alone.
-        factors: at which to extend; empty for what the greatest length needs.
-        lengths: tokens of the documents; empty for the trained length and the reach of every method.
-        trained_length: tokens that the weights were trained for; None where the config says so.
-
     Raises:
         InvalidParameterError: a length that nobody is meant for.
         IncompatibleError: a method that cannot be right on this model.
@@ -323,7 +301,6 @@ class PassageTrial:
 
     Args:
         depths: where in its document each sentence stood, 0 to 1.
-        found: whether the document that answers was the nearest.
     """
 
     length: int
@@ -371,11 +348,7 @@ class PassageResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PassageReport(Report):
-    """A whole measurement.
-
-    Args:
-        readings: the simple ones first.
-    """
+    """A whole measurement."""
 
     TITLE, KIND, FORMAT = "a passage report", "passages", 1
 

@@ -63,9 +63,7 @@ class Passkey:
 
     Args:
         prompt: token ids, [tokens]; nothing is to be added in front.
-        answer: token ids of the key, [tokens], exactly as they stand in the prompt.
         depth: asked for, 0 (key at the start) to 1 (key at the end).
-        key_position: index of the first token of the key in the prompt.
     """
 
     prompt: Int[Tensor, " prompt"]
@@ -133,7 +131,6 @@ class PasskeyPrompt(Prompt):
         """Measure the model's answer; errors as for ``measure``.
 
         Args:
-            model: a causal language model in eval mode.
             window: tokens that the end of the prompt and the answer have to fit into, special tokens in front of it;
                 None feeds the whole prompt.
         """
@@ -151,11 +148,8 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     Special tokens that the tokenizer itself puts in front of a text stand in front of the prompt and count.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        length: tokens in the prompt, including special tokens; at least what the fixed parts and one noise cycle need.
         depth: 0 (right after the opening) to 1 (right before the question).
         seed: decides, with length and depth, the key and where the haystack starts.
-        haystack: from ``noise`` or ``of_text``, of the same tokenizer; None for noise.
 
     Raises:
         InvalidParameterError: a length that is too small, or too large for the text; a depth outside 0..1; or a
@@ -233,13 +227,7 @@ def make_prompts(
     """Make passkey prompts at every length and depth.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        lengths: tokens that prompt and answer fit into.
-        depths: each from 0 to 1.
         trials: prompts per length and depth; they use the seeds ``seed``, ``seed + 1``, ...
-        seed: of the first prompt of each length and depth.
-        haystack: see ``build``.
-        turning_point: of the model's cost, see ``pass_cost``.
 
     Raises:
         InvalidParameterError: as ``build``.
@@ -309,8 +297,6 @@ class PasskeyTrial:
     """The outcome of one prompt.
 
     Args:
-        length: tokens asked for: in the prompt, or, in a grid, that prompt and answer fit into.
-        depth: 0 to 1, as asked for.
         distance: tokens between the key and the answer.
         correct: whether greedy decoding would produce the key.
         loss: mean over the key's tokens, nats; it moves before ``correct`` does.
@@ -383,11 +369,7 @@ class PasskeyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PasskeyReport(Report):
-    """A whole measurement: the same prompts, read in several ways.
-
-    Args:
-        readings: the unextended model first, where it was asked too.
-    """
+    """A whole measurement: the same prompts, read in several ways."""
 
     # Format 1 judged dynamic methods with the positions of prompt and answer together.
     TITLE, KIND, FORMAT = "a passkey report", "passkey", 2

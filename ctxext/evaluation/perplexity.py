@@ -49,16 +49,9 @@ class PerplexityPlan:
     """Plan of a measurement: its mode, lengths and options, checked against the model by ``make_plan``.
 
     Args:
-        mode: one of ``MODES``.
-        trained_length: tokens of the longest truncation.
-        lengths: tokens, increasing.
         stride: tokens between windows; None in position mode.
         method: to extend by; None measures the checkpoint as it is.
-        arguments: of ``ctxext.patch`` beside the method.
-        dynamic: whether the extension's positions follow the length.
         fitted_lengths: for each length, the length that its positions are made for.
-        cached: tokens per cached call; None for uncached passes.
-        unpatched: whether the unextended model also reads beyond its window, as a negative control.
     """
 
     mode: str
@@ -123,17 +116,12 @@ def make_plan(
     """Check what was asked for against the model; the model is at the end what it was.
 
     Args:
-        model: as it was loaded.
-        mode: one of ``MODES``.
         lengths: tokens; default what the extended model is meant for. In position mode one length is divided into
             seven spans: up to a quarter, a half and the whole of the trained window, and four equal ones beyond.
         stride: tokens between windows; default an eighth of the shortest length (sliding) or 256 (yarn, longlora).
-        truncate: YaRN's option of that name.
-        method: to extend by; None measures the checkpoint as it is.
         arguments: of ``ctxext.patch`` beside the method; without factor and target length, the greatest length is
             the target.
         memory: budget in bytes for weights and passes; None for no limit.
-        unpatched: see ``PerplexityPlan``.
 
     Raises:
         CtxextError: as ``ctxext.patch``.
@@ -209,7 +197,6 @@ class LossesAt:
     Args:
         at: by increasing length, for each text the jobs whose losses follow each other.
         counted: the jobs whose passes the reading is charged for.
-        skip: losses at the start of each text that are left out.
     """
 
     name: str
@@ -223,7 +210,6 @@ class Perplexity(Survey[LossJob]):
     """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        readings: the references, then the measured model.
         windows: of the truncations among them, in tokens; empty where nothing lies beyond the trained window.
         inside: positions inside the trained window that are compared with the unpatched model's.
         measured_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
@@ -386,15 +372,8 @@ def prepare(
     one, the truncations by the extended model itself and the short-context column is left out.
 
     Args:
-        checkpoint: what to measure.
-        corpus: of the texts; each longer than the greatest length (longlora: all together).
-        plan: from ``make_plan``.
-        reference: the checkpoint as it was before it was extended and trained, with the same tokenizer.
         inside: instead of ``reference``, where the original is there no more: the losses that ``inside_survey`` found
             then. The truncations are read by the extended model itself.
-        name: of what is measured; default the method's.
-        journal: where losses are kept; default in memory.
-        group: the processes that share the work; None for this one alone.
 
     Raises:
         InvalidParameterError: a reference that makes no sense, or a text that is too short.

@@ -21,8 +21,6 @@ class PerplexityScore:
         kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the protocol's average
             with texts or windows of ``stop`` tokens; in position mode that is the mean over all positions below.
         start: tokens; 0 for a length.
-        stop: tokens.
-        loss: nats per token.
         versus_truncation: the loss minus the best truncation's on the same tokens, every token weighing the same;
             None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
             single token.
@@ -56,7 +54,6 @@ class PerplexityReading:
             is no unpatched model to compare with, and for the references.
         dynamic: whether positions follow the length of the text, so that every length took a pass of its own.
         tokens: that went through the model, in all passes.
-        seconds: of them all.
     """
 
     name: str
@@ -79,9 +76,7 @@ class PerplexityResult(Report):
     Args:
         mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.loss``.
         trained_length: tokens of the longest truncation.
-        lengths: tokens, increasing.
         stride: of the windows, in tokens; None in position mode.
-        readings: the extension, if there is one, and the references.
     """
 
     TITLE, FORMAT = "a perplexity result", 2

@@ -56,8 +56,6 @@ class Provenance:
         corpus_sha256: of the tokens that were read; empty where no text was.
         prefix: what stood in front of each text.
         seed: of everything random; None where nothing was.
-        dtype: of the weights, and why.
-        versions: of ctxext, torch, transformers and Python.
         date: UTC, ISO 8601, to the second.
     """
 

@@ -60,7 +60,6 @@ class Reading:
         name: unique in a comparison: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens and ``truncated`` for
             the best of such; or a method with its factor, such as ``yarn x2``.
         method: ``Method.to_dict()``; None for the references.
-        factor: target length over trained length; 1 for the references.
         reach: tokens that it is meant for; None for the references of a checkpoint that is not extended.
         dynamic: whether positions follow the length of the text, so that every length needs a pass of its own.
         any_factor: whether the factor changes nothing but the reach, so that one factor stands for all.
@@ -298,7 +297,6 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
             needs nothing but a factor. Replacing rotation by ALiBi needs training and has to be named.
         wanted: names, with parameters where needed (``"yarn ramp=turns truncate=false"``), which may hold a factor of
             their own; or objects and files of ``ctxext choose`` (``choice.json``), which bring theirs.
-        factors: each at least 1.
 
     Raises:
         UnknownNameError: an unknown method or parameter.
@@ -453,7 +451,6 @@ def find_readers(
     too, as the control, where something is extended.
 
     Args:
-        checkpoint: to measure.
         methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
         factors: at which to extend; none for the one that the greatest length needs, or 2 where no length is given.
         lengths: tokens; none for the trained length and the reach of every method.
@@ -461,7 +458,6 @@ def find_readers(
         unpatched: whether the control reads beyond its window.
         beyond: allow lengths for which a reader is not meant, to see how it fails.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
-        sliding_window: see ``ctxext.patch``.
 
     Raises:
         InvalidParameterError: a length that no reader is meant for, factors without methods, or a reference that makes

@@ -110,8 +110,6 @@ def document_difference(
     Args:
         losses: nats per token, [tokens], one tensor per document; the rows of a matrix will do. Documents without
             tokens do not count.
-        baseline: of the same tokens.
-        baselines: see ``PairedDifference``.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.
@@ -136,9 +134,6 @@ def block_difference(
 
     Args:
         losses: nats per token, [tokens], one tensor per document.
-        baseline: of the same tokens.
-        most: blocks.
-        baselines: see ``PairedDifference``.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.
@@ -281,7 +276,6 @@ def wilson_interval(mean: float, trials: int, *, z: float = 1.96) -> tuple[float
 
     Args:
         mean: of the outcomes seen, from 0 to 1.
-        trials: at least 1.
         z: standard deviations of the normal distribution; 1.96 covers 95 percent.
 
     Raises:

@@ -107,12 +107,7 @@ Work = TypeVar("Work", bound=Job)
 
 @dataclass(eq=False)
 class Survey(Generic[Work]):
-    """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
-
-    Args:
-        jobs: all of them, reader by reader.
-        journal: where answers are kept; by default in memory.
-    """
+    """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending."""
 
     made_by: str
     checkpoint: Checkpoint
@@ -160,7 +155,6 @@ class Survey(Generic[Work]):
         """Do jobs and keep each at once, then wait for the other processes. Models are at the end what they were.
 
         Args:
-            jobs: from ``begin``.
             progress: called with what is being done and the cost done since the last call; the jobs' costs are the
                 total.
 
@@ -280,7 +274,6 @@ class Prompt(abc.ABC):
     """One prompt and how to ask it.
 
     Args:
-        length: tokens that it and the reply fit into.
         identity: all that an answer depends on beside who reads, as JSON values.
     """
 

@@ -75,7 +75,6 @@ def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT
     score. It says nothing of how good that score is.
 
     Args:
-        scores: by length in tokens, none negative.
         keep: share of the score at the shortest length, above 0 and at most 1.
 
     Returns:

@@ -24,12 +24,8 @@ class Claim:
     """One sentence of a paper, as a comparison of two readings.
 
     Args:
-        source: its source, and what was measured there.
-        better: name of the reading that does better, it says.
         worse: name of the other reading; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone,
             ``EVERY_OTHER`` for each of all encodings that are no kin of the better one (their names begin otherwise).
-        tasks: tasks, of which those that were measured are averaged.
-        multiple: length over the trained length.
     """
 
     says: str
@@ -136,7 +132,6 @@ class LabVerdict:
         answer: ``reproduced``, ``not at this size``, ``contradicted`` or ``not measured``.
         advantage: advantage of the better one, in nats per byte or as a share of the answers; below zero the claim is
             wrong here. Of several rivals it is the one over the best of them, ``baselines`` being their number.
-        why: reason of the answer where that is not the difference.
     """
 
     claim: Claim

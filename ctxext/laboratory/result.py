@@ -45,7 +45,6 @@ class LabReading:
     Args:
         kind: ``rotation``, ``encoding`` or ``recurrent``.
         extension: the method that was put on at the end, without training; empty for none.
-        seconds: time of one processor for one seed.
         scores: by seed, by window or puzzle, and by block of positions (text: nats per byte) or by length (puzzles: the
             share of the answers that is right).
         truncated: likewise, by doubling of the length, where the model sees the last bytes of its trained length alone;
@@ -81,9 +80,7 @@ class LabResult(Report):
     """Everything that was measured.
 
     Args:
-        settings: amount of training and testing.
         text_sha256: hash of all bytes that were used; empty where no text was.
-        seconds: time of one processor for all jobs.
     """
 
     TITLE: ClassVar[str] = "a result of the laboratory"

@@ -397,7 +397,6 @@ def prepare(
         tasks: names of tasks; default the preset's.
         seeds: how many times each is trained; default the preset's.
         text: sources of text, as ``read_documents`` takes them; default the plays of ``ctxext demo``.
-        workers: processes at once.
         settings: other settings than the preset's.
 
     Raises:

@@ -205,7 +205,6 @@ def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteT
     """Split documents: every fifth is tested on, or, where there are fewer than five, the last fifth of each.
 
     Args:
-        documents: documents, in order.
         length: tokens that are read at once in the test.
         windows: number of stretches to test, spread evenly over what is held out.
 

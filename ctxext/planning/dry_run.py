@@ -360,7 +360,6 @@ def _extrapolated(points: list[Taken], place: float) -> Taken | None:
 
     Args:
         points: three values on a straight line, or four values.
-        place: a place behind the last value.
 
     Returns:
         The extrapolation; None if four values do not lie on a curve of the second degree.

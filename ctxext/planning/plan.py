@@ -73,7 +73,6 @@ class TrainingPlan:
     """A step of LoRA training of one sequence.
 
     Args:
-        fixed: the parts that do not depend on the length.
         dequantised: bytes of the largest weight that is unpacked for use; 0 if no weight is quantised.
         advice: remedy where not even a short sequence fits.
     """
@@ -132,12 +131,7 @@ def plan_training(
         config: config of a causal language model, extended or not. Weights that the checkpoint stores quantised are
             counted unpacked, in ``dtype``, unless bitsandbytes stored them: training unpacks them.
         memory: how activations are held; None for ``Memory()``.
-        lora_rank: rank of LoRA on all linear layers, at least 1.
-        norms: see ``attach_lora``.
-        embeddings: see ``attach_lora``.
-        dtype: dtype of the weights and the computation.
         quantisation: storage of the linear layers' weights: nf4, or None for plain.
-        trust_remote_code: run Python code that the checkpoint contains.
 
     Raises:
         InvalidParameterError: for a number outside its range, or ``quantisation`` of weights that are quantised.

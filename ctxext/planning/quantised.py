@@ -42,7 +42,6 @@ class Stored:
     """Storage of the weights of linear layers.
 
     Args:
-        method: transformers' name of the quantiser.
         bits: bits of one weight, its share of scales and zero points included; None if the config does not give it.
         skipped: patterns of the names of modules that are stored plain.
         experts_only: whether only experts are quantised, not linear layers.
@@ -153,9 +152,7 @@ def packed_weights(model: PreTrainedModel, quantisation: str | None, *, training
     """Count the bytes that quantisation saves, and the bytes of the largest weight that is unpacked for use.
 
     Args:
-        model: a model with all weights unpacked.
         quantisation: quantisation of the linear layers on loading; None for that of the config.
-        training: whether LoRA is trained on the model.
 
     Raises:
         UnknownNameError: for an unknown ``quantisation``.

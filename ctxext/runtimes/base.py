@@ -34,9 +34,7 @@ class Export:
     """Flags that make another runtime serve an extension.
 
     Args:
-        target: the name of the runtime.
         flags: command-line arguments, one string each, to pass on unchanged.
-        notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
             length; if not, a note gives the reason.
         in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
@@ -77,11 +75,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnALiBi:
-    """A model that was trained with ALiBi and is extended with its own slopes.
-
-    Args:
-        unsaid: config fields that the files to be served do not hold yet.
-    """
+    """A model that was trained with ALiBi and is extended with its own slopes."""
 
     model_type: str
     target_length: int
@@ -96,8 +90,6 @@ class ExtensionInConfig:
         layer_type: the layer type whose positions were extended; None where all layers share positions.
         trained_length: tokens before the extension, where the config gives them.
         windows: lengths that the weights may have been trained for, where the config leaves that open.
-        scale: factor on cos and sin.
-        pairs: number of frequencies, where the config scales them.
         unsaid: config fields that the files to be served do not hold yet.
         left_over: keys in the rope dict of those files that only other programs read.
         guarded: whether those files stop programs that read the fields of transformers 4.

@@ -260,8 +260,6 @@ def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bo
     """Return whether a real llama.cpp with all flags computed the same as the patched model; None if not measured.
 
     Args:
-        line: the model type's entry in the table.
-        form: the rope type, as the table names it.
         from_original: whether to start from the GGUF of the original checkpoint, not of the extended checkpoint.
 
     Returns:

@@ -118,7 +118,7 @@ def runs(line: dict[str, Any]) -> bool:
 
 _OTHERWISE = (
     "Extend the checkpoint by a method that mlx-lm reads (for most types ntk or abf, another base), or serve it with "
-    "transformers."
+    "ctxext serve."
 )
 
 

@@ -71,7 +71,7 @@ class VLLM(Runtime):
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
                 f"{extended.rope_type!r}. Extend the checkpoint by another base (ntk or abf), or serve it with "
-                f"transformers."
+                f"ctxext serve."
             )
         if extended.rope.get("mrope_section") and extended.rope_type not in SEVERAL_AXES:
             raise IncompatibleError(

@@ -50,7 +50,7 @@ class Told:
         start: characters of the text before it.
         logprob: its log-probability; None for the first token of a prompt.
         tops: texts and log-probabilities of the likeliest tokens.
-        hidden: whether the text of the answer leaves it out.
+        hidden: True for a token that the text of the answer leaves out.
     """
 
     text: str
@@ -65,10 +65,8 @@ class AnswerPiece:
     """A piece of an answer: what one more token adds, or all of it.
 
     Args:
-        text: text that no stop sequence can take back.
-        finish: why the answer ends; None for a piece that is not the last.
-        reasoning: what was thought before the text.
-        calls: calls of tools, as the API writes them.
+        finish: Reason for which the answer ends; None for a piece that is not the last.
+        reasoning: Thoughts before the text.
     """
 
     text: str = ""
@@ -83,11 +81,7 @@ class AnswerPiece:
 
 
 class TokenText:
-    """Text of tokens, as a tokenizer writes it.
-
-    Args:
-        vocabulary: tokens that the model knows.
-    """
+    """Text of tokens, as a tokenizer writes it."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
@@ -128,8 +122,7 @@ class Grammar:
     """JSON that an answer has to be.
 
     Args:
-        matcher: the state of llguidance.
-        ends: whether the model has a token that ends a text.
+        ends: True if the model has a token that ends a text.
     """
 
     def __init__(self, matcher: Any, ends: bool) -> None:
@@ -198,9 +191,7 @@ class Draw:
     """One answer while it is generated.
 
     Args:
-        prompt: token ids.
-        asked: its request; where that is silent about sampling, the checkpoint's settings decide.
-        limit: most tokens.
+        asked: Request; where it is silent about sampling, the checkpoint's settings decide.
         tops: likeliest tokens whose log-probabilities are told; None tells none.
         number: place among the answers to one prompt, which have different seeds.
     """
@@ -410,7 +401,7 @@ class Together(CBGenerateManager):  # type: ignore[misc]
     """Manager of requests that are answered in continuous batches.
 
     Args:
-        tokens: tokens of all requests whose keys and values are held; None for what is free.
+        tokens: Tokens of all requests whose keys and values are held; None for all that free memory holds.
     """
 
     def __init__(self, model: Any, tokens: int | None) -> None:

@@ -66,9 +66,9 @@ class ServerCheck:
     Args:
         compared: "log-probabilities" of the next token, or "text" where the server gives no others.
         computes: the reading of the model that its answers fit; None if they fit none, or several.
-        right: whether that is the model as it was extended.
+        right: True if that is the model as it was extended.
         beyond: distance of the answers to each reading, in nats, for prompts beyond the trained window.
-        inside: the same within the trained window.
+        inside: Distance of the answers to each reading within the trained window.
         accepted: tokens of the longest prompt that was answered whole.
         refused: tokens of the shortest one that was refused or cut; None if there was none.
         stated: the window that the server states; None if it states none.
@@ -94,9 +94,9 @@ class Client:
     """A server of OpenAI's API, asked to continue texts.
 
     Args:
-        url: with or without ``/v1``.
-        key: its key, if it wants one.
-        name: the model there; empty for the first that the server lists.
+        url: Address of the server, with or without ``/v1``.
+        key: Key of the server, if it wants one.
+        name: Name of the model there; empty for the first that the server lists.
     """
 
     url: str
@@ -226,9 +226,7 @@ def check_server(
     """Compare a server's answers with those of a model as it was extended, and as servers get it wrong.
 
     Args:
-        client: the server.
         model: the model that it ought to compute. Its extension is taken off.
-        tokenizer: its tokenizer.
         ids: tokens of a text, [1, tokens], longer than the trained window; the prompts are its beginnings.
         base: the base that a server falls back on.
         progress: called with the stage and the share of the work done since the last call.

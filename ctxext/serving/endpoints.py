@@ -50,7 +50,6 @@ def fit(prompt: int, asked: int | None, window: int | None) -> int:
     """Return how long an answer may become: what is asked, or what the window leaves.
 
     Args:
-        prompt: tokens of the prompt.
         asked: tokens of the answer; None if the request does not say.
         window: most tokens of prompt and answer; None for no limit.
 
@@ -206,8 +205,8 @@ class Speech:
     """Words, reasoning and calls of tools in the text of one answer.
 
     Args:
-        parser: what tells them apart; None if all are words.
-        forced: names of tools, one of which the whole text is a call of.
+        parser: Parser that tells thoughts, words and calls apart; None if all are words.
+        forced: Names of tools, one of which the whole text calls.
     """
 
     def __init__(self, parser: Any, forced: Iterable[str]) -> None:

@@ -34,9 +34,9 @@ class Gate:
     """Entrance to the application: it refuses strangers, and ends the work for clients that went away.
 
     Args:
-        key: the key that clients must show; None answers everybody.
-        host: the name or address that the server listens to.
-        most: bytes of the longest body that is read.
+        key: Key that clients must show; None answers everybody.
+        host: Name or address of the interface that the server listens to.
+        most: Bytes of the longest body that is read.
     """
 
     def __init__(self, app: ASGIApp, key: str | None = None, host: str = "", most: int = BODY) -> None:

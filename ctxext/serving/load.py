@@ -21,7 +21,7 @@ class Served:
     Args:
         window: most tokens of a prompt and its answer together; None if the model's config does not say.
         facts: method, parameters, factor, trained length, window and dtypes, for programs.
-        notes: what was changed for the sake of serving.
+        notes: Changes for the sake of serving, a sentence each.
     """
 
     name: str

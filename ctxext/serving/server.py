@@ -43,9 +43,7 @@ def application(
     """Build the application that answers requests.
 
     Args:
-        served: from ``load_served``.
-        key: what clients must show; None answers everybody.
-        host: as for ``Gate``.
+        key: Key that clients must show; None answers everybody.
         continuous_batching: answer several requests in each pass of the model.
         cached_tokens: tokens of all requests whose keys and values such batches hold; default what is free on a GPU,
             and 8 windows on a CPU, whose memory others need too.
@@ -118,8 +116,7 @@ def bound(host: str, port: int) -> socket.socket:
     """Take an address before the model is loaded, which may last minutes.
 
     Args:
-        host: name or address of an interface.
-        port: 0 takes any that is free.
+        port: Port to listen to; 0 takes any that is free.
 
     Raises:
         InvalidParameterError: no such host, or the port is taken.

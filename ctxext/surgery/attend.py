@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ctxext.attention import AttentionBackend, Call, Need, named, require_usable, select
 from ctxext.errors import IncompatibleError
-from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.code import names_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.layout_mask import LayoutMask
@@ -254,7 +253,6 @@ class LeaveAttend:
     checks_window: ClassVar[bool] = False
     reads_pages: ClassVar[bool] = True
 
-    @outside_graphs("ctxext: a layer that keeps its own attention reads its mask outside of the graph.")
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, module: nn.Module, given: dict[str, Any], **_: Any
     ) -> Tensor:

@@ -52,7 +52,6 @@ class FilledUnder:
 
     Args:
         identity: a string that differs between extensions.
-        said: a short description of the extension, for messages.
     """
 
     identity: str
@@ -199,7 +198,6 @@ class CacheGuard:
     disables the caches that are still in use.
 
     Args:
-        names: the arguments of the decoder, in order.
         takes_made: whether to accept a cache without a record, as a learned prefix is.
     """
 

@@ -109,11 +109,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
 @dataclass
 class ContinuousBatching:
-    """Replacement of ``model.init_continuous_batching`` that returns a manager, or refuses.
-
-    Args:
-        by_layout: whether ctxext computes its attention.
-    """
+    """Replacement of ``model.init_continuous_batching`` that returns a manager, or refuses."""
 
     model: PreTrainedModel
     method: Method

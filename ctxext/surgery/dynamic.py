@@ -60,7 +60,6 @@ class DynamicSite:
 
     Args:
         site: its place, and the frequencies that the extension starts from.
-        before: frequencies of the module before the extension.
     """
 
     rotary: nn.Module

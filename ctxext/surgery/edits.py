@@ -131,10 +131,6 @@ class Edits:
         elif not (isinstance(owner, dict) and name not in owner):  # other code has removed the entry since
             _assign(owner, name, _beside(getattr(owner, name, None), old))
 
-    def puts_back(self, value: object) -> bool:
-        """Tell whether ``undo`` would set an attribute to this very object."""
-        return any(old is value for _, _, old, _ in self._entries)
-
     def lines(self) -> list[str]:
         """Return one line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
         return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, *_ in self._entries))

@@ -26,7 +26,6 @@ class LayoutMask:
         layout: the positions of queries and keys; None where a layout cannot say what the mask does.
         length: the ``ctxext_length`` of the call.
         window: tokens that a query would see under the replaced mask; None for all.
-        replaced: the arguments of the mask function.
         is_plain: whether the replaced mask is causal or full and hides padding only.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.

@@ -61,7 +61,6 @@ class Laid:
     """The arrangement of a rotary module's output.
 
     Args:
-        layout: a name in ``LAYOUTS``.
         is_complex: whether the output is one complex tensor instead of cos and sin.
         folds: whether the module folds three planes of positions into one (Qwen2-VL); they agree in a text.
     """

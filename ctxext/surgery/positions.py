@@ -378,7 +378,6 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
     traces, because a graph cannot branch on them.
 
     Args:
-        slots: the slots of the call.
         attention_mask: ``[batch, slots]``, true for tokens; None for tokens everywhere. May be shorter than the cache.
         position_ids: the positions that the decoder was given; None without any.
 

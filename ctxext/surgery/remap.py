@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
 from ctxext.attention.groups import SplitGroups
+from ctxext.attention.step import StepPlan, attend_step, plan_step, takes_step
 from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
@@ -78,6 +79,7 @@ class HeadPieces:
     spec: RopeSpec
     pieces: tuple[Piece, ...]
     ahead: tuple[Piece, ...] = ()
+    _inv_freq: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, method: RemapMethod, spec: RopeSpec, *, both_ways: bool = False) -> HeadPieces:
@@ -108,7 +110,7 @@ class HeadPieces:
                 lambda: Turn(
                     where,
                     positions[:1] if positions.stride(0) == 0 else positions,  # all rows are equal then
-                    layout.memo(("inv_freq", positions.device), lambda: self.inv_freq(positions.device)),
+                    self.inv_freq(positions.device),
                     form=form,
                     dtype=precise,
                 ),
@@ -144,7 +146,12 @@ class HeadPieces:
 
     def inv_freq(self, device: torch.device) -> Tensor:
         """Return the frequencies that the model rotates by, float64, in radians per token."""
-        return self.method.frequencies(self.spec, self.spec.trained_length).inv_freq.to(device)
+        if device not in self._inv_freq:
+            frequencies = self.method.frequencies(self.spec, self.spec.trained_length).inv_freq.to(device)
+            if torch.compiler.is_compiling():
+                return frequencies
+            self._inv_freq[device] = frequencies
+        return self._inv_freq[device]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +166,7 @@ class RemapAttend:
         heads: the groups of both kinds; None where a layer has one kind only, which ``far`` serves.
         implementation: the attention implementation of the model before ``patch``.
         drops: whether keys out of sight are dropped from the cache after a call; not where the layer calls again.
+        kind: name that the layers share whose heads attend alike.
     """
 
     method: RemapMethod
@@ -169,6 +177,7 @@ class RemapAttend:
     backends: Backends
     implementation: str
     drops: bool = True
+    kind: str = "all"
     reads_pages: ClassVar[bool] = True
 
     @functools.cached_property
@@ -178,8 +187,35 @@ class RemapAttend:
         sharpness = self.method.sharpness(self.far.spec, torch.arange(exact, device="cpu"))
         return exact if sharpness is None or bool((sharpness == 1).all()) else 0
 
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **how: Any) -> Tensor:
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        if torch.compiler.is_compiling() and takes_step(q, k):
+            return self._in_graph(q, k, v, mask, scale=how["scale"], given=how["given"])
+        return self._outside(q, k, v, mask, **how)
+
+    def _in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, given: dict[str, Any]
+    ) -> Tensor:
+        """Compute a step on a static cache, in which no key is settled: lengths and borders are on the device."""
+        layout, precise = mask.layout, torch.promote_types(k.dtype, torch.float32)
+        plan = layout.memo(f"step {self.kind}", lambda: self._plan(q, layout, precise))
+        sharp = self.far.sharpened(q, layout, precise)
+        if self.heads is not None and sharp is not q:
+            sharp = torch.where(self.heads.far_heads(q), sharp, q)
+        q, k, v = as_autocast_wants(sharp, k, v)
+        call = Call.of(q, k, v, layout, scale=scale, softcap=given.get("softcap"), lse=True)
+        return attend_step(call, plan, sinks=given.get("s_aux"))
+
+    def _plan(self, q: Tensor, layout: Layout, precise: torch.dtype) -> StepPlan:
+        """Return the plan of a step of a layer."""
+        pieces = self.far.turned(layout, precise, form=self.form)
+        if self.near is None or self.heads is None:
+            return plan_step(layout, pieces, q)
+        few = self.near.turned(layout, precise, form=self.form)
+        return plan_step(layout, pieces, q, few=few, many=self.heads.far_groups(q.device))
+
     @outside_graphs(NOT_ONE_GRAPH)
-    def __call__(
+    def _outside(
         self,
         q: Tensor,
         k: Tensor,
@@ -192,7 +228,7 @@ class RemapAttend:
         module: nn.Module,
         given: dict[str, Any],
     ) -> Tensor:
-        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        """Compute the attention of one layer outside of graphs."""
         traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if traced or any(isinstance(size, torch.SymInt) for size in (q.shape[2], k.shape[2])):
             raise IncompatibleError(NOT_ONE_GRAPH)
@@ -353,7 +389,7 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
         The keys to attend to, and the number of settled slots among them.
     """
     turn = pieces[-1].key
-    if turn is None or cached is None:
+    if turn is None or not isinstance(cached, DynamicLayer):  # a graph may go on with a static one
         return k, 0
     before = int(cached.get_seq_length()) - layout.query_length  # slots filled before this call
     done = _settled_before(cached, layout)
@@ -647,7 +683,7 @@ def split_by_heads(groups: Groups, attend: RemapAttend, near: HeadPieces) -> dic
         if len(far) == count:
             layers[path] = attend
         elif not far:
-            layers[path] = replace(attend, far=near)
+            layers[path] = replace(attend, far=near, kind="near")
         else:
-            layers[path] = replace(attend, near=near, heads=SplitGroups.of(far, count))
+            layers[path] = replace(attend, near=near, heads=SplitGroups.of(far, count), kind=f"{far} of {count}")
     return layers

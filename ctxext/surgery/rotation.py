@@ -51,12 +51,9 @@ def rotation_form(
     """Return how the dimensions of a head rotate, from queries of one token at two positions.
 
     Args:
-        subject: the model.
-        site: the rotary module.
         inv_freq: frequencies that the layers rotate by, float64, radians per token.
         far: paths of the layers that rotate so, below the decoder.
         left: paths of the other layers, which keep their attention.
-        refusal: beginning of an error.
 
     Raises:
         IncompatibleError: if no rotation by the model's frequencies maps the one query to the other.

@@ -293,16 +293,8 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     is_alone = sys.getrefcount(model.config) == own + sys.getrefcount(lone.config) - 1
     if is_alone and text_of(model.config) is model.config:
         return
-    config, text = model.config, text_of(model.config)
-    if not _is_held_by_others(model, config, text):  # asked first, since to go through all objects takes much longer
-        return
-    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
-    live = [thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)]
-    # The text part is edited, too: a vision-language config keeps the object that it was made from.
-    holders = [
-        other for other in live if other.config is config or other.config is text or _gets_back(other, config, text)
-    ]
-    if all(_is_part(model, other) or _is_part(other, model) for other in holders):
+    config = model.config
+    if not _is_shared(model, config, text_of(config)):  # the text part is edited, too
         return
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id
@@ -312,26 +304,18 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
             edits.set(module, "config", copied)
 
 
-def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:
-    """Tell whether a module that is no part of the model has one of the configs as an attribute."""
-    own = {id(holder) for module in model.modules() for holder in (module, vars(module))}
-    for holder in gc.get_referrers(*configs):
-        # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
-        is_module = "_modules" in holder if type(holder) is dict else issubclass(type(holder), nn.Module)
-        if is_module and id(holder) not in own:
-            return True
-        # An entry of another model's journal, which puts the config back into a module, is a tuple of both.
-        parts = holder if type(holder) is tuple else ()
-        if any(issubclass(type(part), nn.Module) and id(part) not in own for part in parts):
-            return True
-    return False
-
-
-def _gets_back(other: PreTrainedModel, *configs: Any) -> bool:
-    """Tell whether a model that is extended on a copy of one of the configs gets that one back by ``unpatch``."""
-    state = vars(other).get("_ctxext")
-    return state is not None and any(map(state.edits.puts_back, configs))
-
-
-def _is_part(model: nn.Module, whole: nn.Module) -> bool:
-    return any(part is model for part in whole.modules())
+def _is_shared(model: nn.Module, *configs: Any) -> bool:
+    """Tell whether another live model has one of the configs: no part of this model, and no whole with it inside."""
+    own = set(model.modules())
+    known = {id(vars(module)) for module in own}
+    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
+    holders = [holder for holder in gc.get_referrers(*configs) if id(holder) not in known]
+    # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
+    attributes = [holder for holder in holders if type(holder) is dict and "_modules" in holder]
+    parts = [*holders, *(gc.get_referrers(*attributes) if attributes else ())]
+    # An entry of another model's journal, which puts the config back into a module, is a tuple of both.
+    parts += [part for holder in holders if type(holder) is tuple for part in holder]
+    others = {part for part in parts if issubclass(type(part), PreTrainedModel)} - own
+    for whole in [inside for other in others if model in (inside := set(other.modules()))]:
+        others -= whole
+    return bool(others)

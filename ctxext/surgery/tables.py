@@ -47,7 +47,6 @@ class PositionTable:
     Args:
         field: the config field that sets its size, with dots for parts of the config.
         first: the row of the first token; rows before it stand for no position.
-        token: a token id that is not padding.
         skips_padding: whether padding tokens get no position, so that rows start after the padding id.
     """
 
@@ -75,7 +74,6 @@ class Growth:
     Args:
         tables: names of weights that gain rows, each with its present number of rows.
         computed: names of buffers that gain rows, which the model's code fills, with their present number of rows.
-        others: names of weights that differ in another way.
     """
 
     field: str

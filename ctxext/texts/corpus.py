@@ -81,7 +81,6 @@ class Corpus:
     """Documents made ready for one measurement.
 
     Args:
-        documents: in the order in which they were read.
         prefix: what stands in front of each, to show.
         read: how many documents were read; those that are missing here were too short.
     """
@@ -122,14 +121,12 @@ def corpus_of(
 
     Args:
         documents: from ``read_documents``; not read further than ``limit`` needs.
-        tokenizer: a transformers tokenizer.
         tokens: tokens that each document must have after the first ``skip``, prefix included; at least 2.
             What is more is cut off.
         whole: keep what is more than ``tokens`` (a sliding window reads on).
         shorter: keep conversations with fewer tokens too; those without an answer in what is kept are left out.
         skip: tokens left out at the start of each text (title pages, lists of persons).
         limit: take the first that many of the documents that are long enough; None takes all.
-        bos: see ``prefix_for``.
 
     Raises:
         InvalidParameterError: no document at all, none long enough, or fewer long enough than ``limit``.
@@ -175,8 +172,6 @@ def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None
     """Tokenise a whole document, a conversation by the tokenizer's chat template.
 
     Args:
-        document: a text or a conversation.
-        tokenizer: a transformers tokenizer.
         prefix: token ids to put in front; None for those that the tokenizer itself puts there, or of a conversation its
             template.
 
@@ -200,7 +195,6 @@ def prefix_for(tokenizer: Any, bos: str) -> list[int]:
     """Return the token ids to put in front of a document.
 
     Args:
-        tokenizer: a transformers tokenizer.
         bos: ``auto`` for what the tokenizer itself puts in front of a text, ``none``, ``bos`` or ``eos`` for its token
             of that name, or any one token of its vocabulary as it is spelt there, such as ``<|endoftext|>``.
 

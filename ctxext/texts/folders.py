@@ -32,7 +32,6 @@ class Folder:
     """The files of a folder, sorted into those to read and those left out.
 
     Args:
-        files: to read, in the order of their names.
         left_out: why files are left out, and their paths inside the folder.
     """
 

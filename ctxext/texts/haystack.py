@@ -102,10 +102,7 @@ def hide(
         haystack: to hide in; its last sentence is cut where the length asks for it.
         needles: token ids of each, in the order in which they are to stand.
         depths: of each needle, from 0 (start) to 1 (end), not decreasing.
-        length: tokens of the whole prompt.
         around: tokens of the prompt that stand in front of the haystack and behind it.
-        generator: decides where the haystack starts.
-        kind: what is asked for, to show.
 
     Returns:
         Token ids of the haystack with the needles, ``length - around`` of them; and the place of each needle's first.

@@ -107,7 +107,6 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
         model: a model extended as in the last stage.
         memory: how the model holds its activations; its edits are undone for a change of stages, since they may wrap
             those of the extension.
-        held: result of ``memory.apply(model)``.
 
     Raises:
         IncompatibleError: for stages of a dynamic method, whose positions follow the length of the text already, or of

@@ -23,7 +23,6 @@ class TokenisedDocuments:
 
     Args:
         rows: a ``datasets.Dataset`` (or anything with ``rows[i]["input_ids"]``) in Arrow format.
-        lengths: tokens of each document.
         prefix: token ids in front of every text that the model reads (a BOS token, or nothing).
         answered: of each conversation the tokens that an assistant is to write, None for a text; by default all texts.
     """
@@ -69,10 +68,6 @@ class TokenisedDocuments:
         In a run of several processes the first of each machine does the work, and the others read what it wrote.
 
         Args:
-            sources: as for ``read_documents``.
-            tokenizer: a transformers tokenizer.
-            split: of a data set.
-            column: that holds the text.
             tokens: stop after the document with which this many tokens are reached; None reads all.
 
         Raises:

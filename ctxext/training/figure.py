@@ -24,7 +24,6 @@ def smoothed(losses: Sequence[float], weights: Sequence[float] | None = None) ->
     """Compute the exponentially weighted running mean, without the bias of a start value.
 
     Args:
-        losses: losses in order.
         weights: weight of each entry, the number of steps that it averages; by default all equal.
     """
     decay = 1 - 1 / max(1.0, SHARE * len(losses))
@@ -43,7 +42,6 @@ def save_training_figure(
     Args:
         path: of the PNG; it appears whole or not at all.
         entries: each with ``step``, ``loss`` (nats per token) and ``learning_rate``.
-        title: one line.
         gains: before and after training; without any the right part is left out.
 
     Raises:

@@ -59,7 +59,6 @@ def attach_lora(
     encoding in the place of rotation) are trained whole.
 
     Args:
-        model: a transformers causal language model.
         rank: of the updates, at least 1.
         alpha: updates are scaled by ``alpha / rank``.
         dropout: of the updates' input, from 0 to below 1.

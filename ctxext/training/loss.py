@@ -161,7 +161,6 @@ class Pieces:
     """One forward pass through the layers, whose head is applied to a piece of the positions at a time.
 
     Args:
-        given: what its forward was called with, less the labels.
         targets: ``[batch, positions]``, what each position should predict.
         weights: ``[batch, positions]``, of each position's loss in ``at_once``; None for 1.
     """

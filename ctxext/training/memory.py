@@ -91,9 +91,6 @@ class Memory:
         Call it before the model is handed to a Trainer, and leave ``TrainingArguments.activation_checkpointing``
         (``gradient_checkpointing`` in older transformers) off: the Trainer would replace what is set here.
 
-        Args:
-            model: a transformers causal language model, or a PEFT or compiled wrapper around one.
-
         Returns:
             What undoes it: ``close()``, or the end of a ``with`` block.
 

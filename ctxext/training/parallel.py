@@ -50,8 +50,6 @@ def require_carried(
     """Refuse a run that its engine would train wrongly, or not at all.
 
     Args:
-        model: patched or not, with adapters or without.
-        accelerator: an ``accelerate.Accelerator``.
         lengths: tokens of the training sequences, each once.
         packed: whether some of them hold several documents.
         grouped: whether heads attend in groups of tokens.
@@ -89,7 +87,6 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that tell a patched model the length of sequences before context parallelism shards them.
 
     Args:
-        model: patched or not, with adapters or without.
         inputs: inputs of a forward pass, not sharded yet: the same on all processes that share it.
 
     Returns:

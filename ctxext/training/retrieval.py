@@ -55,7 +55,6 @@ class RetrievalSequences(DerivedSequences):
     Args:
         whole: sequences of one text each, in one piece or, with skip-wise positions, two.
         share: share of the sequences with something to find, from 0 to 1.
-        kinds: kinds of things to find, in equal parts.
     """
 
     def __init__(

@@ -138,7 +138,6 @@ class TrainingSequences(CutSequences):
     border between two packed texts and keeps the second piece from seeing the first.
 
     Args:
-        positions: ``consecutive`` or ``pose``.
         shortest: tokens that a document must have, ``target_length`` for instance, so that with ``pose`` no text gap
             is shorter than the gap in the positions; None for those of one sequence.
 
@@ -388,9 +387,6 @@ def _fitted(stretches: Sequence[Stretch], length: int) -> list[list[Stretch]]:
 @torch.no_grad()
 def require_separate(model: nn.Module) -> None:
     """Check that a model keeps packed documents apart, by changing the first and comparing the second.
-
-    Args:
-        model: a causal language model in evaluation mode, extended.
 
     Raises:
         IncompatibleError: if the logits of the second document change with the first.

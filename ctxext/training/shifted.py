@@ -34,7 +34,6 @@ class ShiftedAttention:
     """Puts shifted sparse attention on a model's layers, for as long as it is asked to.
 
     Args:
-        model: whose attention is transformers' own, with adapters or without. Nothing is changed yet.
         groups: that a sequence is cut into, at least 2; the authors take 4. Its tokens must be a multiple of twice as
             many.
 

@@ -35,11 +35,9 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     remove_unused_columns=False)``.
 
     Args:
-        *args: as for ``transformers.Trainer``.
         embedding_learning_rate: of the token embedding, where it is trained; None for the same as everything else.
         shifted_groups: groups of shifted sparse attention in every training step, see
             ``ctxext.training.shifted.ShiftedAttention``; None for whole attention.
-        **kwargs: as for ``transformers.Trainer``.
 
     Raises:
         IncompatibleError: if the engine that spreads the run over processes cannot carry it; see

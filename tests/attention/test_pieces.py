@@ -14,6 +14,7 @@ from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, Need, nam
 from ctxext.attention.flash import INSTALLED, Flash
 from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.attention.reference import Reference
+from ctxext.attention.step import attend_step, plan_step
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
@@ -176,6 +177,24 @@ def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, 
             found = [out, *torch.autograd.grad(out, (q, k, v), up)]
             errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
             assert max(errors) < 1e-13, (name, tile, errors)
+
+
+STEPS = [name for name in LAYOUTS if "both ways" not in name and "padded" not in name.removeprefix("padded, ")]
+
+
+@pytest.mark.parametrize(("method", "layout"), crossed(list(METHODS), STEPS))
+@pytest.mark.parametrize("variant", [None, *VARIANTS])
+def test_a_step_is_dense_attention(variant: str | None, method: str, layout: str) -> None:
+    """All pieces under one softmax, in float64; of layouts with many queries, the last few."""
+    where, how = LAYOUTS[layout](), Variant() if variant is None else VARIANTS[variant]
+    q, k, v = (x.detach() for x in _tensors(where, torch.float64, how.value_dim))
+    sinks = SINKS.double() if how.sinks else None
+    truth = _truth(METHODS[method], where, q, k, v, sinks=sinks, softcap=how.softcap)
+    turned = _pieces(METHODS[method], where, torch.float64)
+    queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
+    call = Call.of(queries, keys, v, where, scale=SCALE, softcap=how.softcap, lse=True)
+    found = attend_step(call, plan_step(where, turned, queries), sinks=sinks)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 from typer.testing import Result
@@ -17,6 +18,7 @@ from typer.testing import Result
 import ctxext
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.inspect import Inspection, inspect_adapter, inspect_checkpoint
+from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
@@ -217,6 +219,26 @@ def test_a_gguf_file_that_ctxext_extended(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.longest == 4 * TRAINED_LENGTH
     assert found.extended is not None
     assert found.extended.startswith(f"rope_type={found.positions[0].rope_type}")
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_loaded_by_one_table_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers makes the table for each module of a model; afterwards, the package is what it was."""
+    model: Any = tiny(vocab_size=64)
+    path, made = write_gguf(model, tmp_path / "plain.gguf"), list[Any]()
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return tables(*given)
+
+    tables, reader = gguf.get_tensor_name_map, gguf.GGUFReader
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    loaded = load_saved(tmp_path, gguf_file=path.name, plain_class=LlamaForCausalLM)
+    assert len(made) == 1
+    assert gguf.get_tensor_name_map is counted
+    assert gguf.GGUFReader is reader
+    for name, weights in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weights), name
 
 
 def test_a_gguf_file_is_read_as_the_package_reads_it(tmp_path: Path) -> None:

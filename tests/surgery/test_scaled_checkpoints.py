@@ -364,6 +364,28 @@ def test_who_shares_a_config_however_python_counts_references(more: int, monkeyp
     assert id(ctxext.patch(alone, "yarn", factor=4).config) == kept
 
 
+def parted(kind: str) -> tuple[Any, Any]:
+    """Return a whole model and the part of it that is extended; both read one config, or one text part."""
+    whole: Any = vision_language(tiny().config) if kind == "llava" else tiny(kind)
+    return whole, whole.model.language_model if kind == "llava" else whole.base_model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "bloom", "llava"])
+def test_a_part_of_a_model_is_extended_in_the_config_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else reads the config; to find that out, patch does not walk all objects of the process."""
+    monkeypatch.setattr(gc, "get_objects", lambda *_: pytest.fail("patch walks all objects"))
+    whole, part = parted(kind)
+    shared = part.config
+    ctxext.patch(part, "pi", factor=2)
+    assert part.config is shared is whole.config.get_text_config()
+    assert shared.ctxext["method"]["method"] == "pi"
+    other = type(part)(shared)
+    ctxext.unpatch(part)
+    ctxext.patch(part, "pi", factor=4)
+    assert other.config is shared is not part.config
+
+
 def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14

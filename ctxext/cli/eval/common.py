@@ -43,7 +43,6 @@ class Session:
     """One measurement from its options to its files: the loaded checkpoints, the processes, the terminal.
 
     Args:
-        source: what is measured.
         results: where the result goes; without it the command writes files of its own.
         reference: name of the checkpoint that the references are read with, where it is another.
         load: loads a checkpoint, as ``load_checkpoint`` does, which it is by default.

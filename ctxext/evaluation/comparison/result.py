@@ -31,12 +31,10 @@ class Series:
         name: of the method, or of a reference: ``unpatched``, ``truncated 2048`` for the one that sees the last 2,048
             tokens, and ``truncated`` for the best of those.
         buckets: the trained window as one bucket, then equal buckets beyond it.
-        curve: the same losses in fine buckets, for a plot.
         in_window_ratio: perplexity inside the trained window over the unpatched model's, dimensionless.
         versus_truncation: for each bucket beyond the window, the loss minus that of the best truncation there.
         dynamic: whether the method's frequencies follow the length, so that the one pass at the full length charges
             its stretched frequencies to every position.
-        seconds: wall time of the measurement.
         windows: of the best truncation: which window is the best in each bucket beyond the trained one, in tokens.
     """
 
@@ -65,15 +63,10 @@ def summarise(
     """Compare one way of reading with the references.
 
     Args:
-        name: of the method.
-        losses: nats per token, [documents, positions].
         unpatched: of the same tokens, by the unpatched model.
         truncated: of the same tokens, by the best truncation, chosen between the edges of ``edges_for``.
         windows: of the best truncation: which window that is between the edges, in tokens; empty for other readings.
         baselines: how many windows there were to choose from.
-        trained_length: tokens.
-        dynamic: see ``Series``.
-        seconds: see ``Series``.
 
     Raises:
         InvalidParameterError: if the losses are not of the same tokens, or do not go beyond the trained length.
@@ -103,9 +96,7 @@ class Score:
     """One reading at one length.
 
     Args:
-        length: tokens that the model may see.
         end: the last positions before that length, a quarter of the trained window: what the length itself gives.
-        whole: all positions up to that length.
         versus_truncation: at the end, the loss minus that of the best truncation there; None at the trained length.
         by_document: the same difference of each document, nats per token.
         window: of a truncation: tokens that it sees at the end; for the best one, those of the window that is best
@@ -127,9 +118,7 @@ class PasskeyScore:
     """Keys at one length and depth.
 
     Args:
-        length: tokens that prompt and answer fit into.
         depth: of the key, 0 at the start to 1 at the end.
-        loss: mean over the keys' tokens, nats.
         hidden: whether truncation cuts these keys off.
     """
 
@@ -146,10 +135,7 @@ class Row:
     """One reading with all that was measured of it.
 
     Args:
-        inside: the trained window.
         short_context: inside the trained window, the loss minus the unpatched model's.
-        scores: at each length that the reading is meant for.
-        passkeys: at each length and depth; empty where none were asked.
     """
 
     reading: Reading
@@ -187,13 +173,8 @@ class ComparisonResult:
     """A whole comparison.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for.
-        lengths: tokens, increasing; the trained length first.
         unit: what counted as independent for the standard errors.
         rows: the references, then the methods.
-        refusals: methods that were not measured, and why.
-        panels: one per factor.
-        verdicts: one per length beyond the trained one.
         made: when and by which command, as JSON values: all that may differ between two runs of the same comparison.
     """
 
@@ -230,8 +211,6 @@ class Verdict:
 
     Args:
         best: name of the reading with the least loss at the end of that length.
-        window: of the truncation with the least loss there, in tokens.
-        versus_truncation: its loss minus that truncation's, same tokens.
         beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
         standard_errors: how many a gain must exceed to count; more candidates need more, since the best of many is
             partly the luckiest. Luck among them cannot make the best look worse than it is, luck among the truncations

@@ -39,15 +39,7 @@ LOSS, PASSKEY = "loss", "passkey"  # in the keys of jobs
 
 @dataclass(eq=False, kw_only=True)
 class Comparison(Survey[LossJob | PromptJob]):
-    """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
-
-    Args:
-        readings: the references, then the methods.
-        refusals: methods that do not apply.
-        lengths: tokens, increasing; the trained length first.
-        texts: by the name of a reading and the length, a job for each document.
-        asked: by the name of a reading, the passkeys that it is asked for.
-    """
+    """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
     corpus: Corpus
     seed: int
@@ -114,20 +106,8 @@ def prepare(
     """Plan a comparison, before anything of it is measured.
 
     Args:
-        checkpoint: from ``load_checkpoint``.
         corpus: called once with the tokens that each document must have; returns them whole.
         output: folder for cells and report; None keeps the cells in memory.
-        methods: see ``chosen_methods``; empty for all that apply.
-        factors: each at least 1.
-        lengths: tokens; empty for the reach of every method.
-        depths: of the passkeys, each from 0 to 1; empty for none.
-        trials: passkeys per length and depth, at least 1.
-        seed: of the first passkey of each length and depth.
-        trained_length: tokens that the checkpoint was trained for; None where its config says so.
-        sliding_window: see ``ctxext.patch``.
-        windows: of the truncations, see ``Readings``.
-        group: the processes that share the work; None for this one alone.
-        progress: called with methods tried and methods in all.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is computed.

@@ -77,10 +77,7 @@ class Figure:
     """Picture of a report.
 
     Args:
-        name: name of its file, without ending.
         size: width and height in inches.
-        draw: fills a matplotlib figure.
-        caption: what to see, and how to read it.
         alternative: the numbers, for readers who cannot see it.
     """
 
@@ -206,13 +203,9 @@ def lines_panel(
 
     Args:
         lines: lines; those without points are left out.
-        title: title of the panel.
-        x_label: name of the horizontal axis.
-        y_label: name of the vertical axis.
         ticks: places to label on the horizontal axis, in tokens or with their labels.
         doubling: whether equal steps of the horizontal axis double the number of tokens.
         log: whether the vertical axis is logarithmic; by default where its values span more than a factor of 3.
-        trained_length: tokens of the trained window, which is shaded.
     """
     lines = [line for line in lines if line.points]
 
@@ -264,9 +257,7 @@ def differences_panel(
     A group far above the others would hide their differences: it is named below the axis instead.
 
     Args:
-        columns: names of the columns, from left to right.
         groups: method, label and a difference for each column.
-        title: one line.
         x_label: what the columns are.
         below: what a difference below the line says.
         colours: one for each group; by default those of the methods.
@@ -307,9 +298,7 @@ def heat_panel(
     line marks where the trained window ends, a wide one stands below the first ``divider`` rows.
 
     Args:
-        title: title of the panel.
         cells: value from 0 to 1 and text, by row and length in tokens; rows from above in the order of the cells.
-        trained_length: trained length in tokens.
         divider: number of rows; 0 for no wide line.
     """
     rows, lengths = list(dict.fromkeys(row for row, _ in cells)), sorted({length for _, length in cells})

@@ -106,14 +106,11 @@ def make_prompts(
     """Make prompts with the same questions at every length.
 
     Args:
-        tokenizer: a transformers tokenizer.
         lengths: tokens of text, request and answer together.
-        tasks: names; None for all.
         samples: texts of each task and length, at least 2, so that there is an error.
         choices: questions about each text, and so answers to choose from, 2 to 8.
         seed: of everything that is drawn; the same seed and tokenizer give the same prompts.
         haystack: that needles are hidden in where a task brings no text of its own; None for noise.
-        turning_point: of the model's cost, see ``pass_cost``.
 
     Raises:
         InvalidParameterError: a number out of range, a length that is too small, or too large for the text.
@@ -210,7 +207,6 @@ class ChoiceTrial:
 
     Args:
         length: tokens of text, request and answer together.
-        index: which of the task's texts, from 0.
         answers: the right one to each question.
         losses: by question and by answer, nats over all tokens of the answer.
         writes: questions whose right answer greedy decoding would write.
@@ -297,7 +293,6 @@ class RetrievalResult(TaskResult):
         """Compare with another reading over the same texts; above 0 where this one is the better one.
 
         Args:
-            other: another reading.
             margin: compare margins, nats, and not scores, points.
 
         Returns:

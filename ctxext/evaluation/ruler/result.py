@@ -15,7 +15,6 @@ class RulerTrial:
 
     Args:
         length: tokens asked for, of prompt and reply together.
-        index: which of the task's prompts, from 0.
         answers: what a right reply contains.
         score: 0 to 100.
     """

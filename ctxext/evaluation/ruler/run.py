@@ -38,9 +38,6 @@ def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Quest
     The same task, length, seed and index give the same prompt, whatever else is drawn.
 
     Args:
-        task: of the length that is wanted.
-        index: which prompt, from 0.
-        seed: of all prompts.
         near: the size of another prompt of this task; the search for the size begins there.
 
     Raises:
@@ -136,12 +133,7 @@ def _ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RulerPrompt(Prompt):
-    """One prompt of one task at one length, drawn when it is asked.
-
-    Args:
-        index: which of the task's prompts, from 0.
-        near: the size of the task's first prompt, near which the search for the size begins.
-    """
+    """One prompt of one task at one length, drawn when it is asked."""
 
     task: Task
     index: int
@@ -193,14 +185,10 @@ def ruler_prompts(
     The first prompt of each task and length is drawn at once, so that what cannot be drawn is said early.
 
     Args:
-        tokenizer: of the model that will be asked.
         lengths: tokens of prompt and reply together.
         tasks: names; None for all that ``sources`` allow.
-        samples: prompts per task and length, at least 1.
-        seed: of the prompts; the same seed gives the same prompts to every model with this tokenizer.
         sources: the text to hide things in, and the data sets of the two question answering tasks.
         chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
-        turning_point: of the model's cost, see ``pass_cost``.
 
     Raises:
         InvalidParameterError: nothing to measure, a length that a task cannot fill, a task whose source is missing, or

@@ -32,11 +32,6 @@ class Picture(abc.ABC):
     Class attributes of a kind:
         kind: what is drawn, in a word.
         caption: how to read it.
-
-    Args:
-        method: the method that is shown, the first one where there are several.
-        model: name of the checkpoint that it is shown on; empty for an example.
-        title: sentence above the picture, where the numbers alone do not say it.
     """
 
     kind: ClassVar[str]

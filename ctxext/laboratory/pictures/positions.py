@@ -102,7 +102,6 @@ def relative_positions(
 
     Args:
         pieces: a method's. Where frequencies have positions of their own, that of the slowest one is given.
-        length: tokens.
         cells: along each side, at least 2.
 
     Returns:

@@ -36,7 +36,6 @@ class PictureRequest:
 
     Args:
         checkpoint: a directory or a name on the hub; None for an example of the method's kind.
-        layer: attention layer, from 0 on, where one has to be chosen.
         length: tokens of the text to read; None for as many as there are, at most 1,024.
         trained_length: tokens that the weights were trained for, where the config does not say so.
 
@@ -110,10 +109,6 @@ class PictureRequest:
         self, method: EncodingMethod, trained_length: int
     ) -> tuple[EncodingMethod, Encoding, EncodingSpec, str, str]:
         """Build or load one layer's encoding.
-
-        Args:
-            method: the encoding's.
-            trained_length: of an example, in tokens, where none was given.
 
         Returns:
             The method as it was saved, the module, the model's sizes, what to know of its weights, and what the title

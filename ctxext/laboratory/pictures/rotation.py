@@ -33,8 +33,6 @@ class RotationPicture(Picture):
     """A rotation in a text of the method's target length, with the plain one beside it.
 
     Args:
-        attention_scale: what multiplies cos and sin.
-        distances: tokens between query and key.
         plain_score: score of equal vectors at these distances, with the trained frequencies.
         score: likewise, with the method's.
         trained_turns: full turns of each pair in a text of the trained length, fastest first, as in training.

@@ -31,13 +31,11 @@ class RowsPicture(Picture):
 
     Args:
         target_length: positions that there are vectors for.
-        positions: positions looked at, evenly spaced.
         similarity: the cosine of the angle between each two of them.
         dimensions: four of the vectors' numbers, from one that changes fast to one that changes slowly.
         waves: those numbers at each position.
         plane: where each position's vector lies in the plane in which the trained ones differ most.
         trained_plane: likewise the trained vectors, as they were before an extension.
-        trained_positions: which positions these are.
         share: how much of the trained vectors' variance the plane shows, 0 to 1.
     """
 

@@ -33,7 +33,6 @@ class SentencePicture(Picture):
     """Numbers that an encoding makes of a text, one matrix per head.
 
     Args:
-        layer: attention layer that they were seen in, from 0 on.
         values: number of each head, query and key; not a number where a query does not see a key.
     """
 

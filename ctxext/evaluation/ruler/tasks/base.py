@@ -61,9 +61,7 @@ class Question:
     """One prompt.
 
     Args:
-        prompt: the complete text, without the tokenizer's special tokens.
         answers: strings that a right reply contains.
-        index: which of the task's prompts, from 0.
         tokens: of the prompt, as the model reads it; 0 where nobody counted.
         size: units in the prompt, see ``Task.unit``; 0 where the task was not asked to fill a length.
     """
@@ -173,7 +171,6 @@ def largest_fit(
     Args:
         tokens: tokens of the text of a size.
         least: a size that is known to fit.
-        room: tokens.
         most: the largest size there is; returned if it fits.
         near: a size that is probably near to the one wanted; saves time where counting tokens takes long.
     """

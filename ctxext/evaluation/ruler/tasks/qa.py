@@ -26,7 +26,6 @@ class Asked:
 
     Args:
         answers: any of them will do.
-        gold: indices of the documents that belong to the question.
         related: indices of documents that are put in before random ones.
     """
 
