@@ -129,7 +129,7 @@ def test_options_are_refused_before_anything_runs(tmp_path: Path, options: tuple
 
 @pytest.mark.nightly
 def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
-    run = gpu_run("--device", "cpu", "--quick", "--out", str(tmp_path))
+    run = gpu_run("--device", "cpu", "--quick", "--minutes", "60", "--out", str(tmp_path))
     stages = ["smoke", "steps", "compiled", "heads", "launches", "alibi", "tests", "far", "training"]
     summary = (tmp_path / "summary.md").read_text()
     assert [line.split("|")[1:3] for line in summary.splitlines()[4:]] == [[f" {name} ", " done "] for name in stages]
