@@ -122,6 +122,10 @@ class Turn:
         result = turned.flatten(-2).to(x.dtype)
         return torch.cat([x[..., :start], result, x[..., start + wide :]], -1) if wide < x.shape[-1] else result
 
+    def angles(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of the first tokens of all rows, ``[rows, 1, length, pairs]``."""
+        return self._angles((0, self.positions.shape[0]), (0, length))
+
     def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, ``[rows, 1, tokens, pairs]``."""
         key = (*rows, *tokens)

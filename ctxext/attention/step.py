@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -24,13 +24,11 @@ from torch import Tensor
 
 from ctxext.attention.base import Call, without_autocast
 from ctxext.attention.layout import Layout
-from ctxext.attention.pieces import Turn, TurnedPiece
+from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece
+from ctxext.attention.step_kernel import HIDDEN, MOST_PIECES, attend_rows, available
 
 FEW = 8
 """Queries of a call that is computed as a step: one token, or the tokens of speculative decoding."""
-
-HIDDEN = 255
-"""Number of no piece, for pairs that no piece serves."""
 
 
 class _Source(NamedTuple):
@@ -61,12 +59,15 @@ class StepPlan(NamedTuple):
         numbers: Number of the piece that serves each pair, ``[rows, groups or 1, query, key]``.
         sources: Keys in each rotation; one where the cache holds rotated keys, or no piece rotates any.
         sees: Queries that see a key, ``[rows, 1, query, 1]``; None where all do.
+        for_kernel: Arguments of the kernel that follow ``numbers``; None where there is no kernel.
     """
 
     pieces: tuple[TurnedPiece, ...]
     numbers: Tensor
-    sources: tuple[_Source, ...]
-    sees: Tensor | None
+    sources: tuple[_Source, ...] = ()
+    sees: Tensor | None = None
+    for_kernel: tuple[Any, ...] | None = None
+    form: RotationForm = RotationForm()
 
 
 def takes_step(q: Tensor, k: Tensor) -> bool:
@@ -96,16 +97,20 @@ def served_by(
 
 
 def attend_step(
-    call: Call, plan: StepPlan, *, sinks: Float[Tensor, " heads"] | None = None
+    call: Call, plan: StepPlan, *, settled: int = 0, sinks: Float[Tensor, " heads"] | None = None
 ) -> Float[Tensor, "batch heads query value_dim"]:
     """Compute attention of a few queries, without a gradient.
 
     Args:
         call: Call of plain attention, with q and k as the model rotated them.
         plan: Plan for the layout of the call.
+        settled: Leading slots whose keys have the rotation of the last piece; for the kernel only.
         sinks: Score of each query head's sink, as in gpt-oss; None for no sinks.
     """
     q, v, wide = call.q, call.v, torch.promote_types(call.q.dtype, torch.float32)
+    if plan.for_kernel is not None:
+        how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
+        return attend_rows(q, call.k, v, plan.numbers, *plan.for_kernel, sinks=sinks, **how)
     batch, heads, length, groups = *q.shape[:3], call.k.shape[1]
     with without_autocast(q.device):
         parts = [_scores(call, source, wide) for source in plan.sources]
@@ -159,6 +164,8 @@ def plan_step(
     """
     numbers, wide = served_by(layout, pieces, few, many), torch.promote_types(q.dtype, torch.float32)
     pieces = (*pieces, *few)
+    if takes_kernel(q) and len(pieces) <= MOST_PIECES:
+        return _for_kernel(pieces, numbers, q)
     nothing = torch.full(numbers.shape, -math.inf, dtype=wide, device=numbers.device)
     keys: list[Turn | None] = [None]
     if not is_settled:
@@ -174,6 +181,28 @@ def plan_step(
         sources.append(_Source(key, mine, matrices, bias[:, :, None]))
     sees = None if layout.query_documents is None else (numbers != HIDDEN).any(-1, keepdim=True).any(1, keepdim=True)
     return StepPlan(pieces, numbers, tuple(sources), sees)
+
+
+def takes_kernel(q: Tensor) -> bool:
+    """Return whether the Triton kernel computes a step of these queries, on whatever keys the cache has rotated."""
+    return available(q.device) and q.dtype is not torch.float64
+
+
+def _for_kernel(pieces: tuple[TurnedPiece, ...], numbers: Tensor, q: Tensor) -> StepPlan:
+    """Return the plan with the angles of all rotations, ``[rows, pieces, query, pairs]`` and ``[rows, key, pairs]``."""
+    turns = [turn for piece in pieces for turn in (piece.query, piece.key) if turn is not None]
+    pairs, length = (turns[0].inv_freq.shape[0] if turns else q.shape[3] // 2), q.shape[2]
+    still = torch.ones(1, 1, length, pairs, device=q.device), torch.zeros(1, 1, length, pairs, device=q.device)
+    each = [still if piece.query is None else piece.query.angles(length) for piece in pieces]
+    rows = max(cos.shape[0] for cos, _ in each)
+    queries = tuple(
+        torch.cat([side.expand(rows, -1, -1, -1) for side in sides], 1) for sides in zip(*each, strict=True)
+    )
+    key = next((piece.key for piece in pieces if piece.key is not None), None)
+    keys = None if key is None else tuple(side[:, 0] for side in key.angles(numbers.shape[3]))
+    turned, biases = tuple(piece.key is not None for piece in pieces), tuple(piece.bias for piece in pieces)
+    form = turns[0].form if turns else RotationForm()
+    return StepPlan(pieces, numbers, for_kernel=(queries, keys, turned, biases), form=form)
 
 
 def _matrices(turns: Sequence[Turn | None], layout: Layout, like: Tensor, wide: torch.dtype) -> Tensor | None:

@@ -22,7 +22,7 @@ if INSTALLED:
     import triton.language as tl
 
 HIDDEN = 255  # the piece of a pair that is not seen
-MOST_PIECES = 4
+MOST_PIECES = 6
 PROGRAMS = 512  # four for each processor of a large GPU; the same number everywhere, so the same bits
 BLOCK_BYTES = 1 << 16  # keys and values of one block, in registers and shared memory
 LOG2E = 1.4426950408889634
@@ -40,12 +40,12 @@ def _kernel(*changing: str) -> Any:
     return triton.jit(do_not_specialize=changing) if INSTALLED else lambda function: function
 
 
-@_kernel("slots", "settled", "where_row", "key_row")
+@_kernel("slots", "settled", "where_row", "where_group", "key_row")
 @no_type_check
 def _attend(
     q_ptr, k_ptr, v_ptr, where_ptr, query_cos_ptr, query_sin_ptr, key_cos_ptr, key_sin_ptr, out_ptr, lse_ptr,
-    slots, settled, scale, cap, bias0, bias1, bias2, bias3,
-    q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, where_row, query_row, key_row,
+    slots, settled, scale, cap, bias0, bias1, bias2, bias3, bias4, bias5,
+    q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, where_row, where_group, query_row, key_row,
     HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, TURNED: tl.constexpr,
     CAPPED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     FIRST: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr, REST_FIRST: tl.constexpr,
@@ -67,7 +67,7 @@ def _attend(
     top, total = tl.full([LINES], -1e30, tl.float32), tl.zeros([LINES], tl.float32)  # finite: differences are numbers
     for start in range(tl.program_id(0) * BLOCK, slots, tl.num_programs(0) * BLOCK):
         slot, far = start + near, tl.full([], start, tl.int64)
-        w_at = where_ptr + wide * where_row + token[:, None] * slots + slot[None, :]
+        w_at = where_ptr + wide * where_row + head * where_group + token[:, None] * slots + slot[None, :]
         piece = tl.load(w_at, real[:, None] & (slot < slots)[None, :], 255).to(tl.int32)
         seen = tl.min(piece, 0) < 255
         if tl.max(seen.to(tl.int32), 0) > 0:
@@ -102,7 +102,8 @@ def _attend(
                         z = s * s
                         z = s * (945 + z * (105 + z)) / (945 + z * (420 + z * 15))
                         s = cap * tl.where(tl.abs(s) < 0.8, z, 1 - 2 / (1 + tl.exp(2 * s)))
-                    bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else bias3))
+                    bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else (
+                        bias3 if number == 3 else (bias4 if number == 4 else bias5))))  # fmt: skip
                     score = tl.where(chosen, s + bias, score)
             before, top = top, tl.maximum(top, tl.max(score, 1))
             weight, kept = tl.exp2(score - top[:, None]), tl.exp2(before - top)
@@ -172,7 +173,7 @@ def attend_rows(
         q: queries as the model rotated them, ``[batch, heads, tokens, head_dim]``.
         k: keys as the model rotated them, ``[batch, key heads, slots, head_dim]``.
         v: values, ``[batch, key heads, slots, value_dim]``.
-        where: pieces of all pairs, or ``HIDDEN``, uint8 ``[batch or 1, tokens, slots]``.
+        where: pieces of all pairs, or ``HIDDEN``, uint8 ``[batch or 1, key heads or 1, tokens, slots]``.
         query_turns: cosines and sines of further rotations of queries, ``[batch or 1, pieces, tokens, pairs]``.
         key_turn: cosines and sines of the further rotation of keys, ``[batch or 1, slots, pairs]``.
         turned: truth for each piece whose keys take ``key_turn``.
@@ -196,12 +197,13 @@ def attend_rows(
     parts = q.new_empty(groups, splits, shared * tokens, values, dtype=torch.float32)
     lse = q.new_empty(groups, splits, shared * tokens, dtype=torch.float32)
     out = q.new_empty(batch, tokens, heads, values).transpose(1, 2)  # in the order that layers expect
+    where_steps = (x if size > 1 else 0 for x, size in zip(where.stride(), where.shape[:2], strict=False))
     biases = tuple(bias * LOG2E for bias in biases) + (0.0,) * (MOST_PIECES - len(biases))
     sizes = {"HEADS": key_heads, "SHARED": shared, "TOKENS": tokens, "VALUES": values, "VALUES_UP": _up(values)}
     _attend[(splits, groups, lots)](
         q, k, v, where, query_cos, query_sin, key_cos, key_sin, parts, lse,
         slots, settled, scale / softcap if softcap else scale * LOG2E, (softcap or 0.0) * LOG2E, *biases,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens * slots if where.shape[0] > 1 else 0,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *where_steps,
         len(turned) * tokens if query_cos.shape[0] > 1 else 0, slots if key_cos.shape[0] > 1 else 0,
         PIECES=len(turned), TURNED=sum(1 << piece for piece, turns in enumerate(turned) if turns),
         CAPPED=softcap is not None, PAIRS=pairs, REST=rest, REST_FIRST=0 if form.tail else 2 * pairs,

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
 from ctxext.attention.groups import SplitGroups
-from ctxext.attention.step import StepPlan, attend_step, plan_step, takes_step
 from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
+from ctxext.attention.step import StepPlan, attend_step, plan_step, takes_kernel, takes_step
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
@@ -34,7 +34,6 @@ from ctxext.surgery.attend import (
 from ctxext.surgery.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.layout_mask import LayoutMask
 from ctxext.surgery.paged_batch import pads_little
 from ctxext.surgery.positions import cache_layer_of, change_later, replace_cache_layer
@@ -190,21 +189,37 @@ class RemapAttend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **how: Any) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         if torch.compiler.is_compiling() and takes_step(q, k):
-            return self._in_graph(q, k, v, mask, scale=how["scale"], given=how["given"])
+            more = {"softcap": how["given"].get("softcap"), "sinks": how["given"].get("s_aux")}
+            return self._step(q, k, v, mask.layout, scale=how["scale"], **more)
         return self._outside(q, k, v, mask, **how)
 
-    def _in_graph(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, given: dict[str, Any]
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Compute a step on a static cache, in which no key is settled: lengths and borders are on the device."""
-        layout, precise = mask.layout, torch.promote_types(k.dtype, torch.float32)
+        """Compute a few queries of all heads under one softmax, from keys that the model rotated.
+
+        No value is read on the host, so that a graph can hold it.
+        """
+        precise = torch.promote_types(k.dtype, torch.float32)
         plan = layout.memo(f"step {self.kind}", lambda: self._plan(q, layout, precise))
         sharp = self.far.sharpened(q, layout, precise)
         if self.heads is not None and sharp is not q:
             sharp = torch.where(self.heads.far_heads(q), sharp, q)
         q, k, v = as_autocast_wants(sharp, k, v)
-        call = Call.of(q, k, v, layout, scale=scale, softcap=given.get("softcap"), lse=True)
-        return attend_step(call, plan, sinks=given.get("s_aux"))
+        call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
+        return attend_step(call, plan, sinks=sinks)
+
+    def _takes_kernel(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether the kernel of a step computes a call, for which no key is rotated in the cache."""
+        return takes_step(q, k) and takes_kernel(q) and not torch.is_grad_enabled() and not self.far.ahead
 
     def _plan(self, q: Tensor, layout: Layout, precise: torch.dtype) -> StepPlan:
         """Return the plan of a step of a layer."""
@@ -246,10 +261,13 @@ class RemapAttend:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
-        layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         how: dict[str, Any] = {"scale": scale, "softcap": given.get("softcap"), "sinks": given.get("s_aux")}
+        by_kernel = self._takes_kernel(q, k)
+        layout = mask.layout if by_kernel else mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         if self.heads is None:
             out = self._attend(self.far, q, k, v, layout, cached, **how)
+        elif by_kernel and getattr(cached, "near", None) is None:
+            out = self._step(q, k, v, layout, **how)
         else:
             out = self._attend_split(q, k, v, layout, cached, **how)
         if cached is None:
@@ -275,6 +293,12 @@ class RemapAttend:
             layout = cached.held(layout)
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = heads.turned(layout, precise, form=self.form)
+        if self._takes_kernel(q, k):  # it rotates keys as it reads them
+            settled = 0 if cached is None else _settled_before(cached, layout)
+            plan = layout.memo(("step", heads), lambda: plan_step(layout, pieces, q))
+            q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
+            call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
+            return attend_step(call, plan, settled=settled, sinks=sinks)
         # Settle before autocast, which hands a copy of the cached keys to attention. Keys that see ahead never are.
         k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
@@ -597,7 +621,6 @@ def install_pieces(
     if is_latent and (far.reach or isinstance(method, RetrievalHeads)):
         notes += ("The cache holds all tokens: in latent attention one vector of a token serves all heads.",)
     install_attention(subject, site, by_layer, edits, left=share.left)
-    compile_nothing_in_generate(subject.model, edits)
     exact = attend.exact_length
     first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
     return (*first, *share.notes(), *notes, *attend.backends.notes())

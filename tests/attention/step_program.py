@@ -37,7 +37,9 @@ CHOICES: dict[str, list[Any]] = {
     "slots": [7, 63, 129, 150, 200],
     "softcap": [None, 5.0, 50.0],
     "settled": [0, 0.3],
-    **{name: [False, True] for name in ("interleaved", "tail", "sinks", "padded", "blind", "turned", "spread")},
+    **{
+        name: [False, True] for name in ("interleaved", "tail", "sinks", "padded", "blind", "turned", "spread", "split")
+    },
 }
 
 
@@ -83,10 +85,16 @@ class Case:
         distance = torch.arange(filled - tokens, filled)[:, None] - torch.arange(slots)
         piece = (distance * pieces // filled).clamp(max=pieces - 1)
         piece[:, : setting["settled"]] = pieces - 1  # only a piece with rotated keys reads those that are settled
-        self.where = piece.masked_fill(distance < 0, step_kernel.HIDDEN).to(torch.uint8).repeat(rows, 1, 1)
-        self.where[-1, :, : slots // 4] = step_kernel.HIDDEN if setting["padded"] else self.where[-1, :, : slots // 4]
-        self.where[0, 0] = step_kernel.HIDDEN if setting["blind"] else self.where[0, 0]
-        hidden = (self.where == step_kernel.HIDDEN).all(1).expand(2, -1)[:, None, :, None]
+        self.where = piece.masked_fill(distance < 0, step_kernel.HIDDEN).to(torch.uint8)
+        self.where = self.where.repeat(rows, key_heads if setting["split"] else 1, 1, 1)
+        if setting["split"]:  # every second key head has no first piece
+            odd = self.where[:, 1::2]
+            odd[odd == 0] = step_kernel.HIDDEN
+        if setting["padded"]:
+            self.where[-1, :, :, : slots // 4] = step_kernel.HIDDEN
+        if setting["blind"]:
+            self.where[0, :, 0] = step_kernel.HIDDEN
+        hidden = (self.where == step_kernel.HIDDEN).all(2).expand(2, -1, -1)[..., None]
         self.k, self.v = (x.masked_fill(hidden, math.nan) for x in (k, v))
 
     def kernels(self) -> Tensor:
@@ -116,7 +124,8 @@ class Case:
             s = self._turned(q, self.query_angles[:, piece]) @ keys.mT * q.shape[-1] ** -0.5
             if setting["softcap"]:
                 s = setting["softcap"] * torch.tanh(s / setting["softcap"])
-            scores = torch.where(self.where[:, None] == piece, s + bias, scores)
+            shared = repeat if self.where.shape[1] > 1 else 1
+            scores = torch.where(self.where.repeat_interleave(shared, 1) == piece, s + bias, scores)
         if self.sinks is None:
             empty = torch.full((*q.shape[:3], 1), torch.finfo(dtype).min, dtype=dtype)
         else:
@@ -156,7 +165,9 @@ def measured(seed: int) -> dict[str, Any]:
     """Return the setting of a seed with the errors of kernels and of naive attention, and if two calls are equal."""
     case = Case(drawn(seed))
     right, plain, found = case.dense(torch.float64), case.dense(case.q.dtype), case.kernels()
-    blind = (case.where == step_kernel.HIDDEN).all(-1).expand(2, -1)[:, None, :, None].expand_as(found)
+    blind = (case.where == step_kernel.HIDDEN).all(-1, keepdim=True)
+    shared = found.shape[1] // blind.shape[1]
+    blind = blind.repeat_interleave(shared, 1).expand_as(found)
     return case.setting | {
         "error": error(found, right),
         "plain": error(plain, right),
