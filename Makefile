@@ -12,7 +12,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
+.PHONY: demo core test nightly docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
@@ -58,6 +58,9 @@ vllm: $(VLLM)/installed ## a real vLLM on the CPU against the patched model, for
 
 gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; fails if none ran
 	scripts/gpu_test.sh
+
+gpu-run: ## what only a GPU can tell, in 12 minutes, worthiest first; OPTIONS="--from STAGE" goes on, tables in gpu-results/
+	scripts/gpu_run.sh $(OPTIONS)
 
 floor: ## the suite on the oldest supported transformers, in an environment of its own
 	scripts/versions_test.sh floor

@@ -273,10 +273,10 @@ class PositionMap:
         place = positions if self.period is None else positions % self.period
         if isinstance(self.group, tuple) or isinstance(self.offset, tuple):
             place = place[:, None]
-        group = torch.tensor(self.group, dtype=torch.long, device=place.device)
-        grouped = torch.div(place, group, rounding_mode="floor").double()
-        offset = torch.tensor(self.offset, dtype=torch.float64, device=place.device)
-        mapped = grouped * self.scale + offset
+        group, offset = self.group, self.offset  # a number stays one: on CUDA a tensor of it is a copy from the host
+        by = torch.tensor(group, dtype=torch.long, device=place.device) if isinstance(group, tuple) else group
+        more = torch.tensor(offset, dtype=torch.float64, device=place.device) if isinstance(offset, tuple) else offset
+        mapped = torch.div(place, by, rounding_mode="floor").double() * self.scale + more
         return mapped if self.ceiling is None else mapped.clamp(max=self.ceiling)
 
 

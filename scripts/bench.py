@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import datetime
 import multiprocessing
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
+import transformers
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig
@@ -200,8 +204,14 @@ def _resident(field: str) -> float:
 
 
 def machine(device: str) -> str:
-    """Return the machine, the library and the date in a line."""
-    return f"{provenance.machine(device)}; torch {torch.__version__}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    """Return the machine, the libraries, the commit (with a plus where files differ from it) and the date in a line."""
+    state = provenance.git_state(Path(__file__).parent) or {"commit": "unknown", "dirty": False}
+    commit = os.environ.get("CTXEXT_COMMIT") or state["commit"][:10] + "+" * state["dirty"]
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout if device == "cuda" else ""
+    card = f"driver {driver.split()[0]}; triton {metadata.version('triton')}; " if driver else ""
+    versions = f"torch {torch.__version__}; transformers {transformers.__version__}; commit {commit}"
+    return f"{provenance.machine(device)}; {card}{versions}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
 
 def shown(number: float | None, form: str) -> str:

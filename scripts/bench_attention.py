@@ -32,10 +32,11 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[QKV], Tensor]
 PLAIN = "plain causal SDPA"
 DENSE = "dense bias, prepared"
+EAGER = "eager ALiBi, as stock BLOOM"
 CUTOFF = 60.0
 """Of the window per head: what lies farther than this over the slope is dropped (see ``ctxext.attention.flex``)."""
 DENSE_LIMIT = 8 << 30
-"""Bytes of bias beyond which the dense variant is left out: it says so in the table."""
+"""Bytes of bias or scores beyond which what holds them all is left out: it says so in the table."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def variants(setting: Setting) -> dict[str, Run | str]:
     windowed = Flex(cutoff=CUTOFF)
     found[f"flex, cutoff {CUTOFF:g}"] = _why_not(windowed, setting) or _call(windowed, setting, layout, slopes)
     found[DENSE] = _dense(setting, slopes)
+    found[EAGER] = _eager(setting, slopes)
     return found
 
 
@@ -135,6 +137,24 @@ def _dense(setting: Setting, slopes: Tensor) -> Run | str:
             kept.append(bias)
         q, k, v = qkv
         return F.scaled_dot_product_attention(q, k, v, attn_mask=kept[0], scale=setting.scale)
+
+    return run
+
+
+def _eager(setting: Setting, slopes: Tensor) -> Run | str:
+    """Return the calls of transformers' BLOOM: scores on the bias, a mask, a softmax in float32, all of them held."""
+    size = 3 * setting.heads * setting.length**2 * DTYPES[setting.dtype].itemsize
+    if size > DENSE_LIMIT:
+        return f"its scores take {size / 2**30:.0f} GiB"
+    keys = torch.arange(setting.length, device=setting.device)
+    future = keys[None, :] > keys[:, None]
+
+    def run(qkv: QKV) -> Tensor:
+        q, k, v = (x[0] for x in qkv)
+        bias = (slopes[:, None, None] * keys).to(q.dtype)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=setting.scale)
+        scores = scores.masked_fill(future, torch.finfo(q.dtype).min)
+        return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v)[None]
 
     return run
 

@@ -4,11 +4,13 @@
     python scripts/bench_models.py --what decode --lengths 2048,8192,32768
     python scripts/bench_models.py --model bloom --lengths 32768 --only alibi --memory
     python scripts/bench_models.py --model smollm2 --what batch --lengths 1024 --dtypes fp32
-    python scripts/bench_models.py --model llama-8b --what prefill,decode --lengths 32768 --device cuda
+    python scripts/bench_models.py --model llama-8b --what prefill,decode,compiled --lengths 32768 --device cuda
 
 One model is patched and unpatched in place, and its variants take turns. Peak memory is what a fresh process adds for
 one call, weights not counted. ``batch`` reads 8 prompts of half the length and generates the other half: in one
-continuous batch (seconds), and one after the other (the ratio is their seconds over those of the batch).
+continuous batch (seconds), and one after the other (the ratio is their seconds over those of the batch). ``compiled``
+is a step of decoding with its head, on a static cache, as a graph. ``launches`` counts what an eager step starts in a
+layer: kernels and copies on CUDA, operators on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -24,10 +26,13 @@ from typing import Annotated, Any
 import bench
 import torch
 import typer
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import ctxext
+from ctxext.errors import CtxextError
 from ctxext.evaluation.checkpoint import DTYPES
+from tests._steps import compiled_step, launches_a_layer
 
 STOCK = "stock"
 TRAINED_LENGTH = 2048
@@ -38,8 +43,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8b": ("llama-8b", {"max_position_embeddings": TRAINED_LENGTH}),
     "smollm2": ("smollm2", {"max_position_embeddings": TRAINED_LENGTH}),
 }
-KINDS = ("prefill", "decode", "train", "batch")
-REQUESTS, PAGE = 8, 64
+KINDS = ("prefill", "decode", "compiled", "launches", "train", "batch")
+REQUESTS, PAGE, STEPS = 8, 64, 8
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bloom": {STOCK: {}, "alibi": {"method": "alibi"}, "pi": {"method": "pi"}},
     "llama": {
@@ -62,7 +67,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "dynamic_yarn request": {"method": "dynamic_yarn", "growth": "request"},
     },
 }
-COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds", "ratio", "adds MiB")
+COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds or launches", "ratio", "adds MiB")
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ def filled_cache(model: Any, length: int) -> DynamicCache:
 
 def run(model: Any, setting: Setting, cache: DynamicCache | None) -> None:
     """Do once what is measured."""
-    ids = torch.ones(1, 1 if setting.what == "decode" else setting.length, dtype=torch.long, device=model.device)
+    ids = torch.ones(
+        1, setting.length if setting.what in ("prefill", "train") else 1, dtype=torch.long, device=model.device
+    )
     if setting.what == "train":
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
         hidden.float().square().mean().backward()
@@ -149,20 +156,71 @@ def batches(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.R
         yield [*head, f"{batch:.1f}", f"{alone / batch:.2f}", ""]
 
 
+def first_line(error: BaseException) -> str:
+    """Return what fits into a table of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:150].replace("|", "/")
+
+
+def _times(count: int, call: Callable[[Tensor], object], given: Tensor) -> None:
+    for _ in range(count):
+        call(given)
+
+
+def compiled(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.Row]:
+    """Yield a row for every variant, one after the other, since each is compiled once."""
+    model, seconds = build(setting), {}
+    ids = torch.ones(1, setting.length - STEPS * (rounds + 1), dtype=torch.long, device=setting.device)
+    for name in names:
+        head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
+        extend(model, name, setting)
+        try:
+            step = compiled_step(model, ids, setting.length)
+            steps = partial(_times, STEPS, step, ids[:, :1])
+            [taken] = bench.in_turns([steps], rounds, setting.device)
+            seconds[name] = taken / STEPS
+            ratio = seconds[name] / seconds[STOCK] if STOCK in seconds else None
+            yield [*head, f"{seconds[name]:.4f}", bench.shown(ratio, ".3f"), ""]
+        except (CtxextError, RuntimeError, MemoryError) as error:  # torch's own of graphs are RuntimeErrors
+            yield [*head, first_line(error), "", ""]
+        finally:
+            torch.compiler.reset()
+            if name != STOCK:
+                ctxext.unpatch(model)
+
+
+def warm_step(setting: Setting, variant: str, layers: int) -> Callable[[], object]:
+    """Return a step of a model with so many layers; the first one was taken."""
+    model = build(replace(setting, layers=layers))
+    extend(model, variant, setting)
+    step = partial(run, model, setting, filled_cache(model, setting.length - STEPS))
+    step()
+    return step
+
+
+def launched(setting: Setting, names: list[str], rounds: int) -> Iterator[bench.Row]:
+    """Yield a row for every variant: what a further layer adds to the launches of a step."""
+    counts: dict[str, float] = {}
+    for name in names:
+        counts[name] = launches_a_layer(partial(warm_step, setting, name), setting.device, (1, 3))
+        ratio = counts[name] / counts[STOCK] if STOCK in counts else None
+        head = [setting.model, setting.what, str(setting.length), setting.dtype, name]
+        yield [*head, f"{counts[name]:g}", bench.shown(ratio, ".3f"), ""]
+
+
 def timed(model: Any, setting: Setting, variant: str, failed: dict[str, str]) -> float:
     """Patch, time one call, unpatch; note what failed, and do not try it again."""
     if variant in failed:
         return math.nan
     extend(model, variant, setting)
     # Up to the length and not beyond it: at a power of two a doubling method would have to recompute its cache.
-    repeats = 8 if setting.what == "decode" else 1
+    repeats = STEPS if setting.what == "decode" else 1
     try:
         cache = filled_cache(model, setting.length - repeats - 1) if setting.what == "decode" else None
         if cache is not None:
             run(model, setting, cache)
         return bench.seconds_of(lambda: [run(model, setting, cache) for _ in range(repeats)], setting.device) / repeats
     except (RuntimeError, MemoryError) as error:  # stock code needs more memory than there is
-        failed[variant] = str(error).splitlines()[0][:90]
+        failed[variant] = first_line(error)
         return math.nan
     finally:
         if variant != STOCK:
@@ -193,7 +251,7 @@ def measure(setting: Setting, names: list[str], rounds: int, memory: bool) -> It
             continue
         ratio = seconds[name] / seconds[STOCK] if STOCK in names and STOCK not in failed else None
         added = bench.in_fresh_process(peak, setting, name) if memory else None
-        yield [*head, name, f"{seconds[name]:.3f}", bench.shown(ratio, ".3f"), bench.shown(added, ".0f")]
+        yield [*head, name, f"{seconds[name]:.4f}", bench.shown(ratio, ".3f"), bench.shown(added, ".0f")]
 
 
 def main(
@@ -222,8 +280,9 @@ def main(
             setting = Setting(*parts, device, layers)
             say(f"{setting}")
             names = [name for name in VARIANTS[setting.model] if not chosen or name in chosen]
-            if setting.what == "batch":
-                yield from batches(setting, names, rounds)
+            others = {"batch": batches, "compiled": compiled, "launches": launched}
+            if setting.what in others:
+                yield from others[setting.what](setting, names, rounds)
             else:
                 yield from measure(setting, names, rounds, memory)
 

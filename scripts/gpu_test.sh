@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device on this machine"'
 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -p no:cacheprovider -o addopts="-v --strict-markers" -m gpu \
-	$(grep -rl --include="test_*.py" "mark\.gpu" tests) "$@"
+	$(grep -rl --include="test_*.py" "mark\.gpu" tests | sort) "$@"

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests._tokenizer import make_tokenizer
+
 TRAINED = 256
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -28,3 +32,10 @@ def save(model: Any, directory: Path) -> Path:
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a directory, hidden ones included."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def save_reader(directory: str) -> None:
+    """Write a Llama with random weights that reads bytes, for what needs a checkpoint and a tokenizer."""
+    shape = SHAPE | {"vocab_size": 257, "max_position_embeddings": 2048}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
+    make_tokenizer(bos=True).save_pretrained(directory)

@@ -1,14 +1,27 @@
-"""What the benchmarks share (``scripts/bench.py``): the round that warms up is not counted, and no row is lost."""
+"""What the benchmarks share (``scripts/bench.py``), and what a GPU is rented for (``scripts/gpu_run.sh``).
+
+The round that warms up is not counted, no row is lost, views are no launches, a compiled step computes what a whole
+pass does, and every stage runs on a CPU before it runs on rented minutes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from scripts import bench
+from tests._models import tiny
+from tests._steps import compiled_step, launches, launches_a_layer
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_timers_take_turns_and_the_first_round_does_not_count() -> None:
@@ -44,3 +57,88 @@ def test_options_that_hold_several_values() -> None:
     assert bench.listed("stock; ctxext, kept", separator=";") == ["stock", "ctxext, kept"]
     with pytest.raises(typer.BadParameter, match="'fp31' is none of bf16, fp32"):
         bench.listed("fp31", ("bf16", "fp32"))
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        (lambda x: (x @ x).relu().view(-1)[2:], 2),
+        (lambda x: x.T.unsqueeze(0).expand(3, 4, 4).contiguous(), 1),
+        (lambda x: x.clone().add_(1).mul_(2).flatten(), 3),
+        (lambda x: torch.empty(3), 0),
+        (lambda x: torch.split(x, 2), 0),
+    ],
+)
+def test_what_computes_is_a_launch_and_a_view_is_none(call: Callable[[torch.Tensor], object], count: int) -> None:
+    x = torch.randn(4, 4)
+    assert launches(lambda: call(x), "cpu") == count
+
+
+def test_launches_a_layer_are_those_that_a_further_layer_adds() -> None:
+    x = torch.randn(4)
+
+    def step_of(layers: int) -> Callable[[], object]:
+        return lambda: [x.exp() for _ in range(7 + 5 * layers)]
+
+    assert launches_a_layer(step_of, "cpu", (2, 4)) == 5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_steps_give_the_logits_of_a_whole_pass() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    ids = torch.randint(5, 60, (1, 12))
+    step = compiled_step(model, ids[:, :8], 16)
+    seen = torch.cat([step(token) for token in ids[:, 8:].T[..., None]], 1)
+    torch.testing.assert_close(seen, model(ids).logits[:, 8:])
+    torch.compiler.reset()
+
+
+def test_the_eager_attention_of_bloom_is_a_bias_and_a_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    attention = import_module("bench_attention")
+    setting = attention.Setting(9, 4, 8, "fp32", False, "cpu")
+    q, k, v = attention.tensors(setting)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    slopes = torch.tensor([2.0 ** (-2 * (head + 1)) for head in range(4)])  # of four heads, by the paper
+    bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+    expected = (q @ k.mT / 8**0.5 + bias).softmax(-1) @ v
+    torch.testing.assert_close(attention.variants(setting)[attention.EAGER]((q, k, v)), expected)
+
+
+def test_all_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    missing_of = import_module("gpu_check").missing_of
+    assert missing_of(["json", "no_such_wheel", "bench", "nor_this.one"]) == ["no_such_wheel", "nor_this"]
+
+
+def gpu_run(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with this Python."""
+    environment = os.environ | {"PYTHON": sys.executable, "CTXEXT_COMMIT": "0123abc"}
+    command = [ROOT / "scripts" / "gpu_run.sh", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("options", [("--from", "smokes"), ("--only", ""), ("--froom", "smoke")])
+def test_options_are_refused_before_anything_runs(tmp_path: Path, options: tuple[str, str]) -> None:
+    refused = gpu_run("--out", str(tmp_path / "out"), *options)
+    assert refused.returncode != 0
+    assert options[0] in refused.stderr or options[1] in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.nightly
+def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
+    run = gpu_run("--device", "cpu", "--quick", "--minutes", "60", "--out", str(tmp_path))
+    stages = ["smoke", "steps", "compiled", "heads", "launches", "alibi", "tests", "far", "training"]
+    summary = (tmp_path / "summary.md").read_text()
+    assert [line.split("|")[1:3] for line in summary.splitlines()[4:]] == [[f" {name} ", " done "] for name in stages]
+    assert run.returncode == 0
+    tables = ["steps", "compiled", "heads", "launches", "bloom", "alibi", "training"]
+    for name in [*tables, *stages]:
+        text = (tmp_path / f"{name}.{'md' if name in tables else 'log'}").read_text()
+        assert torch.__version__ in text
+        assert "0123abc" in text
+    for method in ("stock", "self_extend", "dual_chunk"):
+        assert f"| bf16 | {method} | 0." in (tmp_path / "compiled.md").read_text(), "a compiled step was measured"
+    assert {"far-needles.md", "far-code-self_extend.md", "far-code-dual_chunk.md"} <= set(os.listdir(tmp_path))

@@ -21,6 +21,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Piece, PositionMap
 from tests._products import crossed, some
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
+from tests._steps import launches
 from tests.attention.cases import leave_flex_uncompiled
 
 LENGTH = 203
@@ -402,3 +403,17 @@ def test_turning_on_is_rotating_by_the_other_position(interleaved: bool) -> None
     assert torch.allclose(found, rotate(x, moved), atol=1e-13)
     assert torch.allclose(turn(found, (0, 2), (0, 9), back=True), rotate(x, places), atol=1e-13)
     assert torch.equal(turn(rotate(x, places)[:1, :, 2:5], (0, 1), (2, 5)), found[:1, :, 2:5])
+
+
+@pytest.mark.parametrize(
+    ("where", "operators"),
+    [
+        (PositionMap(), 4),  # a division, to float64, a scale, an offset
+        (PositionMap(group=3, offset=7.0), 4),
+        (PositionMap(period=5, scale=2.0, ceiling=3.0), 6),
+        (PositionMap(scale=0.0, offset=-1.5), 4),
+    ],
+)
+def test_positions_by_numbers_bring_nothing_from_the_host(where: PositionMap, operators: int) -> None:
+    positions = torch.arange(9)
+    assert launches(lambda: where(positions), "cpu") == operators
