@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -36,6 +37,14 @@ from ctxext.spec import OwnAttention, PairScore, ScoreForm
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device; only then is Triton imported."""
+    return HAS_TRITON and device.type == "cuda" and capability_of(device) >= (8, 0)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call, Need, without_autocast
+from ctxext.attention.base import AttentionBackend, Call, Need, runs_triton, without_autocast
 from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
@@ -101,6 +101,12 @@ class Turn:
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` reverses the rotation."""
+        if runs_triton(x.device):
+            from ctxext.attention._turn_kernel import turn
+
+            angles = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
+            turned: Tensor = turn(x, *angles, self.form.interleaved, self.form.tail, back)
+            return turned
         # Rotation is computed in a wider dtype, so only for some tokens at a time.
         step = max(1, _rows(x.device.type) // x.shape[1])
         if x.shape[2] <= step:
@@ -462,22 +468,22 @@ class _Run:
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
                 key_range = (key_heads.start, key_heads.stop)
                 if self.whole:
-                    for place, result in self._results(q[here], keys, v, tile, key_range):
+                    for place, result, bias in self._results(q[here], keys, v, tile, key_range):
                         rows = (slice(None), slice(None), slice(*place))
-                        _merge_into(out[here][rows], lse[here][rows], *result)
+                        _merge_into(out[here][rows], lse[here][rows], *result, bias)
                     continue
                 some_sinks = None if sinks is None else sinks[query_heads]
                 out[here], lse[here] = self._forward_tile(q[here], keys, v, tile, key_range, some_sinks)
 
     def _results(
         self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int]
-    ) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor]]]:
-        """Yield the queries of each part, by their place in the tile, and their output and log-sum-exp."""
+    ) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor], float]]:
+        """Yield the queries of each part, by their place in the tile, their output and log-sum-exp, and its bias."""
         queries = self._queries(q, tile)
         for part in tile.parts:
             k_part, v_part = keys(part, tile.rows, key_heads), _cut(v, tile.rows, key_heads, part.key)
             place = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
-            yield place, self._forward(part, queries(part), k_part, v_part)
+            yield place, self._forward(part, queries(part), k_part, v_part), self.pieces[part.piece].bias
 
     def _forward_tile(
         self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], sinks: Tensor | None
@@ -488,8 +494,8 @@ class _Run:
             The output, in the precision of the log-sum-exp if parts were merged, and the log-sum-exp.
         """
         total: tuple[Tensor, Tensor] | None = None
-        for index, (place, part) in enumerate(self._results(q, keys, v, tile, key_heads)):
-            result = _spread(part, place, q.shape[2])
+        for index, (place, part, bias) in enumerate(self._results(q, keys, v, tile, key_heads)):
+            result = _spread((part[0], part[1] + bias) if bias else part, place, q.shape[2])
             # Outputs of a kernel are not changed in place: selective checkpointing keeps them for the backward pass.
             total = result if total is None else _merge(*total, *result, is_own=index > 1)
             del part, result  # not held beside those of the next part
@@ -537,23 +543,21 @@ class _Run:
         return queries
 
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        bias, how = self.pieces[part.piece].bias, self._how(part)
         if part.kind == FADING:
-            out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), causal=True, **how))
-        else:
-            out, lse = self.backend.with_lse(q, k, v, causal=part.kind == CAUSAL, mask=part.mask, **how)
-        return out, lse + bias if bias else lse
+            out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), causal=True, **self.how))
+            return out, lse
+        return self.backend.with_lse(q, k, v, causal=part.kind == CAUSAL, mask=part.mask, **self._how(part))
 
     def _backward(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, ...]:
         """Call the backward of a kernel, which computes scores without the bias, so ``lse`` must lack it too."""
-        bias, how = self.pieces[part.piece].bias, self._how(part)
+        bias = self.pieces[part.piece].bias
         tensors = (q, k, v, out, lse - bias if bias else lse, grad)
         if part.kind == FADING:
-            grads = self.backend.gradients(*_flipped(*tensors), causal=True, **how)
+            grads = self.backend.gradients(*_flipped(*tensors), causal=True, **self.how)
             return _flipped(*grads)
-        return self.backend.gradients(*tensors, causal=part.kind == CAUSAL, mask=part.mask, **how)
+        return self.backend.gradients(*tensors, causal=part.kind == CAUSAL, mask=part.mask, **self._how(part))
 
     def _how(self, part: Part) -> Mapping[str, Any]:
         """Return the keyword arguments of a kernel's call; a window only reaches a backend with bands."""
@@ -596,8 +600,13 @@ def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, *, is_own
     return merged, torch.logaddexp(total_lse, lse)
 
 
-def _merge_into(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+def _merge_into(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias: float) -> None:
     """Merge a part into a total of the output's dtype, in place; the first part replaces a total without weight."""
+    if runs_triton(total.device):
+        from ctxext.attention._merge_kernel import merge
+
+        return merge(total, total_lse, out, lse, bias)
+    lse = lse + bias
     share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
     total.copy_(torch.lerp(total.to(lse.dtype), out.to(lse.dtype), share))
     total_lse.copy_(torch.logaddexp(total_lse, lse))

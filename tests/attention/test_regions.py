@@ -20,7 +20,9 @@ def _pairs(found: Rectangle) -> torch.Tensor:
         return torch.ones(rows, columns, dtype=torch.long)
     whole = torch.ones(rows, columns, dtype=torch.long)
     if found.kind == CAUSAL:
-        last = torch.arange(columns - rows, columns)[:, None] - torch.arange(columns)  # keys behind the newest that is seen
+        last = torch.arange(columns - rows, columns)[:, None] - torch.arange(
+            columns
+        )  # keys behind the newest that is seen
         return whole * ((last >= 0) & (last < (found.window or columns)))
     assert rows == columns, "a fading staircase is a square"
     return whole.triu()
