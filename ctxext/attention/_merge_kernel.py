@@ -7,6 +7,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ROWS = 16  # queries of one program
 
@@ -39,7 +40,7 @@ def _merge(
     tl.store(total_lse, most + tl.log(both), inside)
 
 
-def launch(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, bias: float) -> None:
+def launch(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias: float) -> None:
     """Merge a part, ``[batch, heads, query, dim]`` and ``[batch, heads, query]``, into the total, in place."""
     batch, heads, length, width = total.shape
     strides = [x for tensor in (total, total_lse, out, lse) for x in tensor.stride()[:3]]
@@ -48,5 +49,6 @@ def launch(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse:
     _merge[grid](total, total_lse, out, lse, bias, heads, length, width, *strides, WIDE=wide, ROWS=ROWS)
 
 
-merge = torch.library.custom_op("ctxext::merge", launch, mutates_args=("total", "total_lse"))
+SCHEMA = "(Tensor(a!) total, Tensor(b!) total_lse, Tensor out, Tensor lse, float bias) -> ()"
+merge = torch.library.custom_op("ctxext::merge", launch, mutates_args=("total", "total_lse"), schema=SCHEMA)
 merge.register_fake(lambda total, total_lse, out, lse, bias: None)

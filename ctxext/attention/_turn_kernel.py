@@ -7,6 +7,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ROWS = 16  # tokens of one program
 
@@ -37,9 +38,7 @@ def _turn(
     tl.store(there, value.to(turned.dtype.element_ty), inside)
 
 
-def launch(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, tail: bool, back: bool
-) -> torch.Tensor:
+def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tail: bool, back: bool) -> Tensor:
     """Rotate ``x``, ``[batch, heads, seq, dim]``, by angles ``[batch or 1, 1, seq, pairs]``, ``back`` the other way.
 
     The last dimensions rotate if ``tail``, else the first ones.
@@ -54,5 +53,6 @@ def launch(
     return turned
 
 
-turn = torch.library.custom_op("ctxext::turn", launch, mutates_args=())
+SCHEMA = "(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool tail, bool back) -> Tensor"
+turn = torch.library.custom_op("ctxext::turn", launch, mutates_args=(), schema=SCHEMA)
 turn.register_fake(lambda x, cos, sin, interleaved, tail, back: torch.empty_like(x))

@@ -38,15 +38,15 @@ def merges() -> None:
         both = torch.logaddexp(*wide)
         weights = [(x - both).exp().nan_to_num()[..., None] for x in wide]
         exact = weights[0] * total.double() + weights[1] * out.double()
-        again = [x.clone() for x in (total, total_lse)]
+        again, again_lse = total.clone(), total_lse.clone()
         launch(total, total_lse, out, lse, bias)
         seen = both > -torch.inf
         _require_near(total[seen], exact[seen], dtype)
         assert torch.allclose(total_lse[seen].double(), both[seen], atol=1e-5)
         assert bool((total_lse[~seen] == -torch.inf).all())
         assert torch.equal(whole[:, :5], untouched)
-        launch(*again, out, lse, bias)
-        assert torch.equal(again[0], total)
+        launch(again, again_lse, out, lse, bias)
+        assert torch.equal(again, total)
         first, first_lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
         launch(first, first_lse, out, lse, 0.0)  # the first part is copied as it is
         assert torch.equal(first[lse > -torch.inf], out[lse > -torch.inf])
