@@ -343,11 +343,11 @@ def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None, *, bands:
 def _key_heads_at_once(need: Need, pieces: Sequence[TurnedPiece], rows: int | None = None) -> int:
     """Return the number of key heads to compute at once: all, unless their rotated keys would take much memory.
 
-    Their query heads have at most ``rows`` queries, if that is given.
+    If ``rows`` is given, that many queries, or keys, of their heads are computed at once.
     """
     if rows is not None:
-        most = max(1, rows * need.kv_heads // (need.heads * need.query_length))
-        return min(most, _key_heads_at_once(need, pieces))
+        longest = max(need.heads // need.kv_heads * need.query_length, need.key_length)
+        return min(need.kv_heads, max(1, rows // longest))
     rotated = len({piece.key for piece in pieces if piece.key is not None})
     if need.query_length <= SHORTEST or not rotated:
         return need.kv_heads

@@ -109,13 +109,14 @@ def test_arguments_say_the_region(new: int) -> None:
     pairs = 0
     for name, args, how in calls.attention:
         token = 2 if name == ATTENTION[0] else 1
-        queries, keys = args[0].shape[token], args[1].shape[token]
+        queries, keys, heads = args[0].shape[token], args[1].shape[token], args[0].shape[3 - token]
         causal = args[8] if token == 1 else len(args) > 4 and args[4]
         window = how.get("window_size_left", keys) + 1
         assert keys >= queries
         seen = (min(i + keys - queries + 1, window) for i in range(queries))
-        pairs += sum(seen) if causal else queries * keys
-    assert pairs == new * (LENGTH - new) + new * (new + 1) // 2
+        pairs += heads * (sum(seen) if causal else queries * keys)
+    assert pairs == HEADS * (new * (LENGTH - new) + new * (new + 1) // 2)
+    assert len(calls.attention) <= 4
 
 
 def test_longer_texts_take_their_heads_in_turn() -> None:
