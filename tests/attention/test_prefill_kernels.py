@@ -25,9 +25,9 @@ def merges() -> None:
     from ctxext.attention._merge_kernel import launch
 
     draw = random.Random(0)
-    for index in range(18):
+    for index in range(6):
         generator, dtype = torch.Generator().manual_seed(index), DTYPES[index % 3]
-        batch, heads, length, width = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 40), draw.choice([8, 24])
+        batch, heads, length, width = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 20), draw.choice([8, 24])
         bias = draw.choice([0.0, -1.5])
         whole = torch.randn(batch, length + 5, heads, width, generator=generator).to(dtype)
         total = whole.transpose(1, 2)[:, :, 5:]  # part of a longer memory in the order of a layer
@@ -56,9 +56,9 @@ def turns() -> None:
     from ctxext.attention._turn_kernel import launch
 
     draw = random.Random(1)
-    for index in range(18):
+    for index in range(6):
         generator, dtype = torch.Generator().manual_seed(index), DTYPES[index % 3]
-        batch, heads, length, pairs = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 40), draw.choice([3, 8])
+        batch, heads, length, pairs = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 20), draw.choice([3, 8])
         width = 2 * pairs + draw.choice([0, 4])
         interleaved, tail, back = (draw.random() < 0.5 for _ in "123")
         x = torch.randn(batch, length, heads, width, generator=generator).to(dtype).transpose(1, 2)
@@ -91,3 +91,35 @@ def test_kernels_compute_what_torch_computes_in_float64() -> None:
         check=False,
     )
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", ["merge", "turn"])
+def test_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, capability: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES, kernel, str(capability)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.count("cubin") == len(DTYPES), done.stderr[-3000:]
+
+
+COMPILES = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ctxext.attention import _merge_kernel, _turn_kernel
+
+for dtype in ("fp32", "fp16", "bf16"):
+    if sys.argv[1] == "merge":
+        kernel, pointers = _merge_kernel._merge, {"total": dtype, "total_lse": "fp32", "out": dtype, "lse": "fp32"}
+        constants = {"WIDE": 128, "ROWS": 16}
+    else:
+        kernel, pointers = _turn_kernel._turn, {"x": dtype, "cos": "fp32", "sin": "fp32", "turned": dtype}
+        constants = {"INTERLEAVED": dtype == "fp32", "BACK": False, "WIDE": 128, "ROWS": 16}
+    signature = {name: "i32" for name in kernel.arg_names} | {name: f"*{kind}" for name, kind in pointers.items()}
+    signature |= {"bias": "fp32"} if "bias" in signature else {}
+    signature |= {name: "constexpr" for name in constants}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    print(*triton.compile(source, target=GPUTarget("cuda", int(sys.argv[2]), 32)).asm)
+"""
