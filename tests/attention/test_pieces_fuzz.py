@@ -39,7 +39,7 @@ def _drawn(draw: random.Random, device: str) -> Setting:
         SelfExtend(factor=4, window=window, group=draw.randint(2, 9), exact=exact),
         ReRoPE(factor=4, window=window, exact=exact),
         DualChunk(factor=4, chunk=chunk, local=draw.randint(1, (chunk - 1) // 2)),
-        Streaming(factor=4, sinks=draw.randint(1, 6), window=draw.randint(8, rope.trained_length)),
+        Streaming(factor=4, sinks=draw.randint(1, 6), window=draw.randint(8, rope.trained_length - 7)),
     ]
     batch, length = draw.randint(1, 2), draw.randint(2, 400)
     padding = torch.tensor([[draw.randint(0, length - 1)] for _ in range(batch)])
