@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -418,10 +417,6 @@ class _Run:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the merged output, ``[batch, heads, query, value_dim]``, and its log-sum-exp."""
         batch, heads, query = q.shape[:3]
-        tile = self.plan[0] if len(self.plan) == 1 else None
-        if tile and tile[:2] == ((0, batch), (0, query)) and query <= SHORTEST:  # as in each step of decoding
-            out, lse = self._forward_tile(q, self._keys(k), v, tile, (0, k.shape[1]), sinks)
-            return out.to(q.dtype), lse
         # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -435,7 +430,6 @@ class _Run:
                 v[:, key_heads],
                 out[:, query_heads],
                 lse[:, query_heads],
-                None if sinks is None else sinks[query_heads],
             )
         return out, lse
 
@@ -458,49 +452,31 @@ class _Run:
     def _keys(self, k: Tensor) -> _Keys:
         return _Keys(k, self.pieces, self.plan, self.settled)
 
-    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-        """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
+    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Compute ``forward`` of some heads: merge them into ``out`` and ``lse``."""
         keys = self._keys(k)
         for tile in self.plan:
             # The plain beginning of a text may be one long tile.
             most = (BAND_ROWS if self.whole else _rows(q.device.type)) // (tile.query[1] - tile.query[0])
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
-                key_range = (key_heads.start, key_heads.stop)
-                if self.whole:
-                    for place, result, bias in self._results(q[here], keys, v, tile, key_range):
-                        rows = (slice(None), slice(None), slice(*place))
-                        _merge_into(out[here][rows], lse[here][rows], *result, bias)
-                    continue
-                some_sinks = None if sinks is None else sinks[query_heads]
-                out[here], lse[here] = self._forward_tile(q[here], keys, v, tile, key_range, some_sinks)
+                # Many parts are merged in the precision of the log-sum-exp, a few in that of the output.
+                total = out[here] if self.whole else out[here].to(lse.dtype)
+                self._forward_tile(q[here], keys, v, tile, (key_heads.start, key_heads.stop), total, lse[here])
+                if total.dtype != out.dtype:
+                    out[here] = total
 
-    def _results(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int]
-    ) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor], float]]:
-        """Yield the queries of each part, by their place in the tile, their output and log-sum-exp, and its bias."""
+    def _forward_tile(
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], out: Tensor, lse: Tensor
+    ) -> None:
+        """Compute ``forward`` of one tile, for some query heads and the key heads that they read."""
         queries = self._queries(q, tile)
         for part in tile.parts:
             k_part, v_part = keys(part, tile.rows, key_heads), _cut(v, tile.rows, key_heads, part.key)
-            place = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
-            yield place, self._forward(part, queries(part), k_part, v_part), self.pieces[part.piece].bias
-
-    def _forward_tile(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute ``forward`` of one tile, for some query heads and the key heads that they read.
-
-        Returns:
-            The output, in the precision of the log-sum-exp if parts were merged, and the log-sum-exp.
-        """
-        total: tuple[Tensor, Tensor] | None = None
-        for index, (place, part, bias) in enumerate(self._results(q, keys, v, tile, key_heads)):
-            result = _spread((part[0], part[1] + bias) if bias else part, place, q.shape[2])
-            # Outputs of a kernel are not changed in place: selective checkpointing keeps them for the backward pass.
-            total = result if total is None else _merge(*total, *result, is_own=index > 1)
-            del part, result  # not held beside those of the next part
-        assert total is not None, "a tile has a part"
-        return total if sinks is None else _merge_sinks(*total, sinks)
+            here = (slice(None), slice(None), slice(part.query[0] - tile.query[0], part.query[1] - tile.query[0]))
+            result = self._forward(part, queries(part), k_part, v_part)
+            _merge_into(out[here], lse[here], *result, self.pieces[part.piece].bias)
+            del result  # not held beside that of the next part
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -583,40 +559,20 @@ def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.flip(2) for x in tensors)
 
 
-def _spread(part: tuple[Tensor, Tensor], here: tuple[int, int], length: int) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of a part for all queries of its tile, of which it covers those ``here``."""
-    out, lse = part
-    if here == (0, length):
-        return part
-    room = here[0], length - here[1]
-    return F.pad(out, (0, 0, *room)), F.pad(lse, room, value=-math.inf)
-
-
-def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, *, is_own: bool) -> tuple[Tensor, Tensor]:
-    """Merge a part into a total, in place if the total ``is_own``; return the merged output and log-sum-exp."""
-    share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
-    total, out = total.to(lse.dtype), out.to(lse.dtype)
-    merged = total.lerp_(out, share) if is_own else torch.lerp(total, out, share)
-    return merged, torch.logaddexp(total_lse, lse)
-
-
 def _merge_into(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias: float) -> None:
-    """Merge a part into a total of the output's dtype, in place; the first part replaces a total without weight."""
+    """Merge a part into a total, in place; the first part replaces a total that has no weight yet."""
     if runs_triton(total.device):
         from ctxext.attention._merge_kernel import merge
 
-        return merge(total, total_lse, out, lse, bias)
-    lse = lse + bias
+        merge(total, total_lse, out, lse, bias)
+        return
+    lse = lse + bias if bias else lse
     share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
-    total.copy_(torch.lerp(total.to(lse.dtype), out.to(lse.dtype), share))
+    if total.dtype == lse.dtype:
+        total.lerp_(out.to(lse.dtype), share)
+    else:
+        total.copy_(torch.lerp(total.to(lse.dtype), out.to(lse.dtype), share))
     total_lse.copy_(torch.logaddexp(total_lse, lse))
-
-
-def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the sink of each head, whose value is 0, into an output; return the merged output and log-sum-exp."""
-    scores = sinks.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - scores)[..., None]
-    return out * share, torch.logaddexp(lse, scores)
 
 
 class _Differentiable(torch.autograd.Function):
