@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
+import shutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -39,11 +41,14 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None and any(
+    os.environ.get("CC") or shutil.which(name) for name in ("cc", "gcc", "clang")
+)
+"""Availability of Triton, which builds its launchers with a C compiler."""
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on a device; only then is Triton imported."""
+    """Return whether Triton's kernels run on a device; Triton is imported only where they do."""
     return HAS_TRITON and device.type == "cuda" and capability_of(device) >= (8, 0)
 
 

@@ -184,7 +184,8 @@ class Sdpa(AttentionBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refuses says that it has none"
         how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "window": window}
-        is_flash = mask is None and _is_for_flash(q) and max(q.shape[3], v.shape[3]) % 8 == 0
+        width = max(q.shape[3], v.shape[3])  # above 192 some cards have no backward kernel
+        is_flash = mask is None and _is_for_flash(q) and width % 8 == 0 and width <= 192
         if q.device.type != "cpu" and not is_flash:
             return super().gradients(q, k, v, out, lse, grad, **how)
         if v.shape[3] != q.shape[3]:
@@ -265,7 +266,7 @@ def _flash_backward(
     """Call the backward of CUDA's flash attention, on grad, q, k, v and the merged output."""
     by_token = [_aligned(x).transpose(1, 2) for x in tensors]
     lengths = (None, None, by_token[1].shape[1], by_token[2].shape[1])
-    state = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # of the generator, for dropout
+    state = torch.empty(2, dtype=torch.uint64, device=lse.device)  # of the generator, which only dropout reads
     dq, dk, dv = aten._flash_attention_backward(
         *by_token, lse.contiguous(), *lengths, 0.0, causal, state, state[0], scale=scale, **_sides(window)
     )
