@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import os
+import shutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -36,6 +39,17 @@ from ctxext.spec import OwnAttention, PairScore, ScoreForm
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None and any(
+    os.environ.get("CC") or shutil.which(name) for name in ("cc", "gcc", "clang")
+)
+"""Availability of Triton, which builds its launchers with a C compiler."""
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device; Triton is imported only where they do."""
+    return HAS_TRITON and device.type == "cuda" and capability_of(device) >= (8, 0)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -262,6 +276,10 @@ class AttentionBackend(ABC):
             return "this encoding computes its attention itself, without a sliding window."
         return self.why_not(need)
 
+    def bands(self, need: Need) -> bool:
+        """Return whether ``with_lse`` takes a ``window``, and causal calls with more keys than queries."""
+        return False
+
     def with_lse(
         self,
         q: Tensor,
@@ -272,6 +290,7 @@ class AttentionBackend(ABC):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         """Compute attention without positions, and the log-sum-exp of each query's scores.
 
@@ -280,9 +299,12 @@ class AttentionBackend(ABC):
             k: ``[batch, kv_heads, key, head_dim]``.
             v: values, ``[batch, kv_heads, key, value_dim]``.
             scale: factor of ``q . k``.
-            causal: query t sees keys 0 to t, with as many keys as queries; otherwise all queries see all keys.
+            causal: the last query sees all keys, and each query before it one key fewer; otherwise all queries see all
+                keys. Only a backend with ``bands`` is given more keys than queries.
             mask: visible pairs, bool, ``[batch, heads or 1, query, key]``; not together with ``causal``.
             softcap: bound of the scores; only given to a backend with ``softcaps``.
+            window: keys that a query of a causal call sees, the last of them its own; only given to a backend with
+                ``bands``.
 
         Returns:
             The output, and the log-sum-exp in float32 (float64 for float64 tensors). A query that sees nothing has an
@@ -303,6 +325,7 @@ class AttentionBackend(ABC):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of q, k and v of a call of ``with_lse`` that was merged with others.
 
@@ -319,6 +342,7 @@ class AttentionBackend(ABC):
             causal: whether the call was causal.
             mask: mask of the call.
             softcap: bound of the call's scores.
+            window: window of the call.
         """
         # exp(score - merged lse) is the weight of a pair in the whole softmax, not only in this part. From there on it
         # is the usual backward of attention: d score = weight * (d out . v - sum over all parts of d out . out).
@@ -326,7 +350,7 @@ class AttentionBackend(ABC):
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         share = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # queries that see nothing have no weights
-        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap):
+        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap, window=window):
             here, there, by_key_head = block.here, block.there, block.by_key_head
             up, weights = by_key_head(grad[here].to(wide)), by_key_head((block.scores - lse[here][..., None]).exp())
             slope = weights * (up @ v[there].to(wide).transpose(-1, -2) - by_key_head(share[here])) * scale

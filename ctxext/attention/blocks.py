@@ -45,11 +45,12 @@ def score_blocks(
     causal: bool,
     mask: Tensor | None,
     softcap: float | None,
+    window: int | None = None,
 ) -> Iterator[ScoreBlock]:
     """Yield all scores of a call of ``AttentionBackend.with_lse``, invisible pairs as minus infinity.
 
-    Scores are float32 (float64 for float64 tensors), and new tensors. A causal block holds the keys up to its last
-    query only. Query heads that share a key head are rows of one matrix product, so no key is repeated.
+    Scores are float32 (float64 for float64 tensors), and new tensors. A causal block holds only keys that one of its
+    queries sees. Query heads that share a key head are rows of one matrix product, so no key is repeated.
     """
     (batch, heads, query, head_dim), (kv_heads, key) = q.shape, k.shape[1:3]
     wide, shared = torch.promote_types(q.dtype, torch.float32), heads // kv_heads
@@ -64,15 +65,20 @@ def score_blocks(
         for start in range(0, query, rows):
             stop = min(start + rows, query)
             here = slice(None), query_heads, slice(start, stop)
-            seen = slice(0, stop if causal else key)
+            newest = stop + key - query if causal else key  # the last query of a causal call sees all keys
+            seen = slice(0 if window is None else max(0, newest - (stop - start) - window + 1), newest)
             block = q[here].to(wide).reshape(batch, keys.shape[1], -1, head_dim)
             scores = (block @ keys[:, :, seen].transpose(-1, -2)).mul_(factor)  # scaled last, as kernels do
             if softcap is not None:
                 scores = scores.tanh_().mul_(softcap)
             scores = scores.view(batch, -1, stop - start, scores.shape[-1])
-            if causal and stop - start > 1:  # pairs before this block are visible
-                hidden = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
-                scores[..., start:].masked_fill_(hidden, -math.inf)
+            if causal and stop - start > 1:
+                near = scores if window is not None else scores[..., start - stop :]  # the others are all visible
+                pairs = torch.ones(near.shape[-2:], dtype=torch.bool, device=q.device)
+                behind = near.shape[-1] - near.shape[-2]
+                near.masked_fill_(pairs.triu(behind + 1), -math.inf)
+                if window is not None:
+                    near.masked_fill_(pairs.tril(behind - window), -math.inf)
             if mask is not None:
                 of_heads = query_heads if mask.shape[1] > 1 else slice(None)
                 scores.masked_fill_(~mask[:, of_heads, start:stop, seen], -math.inf)

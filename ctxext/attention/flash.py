@@ -102,6 +102,9 @@ class _FlashFamily(AttentionBackend):
             out = _call(module, q, k, v, call.layout, options)
         return out[..., : call.v.shape[3]]
 
+    def bands(self, need: Need) -> bool:
+        return True
+
     def with_lse(
         self,
         q: Tensor,
@@ -112,6 +115,7 @@ class _FlashFamily(AttentionBackend):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         assert mask is None, "why_not refuses layouts that need one"
         value_dim = v.shape[3]
@@ -119,9 +123,11 @@ class _FlashFamily(AttentionBackend):
             q, k, v = evened(q, k, v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         function = importlib.import_module(self.module).flash_attn_func
-        options = {"softmax_scale": scale, "causal": causal, self.asks_lse: True}
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, self.asks_lse: True}
         if softcap is not None:
             options["softcap"] = softcap
+        if window is not None:
+            options["window_size"] = (window - 1, 0)
         out, lse = function(q, k, v, **options)[:2]
         return out.transpose(1, 2)[..., :value_dim], lse
 

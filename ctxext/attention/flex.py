@@ -136,6 +136,7 @@ class Flex(AttentionBackend):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         kernel: Callable[..., Any] = flex_attention
         if not torch.compiler.is_compiling():

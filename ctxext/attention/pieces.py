@@ -26,11 +26,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call, Need, without_autocast
+from ctxext.attention.base import AttentionBackend, Call, Need, runs_triton, without_autocast
 from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
@@ -41,6 +40,10 @@ for a thread beside busy processes; the more rows, the more memory."""
 
 ACCELERATOR_TILE = 1 << 17
 """Rows of queries that an accelerator merges at once; fewer would leave it idle."""
+
+BAND_ROWS = 1 << 20
+"""Rows of queries that a backend with bands computes at once: 32 heads of 32,768 tokens. Longer texts take the heads in
+turn, so that rotated queries and the output of a part have at most that many rows."""
 
 SHORTEST = 256
 """Least number of queries in a tile: shorter tiles would only cost kernel calls."""
@@ -97,6 +100,12 @@ class Turn:
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` reverses the rotation."""
+        if runs_triton(x.device):
+            from ctxext.attention._turn_kernel import turn
+
+            angles = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
+            turned: Tensor = turn(x, *angles, self.form.interleaved, self.form.tail, back)
+            return turned
         # Rotation is computed in a wider dtype, so only for some tokens at a time.
         step = max(1, _rows(x.device.type) // x.shape[1])
         if x.shape[2] <= step:
@@ -160,6 +169,7 @@ class Part(NamedTuple):
         query: slots of queries, inside those of the tile.
         kind: ``FULL``, ``CAUSAL`` or ``FADING``, see ``ctxext.attention.regions``; ``FULL`` with a mask.
         mask: visible pairs, bool ``[rows, 1, query, key]``; None if ``kind`` decides.
+        window: keys that a query of a causal part sees, the last of them its own; None for all.
     """
 
     piece: int
@@ -167,6 +177,7 @@ class Part(NamedTuple):
     key: tuple[int, int]
     kind: str
     mask: Tensor | None = None
+    window: int | None = None
 
 
 class Tile(NamedTuple):
@@ -177,8 +188,8 @@ class Tile(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, ...]:
-    """Return the kernel calls that compute ``regions`` on a layout.
+def tiled(layout: Layout, regions: Sequence[Region], size: int, *, bands: bool = False) -> tuple[Tile, ...]:
+    """Return the kernel calls that compute ``regions`` on a layout; with ``bands``, a call for each whole band.
 
     Blocks of consecutive positions are cut into rectangles without masks. Other layouts (positions with gaps, as in
     skip-wise training) take a masked call for each tile and region. That is right for any layout, but costs a mask of
@@ -192,14 +203,14 @@ def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, .
         stop = held[-1].stop
         first = stop - (query[1] - query[0])  # the position of the first query
         moved = query[0] - first  # from a position to the slot of its query
-        for start, end in tiles(list(regions), first, stop, size):
+        for start, end in tiles(regions, first, stop, size, bands=bands):
             parts = []
             for index, region in enumerate(regions):
-                for q, k, kind in rectangles(region, start, end, stop):
+                for q, k, kind, window in rectangles(region, start, end, stop, bands=bands):
                     slots = _slots(held, k)
                     if slots is None:  # some keys that these queries see are missing
-                        return tuple(_masked(layout, regions, size))
-                    parts.append(Part(index, (q[0] + moved, q[1] + moved), slots, kind))
+                        return tiled(layout, regions, size) if bands else tuple(_masked(layout, regions, size))
+                    parts.append(Part(index, (q[0] + moved, q[1] + moved), slots, kind, window=window))
             plan.append(Tile(rows, (start + moved, end + moved), tuple(parts)))
     return tuple(plan)
 
@@ -296,11 +307,13 @@ def attend_pieces(
         settled: the number of leading key slots with the rotation of the last piece already. Only pieces with the same
             rotation of keys may read them. Without a gradient only.
         sinks: the score of each query head's sink, as in gpt-oss; None for no sinks.
-        tile: queries that are merged at once, at least 1; None chooses by device.
+        tile: queries that are merged at once, at least 1; None chooses by backend and device.
     """
-    plan, key_heads = _plan(call, pieces, tile), _key_heads_at_once(call.need, pieces)
+    whole = tile is None and backend.bands(call.need) and call.need.sees == "past"
+    plan = _plan(call, pieces, tile, bands=whole)
+    key_heads = _key_heads_at_once(call.need, pieces, BAND_ROWS if whole else None)
     how = {"scale": call.scale} if call.softcap is None else {"scale": call.scale, "softcap": call.softcap}
-    run = _Run(backend, tuple(pieces), plan, how, settled, key_heads)
+    run = _Run(backend, tuple(pieces), plan, how, settled, key_heads, whole)
     with without_autocast(call.q.device):
         if call.need.training or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
             out: Tensor = _Differentiable.apply(run, call.q, call.k, call.v, sinks)  # type: ignore[no-untyped-call]
@@ -321,16 +334,23 @@ def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
     return replace(call.need, sees="past", order="free" if is_masked else call.need.order)
 
 
-def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[Tile, ...]:
+def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None, *, bands: bool = False) -> tuple[Tile, ...]:
     """Return the kernel calls, shared by all layers of a forward pass."""
     regions = [piece.region for piece in pieces]
     heads = call.need.heads // call.need.kv_heads * _key_heads_at_once(call.need, pieces)
     size = tile or max(SHORTEST, _rows(call.need.device) // heads)
-    return call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
+    key = ("tiles", tuple(regions), size, bands)
+    return call.layout.memo(key, lambda: tiled(call.layout, regions, size, bands=bands))
 
 
-def _key_heads_at_once(need: Need, pieces: Sequence[TurnedPiece]) -> int:
-    """Return the number of key heads to compute at once: all, unless their rotated keys would take much memory."""
+def _key_heads_at_once(need: Need, pieces: Sequence[TurnedPiece], rows: int | None = None) -> int:
+    """Return the number of key heads to compute at once: all, unless their rotated keys would take much memory.
+
+    If ``rows`` is given, that many queries, or keys, of their heads are computed at once.
+    """
+    if rows is not None:
+        longest = max(need.heads // need.kv_heads * need.query_length, need.key_length)
+        return min(need.kv_heads, max(1, rows // longest))
     rotated = len({piece.key for piece in pieces if piece.key is not None})
     if need.query_length <= SHORTEST or not rotated:
         return need.kv_heads
@@ -396,14 +416,11 @@ class _Run:
     how: Mapping[str, Any]
     settled: int
     key_heads: int
+    whole: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the merged output, ``[batch, heads, query, value_dim]``, and its log-sum-exp."""
         batch, heads, query = q.shape[:3]
-        tile = self.plan[0] if len(self.plan) == 1 else None
-        if tile and tile[:2] == ((0, batch), (0, query)) and query <= SHORTEST:  # as in each step of decoding
-            out, lse = self._forward_tile(q, self._keys(k), v, tile, (0, k.shape[1]), sinks)
-            return out.to(q.dtype), lse
         # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -417,7 +434,6 @@ class _Run:
                 v[:, key_heads],
                 out[:, query_heads],
                 lse[:, query_heads],
-                None if sinks is None else sinks[query_heads],
             )
         return out, lse
 
@@ -440,37 +456,31 @@ class _Run:
     def _keys(self, k: Tensor) -> _Keys:
         return _Keys(k, self.pieces, self.plan, self.settled)
 
-    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-        """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
+    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Compute ``forward`` of some heads: merge them into ``out`` and ``lse``."""
         keys = self._keys(k)
         for tile in self.plan:
             # The plain beginning of a text may be one long tile.
-            most = _rows(q.device.type) // (tile.query[1] - tile.query[0])
+            most = (BAND_ROWS if self.whole else _rows(q.device.type)) // (tile.query[1] - tile.query[0])
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
-                key_range = (key_heads.start, key_heads.stop)
-                some_sinks = None if sinks is None else sinks[query_heads]
-                out[here], lse[here] = self._forward_tile(q[here], keys, v, tile, key_range, some_sinks)
+                # Many parts are merged in the precision of the log-sum-exp, a few in that of the output.
+                total = out[here] if self.whole else out[here].to(lse.dtype)
+                self._forward_tile(q[here], keys, v, tile, (key_heads.start, key_heads.stop), total, lse[here])
+                if total.dtype != out.dtype:
+                    out[here] = total
 
     def _forward_tile(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute ``forward`` of one tile, for some query heads and the key heads that they read.
-
-        Returns:
-            The output, in the precision of the log-sum-exp if parts were merged, and the log-sum-exp.
-        """
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], out: Tensor, lse: Tensor
+    ) -> None:
+        """Compute ``forward`` of one tile, for some query heads and the key heads that they read."""
         queries = self._queries(q, tile)
-        total: tuple[Tensor, Tensor] | None = None
         for part in tile.parts:
             k_part, v_part = keys(part, tile.rows, key_heads), _cut(v, tile.rows, key_heads, part.key)
-            here = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
-            result = _spread(self._forward(part, queries(part), k_part, v_part), here, q.shape[2])
-            # Outputs of a kernel are not changed in place: selective checkpointing keeps them for the backward pass.
-            total = result if total is None else _merge(*total, *result, is_own=part is not tile.parts[1])
+            here = (slice(None), slice(None), slice(part.query[0] - tile.query[0], part.query[1] - tile.query[0]))
+            result = self._forward(part, queries(part), k_part, v_part)
+            _merge_into(out[here], lse[here], *result, self.pieces[part.piece].bias)
             del result  # not held beside that of the next part
-        assert total is not None, "a tile has a part"
-        return total if sinks is None else _merge_sinks(*total, sinks)
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -513,12 +523,10 @@ class _Run:
         return queries
 
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        bias = self.pieces[part.piece].bias
         if part.kind == FADING:
             out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), causal=True, **self.how))
-        else:
-            out, lse = self.backend.with_lse(q, k, v, causal=part.kind == CAUSAL, mask=part.mask, **self.how)
-        return out, lse + bias if bias else lse
+            return out, lse
+        return self.backend.with_lse(q, k, v, causal=part.kind == CAUSAL, mask=part.mask, **self._how(part))
 
     def _backward(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -529,7 +537,11 @@ class _Run:
         if part.kind == FADING:
             grads = self.backend.gradients(*_flipped(*tensors), causal=True, **self.how)
             return _flipped(*grads)
-        return self.backend.gradients(*tensors, causal=part.kind == CAUSAL, mask=part.mask, **self.how)
+        return self.backend.gradients(*tensors, causal=part.kind == CAUSAL, mask=part.mask, **self._how(part))
+
+    def _how(self, part: Part) -> Mapping[str, Any]:
+        """Return the keyword arguments of a kernel's call; a window only reaches a backend with bands."""
+        return self.how if part.window is None else {**self.how, "window": part.window}
 
 
 def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
@@ -551,28 +563,20 @@ def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.flip(2) for x in tensors)
 
 
-def _spread(part: tuple[Tensor, Tensor], here: tuple[int, int], length: int) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of a part for all queries of its tile, of which it covers those ``here``."""
-    out, lse = part
-    if here == (0, length):
-        return part
-    room = here[0], length - here[1]
-    return F.pad(out, (0, 0, *room)), F.pad(lse, room, value=-math.inf)
+def _merge_into(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias: float) -> None:
+    """Merge a part into a total, in place; the first part replaces a total that has no weight yet."""
+    if runs_triton(total.device):
+        from ctxext.attention._merge_kernel import merge
 
-
-def _merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, *, is_own: bool) -> tuple[Tensor, Tensor]:
-    """Merge a part into a total, in place if the total ``is_own``; return the merged output and log-sum-exp."""
+        merge(total, total_lse, out, lse, bias)
+        return
+    lse = lse + bias if bias else lse
     share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
-    total, out = total.to(lse.dtype), out.to(lse.dtype)
-    merged = total.lerp_(out, share) if is_own else torch.lerp(total, out, share)
-    return merged, torch.logaddexp(total_lse, lse)
-
-
-def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the sink of each head, whose value is 0, into an output; return the merged output and log-sum-exp."""
-    scores = sinks.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - scores)[..., None]
-    return out * share, torch.logaddexp(lse, scores)
+    if total.dtype == lse.dtype:
+        total.lerp_(out.to(lse.dtype), share)
+    else:
+        total.copy_(torch.lerp(total.to(lse.dtype), out.to(lse.dtype), share))
+    total_lse.copy_(torch.logaddexp(total_lse, lse))
 
 
 class _Differentiable(torch.autograd.Function):

@@ -72,6 +72,9 @@ class Reference(AttentionBackend):
         weights = torch.dropout(weights.masked_fill(nothing, 0.0), call.dropout, train=call.dropout > 0)
         return (weights @ v).to(q.dtype)
 
+    def bands(self, need: Need) -> bool:
+        return True
+
     def with_lse(
         self,
         q: Tensor,
@@ -82,11 +85,12 @@ class Reference(AttentionBackend):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         q, k, v = q.detach(), k.detach(), v.detach()
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap):
+        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap, window=window):
             scores, values = block.scores, v[block.there].to(lse.dtype)
             largest = scores.amax(-1, keepdim=True)
             largest.masked_fill_(largest == -math.inf, 0.0)  # of queries that see nothing

@@ -11,11 +11,13 @@ keys that go out of sight, and between the two a rectangle that every query of t
 Staircases are squares: ``CAUSAL`` where the first query sees one key and the last sees all, ``FADING`` where the first
 sees all and the last one. Together they hold each pair of the region once, and no other. Keys after their query lie a
 negative number of tokens behind it, and form the same staircases.
+
+A kernel that takes a window, and aligns causal attention to the last key, computes a whole band by one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ctxext.errors import InvalidParameterError
@@ -27,22 +29,30 @@ FULL, CAUSAL, FADING = "full", "causal", "fading"
 class Rectangle(NamedTuple):
     """Queries and keys by their positions, as (start, stop), and the kind of pairs that belong to the rectangle.
 
-    ``kind`` is ``FULL`` for all pairs; ``CAUSAL``, in a square, for key t and query t or later (counted inside it);
-    ``FADING`` for query t and key t or later.
+    ``kind`` is ``FULL`` for all pairs; ``CAUSAL`` where the last query sees all keys, and each query before it one key
+    fewer; ``FADING``, in a square, for query t and key t or later (counted inside it). With a ``window``, each query of
+    a causal rectangle sees at most its last ``window`` keys.
     """
 
     query: tuple[int, int]
     key: tuple[int, int]
     kind: str
+    window: int | None = None
 
     @property
     def pairs(self) -> int:
         """Number of pairs of a query and a key in the rectangle."""
         rows, columns = self.query[1] - self.query[0], self.key[1] - self.key[0]
-        return rows * columns if self.kind == FULL else rows * (rows + 1) // 2
+        if self.kind == FULL:
+            return rows * columns
+        hidden = max(0, columns - (self.window or columns))  # keys outside the window of the last query
+        late = min(rows, hidden)
+        return rows * (rows + 1) // 2 + (columns - rows) * rows - (hidden * late - late * (late - 1) // 2)
 
 
-def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def tiles(
+    regions: Sequence[Region], first: int, stop: int, size: int, *, bands: bool = False
+) -> Iterator[tuple[int, int]]:
     """Cut queries ``first .. stop`` (positions) into tiles in which every region has the form above.
 
     A tile ends at the end of a chunk, and is no longer than the narrowest band. Queries before the first far key are
@@ -50,6 +60,7 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
     ways, the first queries have far keys ahead, unless the whole text ends before the first far key.
 
     The last query, before ``stop``, is the last token of the text. A tile has at most ``size`` queries; at least 1.
+    With ``bands``, for kernels that compute these whole, only plain queries and chunks end a tile.
     """
     behind = [region.of if isinstance(region, Ahead) else region for region in regions]
     plain = min((_first_far(region) for region in behind), default=0)
@@ -57,10 +68,12 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
         plain = 0
     borders = {region.plain_before for region in behind if isinstance(region, Band | Sinks)}
     chunks = {region.size for region in behind if isinstance(region, Chunks)}
-    bands = [max(1, width) for region in regions if (width := _width(region)) is not None]
+    widths = [max(1, width) for region in regions if (width := _width(region)) is not None]
     start = first
     while start < stop:
-        end = min(stop, start + min([size, *bands])) if start >= plain else min(stop, plain)
+        end = stop
+        if not bands:
+            end = min(stop, start + min([size, *widths])) if start >= plain else min(stop, plain)
         end = min([end, *(border for border in borders if border > start)])
         for chunk in chunks:
             end = min(end, (start // chunk + 1) * chunk)
@@ -82,29 +95,32 @@ def _width(region: Region) -> int | None:
     return band.stop - max(band.start, nearest) if isinstance(band, Band) and band.stop is not None else None
 
 
-def rectangles(region: Region, first: int, stop: int, length: int | None = None) -> Iterator[Rectangle]:
+def rectangles(
+    region: Region, first: int, stop: int, length: int | None = None, *, bands: bool = False
+) -> Iterator[Rectangle]:
     """Yield the rectangles of a region for one tile of queries, ``first .. stop`` (positions), over keys from 0.
 
-    There are ``length`` keys; with None they end with the last query.
+    There are ``length`` keys; with None they end with the last query. With ``bands``, a band is one rectangle.
 
     Raises:
         InvalidParameterError: if the region's kind is unknown, or the tile is longer than a band is wide.
     """
     length = stop if length is None else length
+    cut = _whole if bands else _between
     if isinstance(region, Ahead) and isinstance(region.of, Band | Chunks):
         yield from _ahead(region.of, first, stop, length)
     elif isinstance(region, Chunks):
         chunk = first // region.size - region.back
         low = 0 if region.older else max(0, chunk * region.size)
-        yield from _between(first, stop, low, min(stop, (chunk + 1) * region.size), near=0, far=None)
+        yield from cut(first, stop, low, min(stop, (chunk + 1) * region.size), near=0, far=None)
     elif isinstance(region, Sinks):
         if first >= region.plain_before:
-            yield from _between(first, stop, 0, region.count, near=region.start, far=None)
+            yield from cut(first, stop, 0, region.count, near=region.start, far=None)
     elif isinstance(region, Band) and first < region.plain_before:
         if region.start == 0:
-            yield from _between(first, stop, 0, stop, near=0, far=None)
+            yield from cut(first, stop, 0, stop, near=0, far=None)
     elif isinstance(region, Band):
-        yield from _between(first, stop, region.skip, stop, near=region.start, far=region.stop)
+        yield from cut(first, stop, region.skip, stop, near=region.start, far=region.stop)
     else:
         raise InvalidParameterError(f"A region must be a Band, Chunks or Sinks, found {type(region).__name__}.")
 
@@ -141,6 +157,17 @@ def _between(first: int, stop: int, low: int, high: int, *, near: int | None, fa
         yield from _some(Rectangle((first, stop), (low, high), FULL))
     else:
         yield from _coming(first, stop, low, min(high, stop - near), near)
+
+
+def _whole(first: int, stop: int, low: int, high: int, *, near: int, far: int | None) -> Iterator[Rectangle]:
+    """Yield the rectangles of ``_between`` for kernels with windows and aligned causal attention, of keys behind."""
+    low = low if far is None else max(low, first - far + 1)
+    first = max(first, low + near)  # the first query that sees a key
+    last = max(first, min(stop, high + near))  # queries from here on see all keys
+    window = None if far is None or far - near >= last - near - low else far - near
+    causal = Rectangle((first, last), (low, last - near), FULL if last - first == 1 else CAUSAL, window)
+    yield from _some(causal)
+    yield from _some(Rectangle((last, stop), (low, high), FULL))
 
 
 def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[Rectangle]:

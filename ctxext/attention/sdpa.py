@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,11 @@ class Sdpa(AttentionBackend):
             out = _masked(kernel, q, k, v, layout, call.window)
         return out[..., : call.need.head_dim] if out.shape[-1] > call.need.head_dim else out
 
+    def bands(self, need: Need) -> bool:
+        is_half = need.dtype in (torch.float16, torch.bfloat16) and need.width % 8 == 0 and need.width <= 256
+        is_new = need.device == "cuda" and torch.version.hip is None and (need.capability or (0, 0)) >= (8, 0)
+        return is_half and is_new
+
     def with_lse(
         self,
         q: Tensor,
@@ -140,6 +146,7 @@ class Sdpa(AttentionBackend):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         assert softcap is None, "refuses says that it has none"
         if q.device.type == "cpu" and torch.compiler.is_exporting():
@@ -149,7 +156,7 @@ class Sdpa(AttentionBackend):
         if v.shape[3] != q.shape[3] and (q.device.type == "cpu" or _is_for_flash(q)):
             if q.device.type == "cpu" and q.shape[2] <= self.dense_rows and q.dtype in (torch.float32, torch.float64):
                 return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)  # v stays where it is
-            out, lse = self.with_lse(*evened(q, k, v), scale=scale, causal=causal, mask=mask)
+            out, lse = self.with_lse(*evened(q, k, v), scale=scale, causal=causal, mask=mask, window=window)
             return out[..., : v.shape[3]], lse
         heads, kv_heads = q.shape[1], k.shape[1]
         is_shared = mask is None or mask.shape[1:3] == (1, 1)  # by all query heads of a key head
@@ -158,7 +165,7 @@ class Sdpa(AttentionBackend):
             folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
             out, lse = _fused(folded, k, v, scale, False, mask)
             return out.reshape(*q.shape[:3], v.shape[3]), lse.reshape(q.shape[:3])
-        return _fused(q, k, v, scale, causal, mask)
+        return _fused(q, k, v, scale, causal, mask, window)
 
     def gradients(
         self,
@@ -173,14 +180,21 @@ class Sdpa(AttentionBackend):
         causal: bool,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refuses says that it has none"
-        if q.device.type != "cpu":
-            return super().gradients(q, k, v, out, lse, grad, scale=scale, causal=causal, mask=mask)
+        how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "window": window}
+        width = max(q.shape[3], v.shape[3])  # above 192 some cards have no backward kernel
+        is_flash = mask is None and _is_for_flash(q) and width % 8 == 0 and width <= 192
+        if q.device.type != "cpu" and not is_flash:
+            return super().gradients(q, k, v, out, lse, grad, **how)
         if v.shape[3] != q.shape[3]:
             even_q, even_k, even_v, out, grad = evened(q, k, v, out, grad)
-            even = self.gradients(even_q, even_k, even_v, out, lse, grad, scale=scale, causal=causal, mask=mask)
+            even = self.gradients(even_q, even_k, even_v, out, lse, grad, **how)
             return even[0][..., : q.shape[3]], even[1][..., : q.shape[3]], even[2][..., : v.shape[3]]
+        if is_flash:
+            tensors = (grad.to(q.dtype), q, k, v, out.to(q.dtype))
+            return _flash_backward(tensors, lse, scale, causal, window)
         hidden = None if mask is None else _as_bias(mask, q)
         grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, causal, attn_mask=hidden, scale=scale
@@ -210,7 +224,9 @@ def _is_for_flash(q: Tensor) -> bool:
     return q.device.type == "cuda" and is_half and capability_of(q.device) >= (8, 0)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Call the kernels below torch's ``scaled_dot_product_attention``, which also return the log-sum-exp."""
     if q.device.type == "cpu":
         hidden = None if mask is None else _as_bias(mask, q)
@@ -220,8 +236,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Te
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     if mask is None and _is_for_flash(q) and q.shape[3] % 8 == 0:
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
-        return out, lse
+        if window is None:  # aligned to the last key, unlike torch's own function (torch/nn/attention/bias.py)
+            out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+            return out, lse
+        tensors, lengths = [x.transpose(1, 2) for x in (q, k, v)], (None, None, q.shape[2], k.shape[2])
+        sides = _sides(window)
+        out, lse = aten._flash_attention_forward(*tensors, *lengths, 0.0, causal, False, scale=scale, **sides)[:2]
+        return out.transpose(1, 2), lse
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     if mask is not None:
         some = mask.any(-1, keepdim=True)
@@ -232,6 +253,24 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Te
         return torch.where(some, out, 0.0), lse.masked_fill(~some[..., 0].expand(lse.shape), -torch.inf)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse[:, :, : q.shape[2]]
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Return the numbers of keys to each side that a query of a causal call of flash attention sees."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _flash_backward(
+    tensors: Sequence[Tensor], lse: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the backward of CUDA's flash attention, on grad, q, k, v and the merged output."""
+    by_token = [_aligned(x).transpose(1, 2) for x in tensors]
+    lengths = (None, None, by_token[1].shape[1], by_token[2].shape[1])
+    state = torch.empty(2, dtype=torch.uint64, device=lse.device)  # of the generator, which only dropout reads
+    dq, dk, dv = aten._flash_attention_backward(
+        *by_token, lse.contiguous(), *lengths, 0.0, causal, state, state[0], scale=scale, **_sides(window)
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:

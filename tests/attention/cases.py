@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ctxext.attention import Layout, flex
@@ -138,6 +139,23 @@ def naive(case: Case, *, backward: bool = True) -> list[Tensor]:
     scores = scores.masked_fill(~visible, -math.inf)
     weights = torch.softmax(scores.masked_fill(~visible.any(-1, keepdim=True), 0.0), -1)
     out = weights.masked_fill(~visible, 0.0) @ v.repeat_interleave(repeat, 1)
+    return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad) if backward else ())]
+
+
+def torchs_own(case: Case, *, backward: bool = True) -> list[Tensor]:
+    """Output and gradients of the kernel that torch chooses for a dense bias; of a naive run with a soft cap."""
+    if case.softcap is not None:
+        return naive(case, backward=backward)
+    q, k, v = inputs = case.tensors()
+    visible = case.layout.visible(case.window)[:, None]
+    some = visible.any(-1, keepdim=True)
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    if case.slopes is not None:
+        distance = case.layout.query_positions[:, None, :, None] - case.layout.key_positions[:, None, None, :]
+        bias = (-case.slopes[:, None, None] * distance.abs()).to(q.dtype)
+    bias = bias.masked_fill(~(visible | ~some), -math.inf).expand(*q.shape[:3], k.shape[2])
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, bias, scale=case.scale) * some
     return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad) if backward else ())]
 
 

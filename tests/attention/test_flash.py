@@ -291,3 +291,22 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
         assert torch.equal(ours, right)
     is_narrow = (width, value_dim) == (192, 128) and backend.name != "flash"
     assert CALLS[0] == (value_dim if is_narrow else width)
+
+
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_a_part_of_more_keys_than_queries_has_its_window(backend, monkeypatch) -> None:
+    """By the packages' own rule: the newest key and ``left`` ones before it, aligned to the last key."""
+    given = {}
+
+    def function(q, k, v, *rest, **options):
+        given.update(options)
+        return q, q[..., 0].transpose(1, 2)
+
+    real = _as_real(function, **REAL[backend.name]["flash_attn_func"])
+    monkeypatch.setattr(sys.modules[backend.module], "flash_attn_func", real)
+    q, k = torch.zeros(1, 2, 6, 64), torch.zeros(1, 1, 9, 64)
+    assert backend.bands(READY)
+    out, lse = backend.with_lse(q, k, k, scale=1.0, causal=True, window=5)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    assert given["causal"]
+    assert given["window_size"] == (4, 0)

@@ -163,21 +163,20 @@ def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_layout
 @every_method
 def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, layout: Callable[[], Layout]) -> None:
-    """In float64, through the fused kernel of the CPU and its backward with the merged log-sum-exp."""
+    """In float64: tiles by the CPU's fused kernel and its backward with the merged log-sum-exp, and bands."""
     where = layout()
     q, k, v = _tensors(where, torch.float64)
     truth = _truth(method, where, q, k, v)
     up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = [truth, *torch.autograd.grad(truth, (q, k, v), up)]
-    for name in ("sdpa", "reference"):
-        for tile in (16, 1000):
-            call = Call.of(
-                _rotated(q, where.query_positions), _rotated(k, where.key_positions), v, where, scale=SCALE, lse=True
-            )
-            out = attend_pieces(named(name), call, _pieces(method, where, torch.float64), tile=tile)
-            found = [out, *torch.autograd.grad(out, (q, k, v), up)]
-            errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
-            assert max(errors) < 1e-13, (name, tile, errors)
+    for name, tile in (("sdpa", 16), ("sdpa", 1000), ("reference", 16), ("reference", None)):
+        call = Call.of(
+            _rotated(q, where.query_positions), _rotated(k, where.key_positions), v, where, scale=SCALE, lse=True
+        )
+        out = attend_pieces(named(name), call, _pieces(method, where, torch.float64), tile=tile)
+        found = [out, *torch.autograd.grad(out, (q, k, v), up)]
+        errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
+        assert max(errors) < 1e-13, (name, tile, errors)
 
 
 STEPS = [name for name in LAYOUTS if "both ways" not in name and "padded" not in name.removeprefix("padded, ")]
@@ -216,7 +215,11 @@ def test_sinks_caps_and_other_values_are_those_of_dense_attention(
     turned = _pieces(METHODS[method], where, torch.float64)
     queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
     call = Call.of(queries, keys, v, where, scale=SCALE, softcap=how.softcap, lse=True)
-    runs = [("reference", 16), *([("sdpa", 16), ("sdpa", 1000)] if how.softcap is None else [("flex", 1000)])]
+    runs = [
+        ("reference", 16),
+        ("reference", None),
+        *([("sdpa", 16), ("sdpa", 1000)] if how.softcap is None else [("flex", 1000)]),
+    ]
     for name, tile in runs:
         out = attend_pieces(named(name), call, turned, tile=tile, sinks=sinks)
         found = [out, *torch.autograd.grad(out, inputs, up, retain_graph=True)]
@@ -239,25 +242,29 @@ def test_sinks_alone_may_be_trained() -> None:
     assert torch.allclose(found, wanted, atol=1e-13)
 
 
-def test_heads_that_are_computed_apart_keep_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_heads_that_are_computed_apart_keep_their_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long texts: one key head at a time, and some of its query heads in a long tile."""
     monkeypatch.setattr("ctxext.attention.pieces.SHORTEST", 8)
     monkeypatch.setattr("ctxext.attention.pieces.TILE", 64)
+    monkeypatch.setattr("ctxext.attention.pieces.BAND_ROWS", LENGTH)
     where, method = Layout.causal(2, LENGTH), METHODS["self_extend"]
     q, k, v = _tensors(where, torch.float64)
     sinks = SINKS.double().requires_grad_()
     truth = _truth(method, where, q, k, v, sinks=sinks)
     queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
     call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
-    out = attend_pieces(named("sdpa"), call, _pieces(method, where, torch.float64), sinks=sinks)
+    out = attend_pieces(named(name), call, _pieces(method, where, torch.float64), sinks=sinks)
     wanted, found = (torch.autograd.grad(x.square().sum(), (q, k, v, sinks)) for x in (truth, out))
     for a, b in zip([out, *found], [truth, *wanted], strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
 
-def test_settled_keys_go_with_sinks() -> None:
-    """A step of decoding whose oldest keys have the rotation of the last piece already."""
-    where, method = Layout.causal(2, 1, LENGTH), METHODS["self_extend"]
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+@pytest.mark.parametrize("new", [1, 20, 34])
+def test_settled_keys_go_with_sinks(new: int, name: str) -> None:
+    """New tokens whose oldest keys have the rotation of the last piece already."""
+    where, method = Layout.causal(2, new, LENGTH), METHODS["self_extend"]
     q, k, v = (x.detach() for x in _tensors(where, torch.float64))
     truth = _truth(method, where, q, k, v, sinks=SINKS.double())
     pieces, settled = _pieces(method, where, torch.float64), LENGTH - 60
@@ -265,7 +272,7 @@ def test_settled_keys_go_with_sinks() -> None:
     assert last is not None
     keys = torch.cat([last(keys[:, :, :settled], (0, 2), (0, settled)), keys[:, :, settled:]], 2)
     call = Call.of(_rotated(q, where.query_positions), keys, v, where, scale=SCALE, lse=True)
-    out = attend_pieces(named("sdpa"), call, pieces, settled=settled, sinks=SINKS.double())
+    out = attend_pieces(named(name), call, pieces, settled=settled, sinks=SINKS.double())
     assert float((out - truth).abs().max()) < 1e-13
 
 
@@ -288,7 +295,8 @@ def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[
             wide = None if sinks is None else sinks.double()
             truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)), sinks=wide, softcap=softcap)
         call = Call.of(queries, keys, v, where, scale=SCALE, softcap=softcap, lse=True)
-        out = attend_pieces(named(name), call, _pieces(METHODS[method], where, torch.float32), tile=64, sinks=sinks)
+        tile = 64 if name == "sdpa" else None
+        out = attend_pieces(named(name), call, _pieces(METHODS[method], where, torch.float32), tile=tile, sinks=sinks)
         assert out.dtype == dtype
         # Rotating twice and rounding between: a few units of the last place of q and k, in scores of about 1.
         allowed = 12 * torch.finfo(dtype).eps * float(v.double().abs().max())
@@ -304,9 +312,12 @@ def test_backends_that_cannot_here_say_why(name: str) -> None:
 
 
 class Watched(Reference):
-    """Knows whether it was given a mask."""
+    """Knows whether it was given a mask; in tiles, as most backends."""
 
     masked = False
+
+    def bands(self, need: Need) -> bool:
+        return False
 
     def with_lse(self, *tensors: Tensor, mask: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         self.masked = self.masked or mask is not None

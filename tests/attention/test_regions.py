@@ -18,28 +18,34 @@ def _pairs(found: Rectangle) -> torch.Tensor:
     rows, columns = found.query[1] - found.query[0], found.key[1] - found.key[0]
     if found.kind == FULL:
         return torch.ones(rows, columns, dtype=torch.long)
-    assert rows == columns, "a staircase is a square"
     whole = torch.ones(rows, columns, dtype=torch.long)
-    return whole.tril() if found.kind == CAUSAL else whole.triu()
+    if found.kind == CAUSAL:
+        last = torch.arange(columns - rows, columns)[:, None] - torch.arange(
+            columns
+        )  # keys behind the newest that is seen
+        return whole * ((last >= 0) & (last < (found.window or columns)))
+    assert rows == columns, "a fading staircase is a square"
+    return whole.triu()
 
 
 def _check(regions: list[Region], first: int, stop: int, size: int) -> None:
-    """Of tokens that see the past, and of tokens that see both ways."""
+    """Of tokens that see the past, by kernels with bands too, and of tokens that see both ways."""
     _check_one_way(regions, first, stop, size)
+    _check_one_way(regions, first, stop, size, bands=True)
     ahead: list[Region] = [Ahead(region) for region in regions if isinstance(region, Band | Chunks)]
     _check_one_way([*regions, *ahead], first, stop, size)
 
 
-def _check_one_way(regions: list[Region], first: int, stop: int, size: int) -> None:
+def _check_one_way(regions: list[Region], first: int, stop: int, size: int, *, bands: bool = False) -> None:
     at = first
-    for start, end in tiles(regions, first, stop, size):
+    for start, end in tiles(regions, first, stop, size, bands=bands):
         assert start == at < end
         at = end
     assert at == stop
     for region in regions:
         seen = torch.zeros(stop - first, stop, dtype=torch.long)
-        for start, end in tiles(regions, first, stop, size):
-            for found in rectangles(region, start, end, stop):
+        for start, end in tiles(regions, first, stop, size, bands=bands):
+            for found in rectangles(region, start, end, stop, bands=bands):
                 assert start <= found.query[0] < found.query[1] <= end
                 pairs = _pairs(found)
                 assert int(pairs.sum()) == found.pairs
