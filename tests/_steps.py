@@ -28,7 +28,7 @@ class _Operators(TorchDispatchMode):
         )
         name, changes = func._schema.name, func._schema.is_mutable
         is_view = bool(made) and made <= given and not changes and "lift_fresh" not in name  # of torch.tensor
-        self.count += not (is_view or "empty" in name)
+        self.count += bool(made) and not (is_view or "empty" in name)
         return result
 
 

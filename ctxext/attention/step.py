@@ -3,7 +3,7 @@
 Each pair of a query and a slot belongs to one piece or to none. The score of a pair is that of its piece, whose
 rotations the query and perhaps the key get, and one softmax runs over all slots. Nothing is merged by log-sum-exp, and
 no value is read on the host, so that a graph can hold a step: borders are in a tensor of the pieces' numbers, and
-shapes are those of the cache. On CUDA two Triton kernels do all of it (``step_kernel``).
+shapes are those of the cache. On CUDA two Triton kernels do all of it (``_step_kernel``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from ctxext.attention.base import Call, expand_heads, without_autocast
+from ctxext.attention.base import Call, expand_heads, runs_triton, without_autocast
 from ctxext.attention.layout import Layout
 from ctxext.attention.pieces import RotationForm, TurnedPiece
-from ctxext.attention.step_kernel import HIDDEN, MOST_PIECES, attend_rows, available
 
 FEW = 8
 """Queries of a call that is computed as a step: one token, or the tokens of speculative decoding."""
+
+
+HIDDEN = 255
+"""Number of no piece, for pairs that no piece serves."""
+
+MOST_PIECES = 6
+"""Pieces that the kernel knows."""
 
 
 class StepPlan(NamedTuple):
@@ -80,8 +86,7 @@ def attend_step(
     """
     q, v, wide = call.q, call.v, torch.promote_types(call.q.dtype, torch.float32)
     if plan.for_kernel is not None:
-        how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
-        return attend_rows(q, call.k, v, plan.numbers, *plan.for_kernel, sinks=sinks, **how)
+        return _by_kernel(call, plan, settled, sinks)
     batch, heads, length, slots = *q.shape[:3], v.shape[2]
     numbers = plan.numbers if plan.numbers.shape[1] == 1 else expand_heads(plan.numbers, heads)
     scores = torch.full((batch, heads, length, slots), -math.inf, dtype=wide, device=q.device)
@@ -100,6 +105,14 @@ def attend_step(
             scores = torch.cat([scores, sinks.to(wide).view(1, -1, 1, 1).expand(batch, -1, length, 1)], -1)
         weights = torch.where(numbers == HIDDEN, 0, scores.softmax(-1)[..., :slots])  # a row that sees nothing has NaN
         return _by_group(weights.to(v.dtype), v)
+
+
+def _by_kernel(call: Call, plan: StepPlan, settled: int, sinks: Tensor | None) -> Tensor:
+    """Compute a step on CUDA."""
+    from ctxext.attention._step_kernel import attend_rows
+
+    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
+    return attend_rows(call.q, call.k, call.v, plan.numbers, *(plan.for_kernel or ()), sinks=sinks, **how)
 
 
 def _by_group(rows: Tensor, columns: Tensor) -> Tensor:
@@ -130,7 +143,7 @@ def plan_step(
 
 def takes_kernel(q: Tensor) -> bool:
     """Return whether the Triton kernel computes a step of these queries, on whatever keys the cache has rotated."""
-    return available(q.device) and q.dtype is not torch.float64
+    return runs_triton(q.device) and q.dtype is not torch.float64
 
 
 def _for_kernel(pieces: tuple[TurnedPiece, ...], numbers: Tensor, q: Tensor) -> StepPlan:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from ctxext.attention import step_kernel
+from ctxext.attention import _step_kernel as step_kernel
 from ctxext.attention.pieces import RotationForm
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

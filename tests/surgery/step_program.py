@@ -38,9 +38,9 @@ def error(method: str, cache: Any) -> float:
         given = {"attention_mask": keep[:, :stop], "position_ids": places[:, start:stop], "past_key_values": cache}
         return model(ids[:, start:stop], **given).logits
 
-    step.available = lambda device: False
+    step.runs_triton = lambda device: False
     whole = model(ids, attention_mask=keep, position_ids=places, use_cache=False).logits
-    step.available = lambda device: True
+    step.runs_triton = lambda device: True
     read(0, 29)
     found = [read(29, 32), *(read(at, at + 1) for at in range(32, 48)), read(48, 50)]
     return float((torch.cat(found, 1) - whole[:, 29:50]).abs().max())

@@ -8,18 +8,14 @@ device, so that a CUDA graph can hold a step.
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ctxext.attention.pieces import RotationForm
-
-INSTALLED = importlib.util.find_spec("triton") is not None
-if INSTALLED:
-    import triton
-    import triton.language as tl
 
 HIDDEN = 255  # the piece of a pair that is not seen
 MOST_PIECES = 6
@@ -28,19 +24,7 @@ BLOCK_BYTES = 1 << 16  # keys and values of one block, in registers and shared m
 LOG2E = 1.4426950408889634
 
 
-def available(device: torch.device) -> bool:
-    """Tell if the kernels run on a device: on CUDA from Ampere on, and on ROCm, where Triton is installed."""
-    if not INSTALLED or device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
-
-
-def _kernel(*changing: str) -> Any:
-    """Return the decorator of a kernel, whose numbers ``changing`` from step to step compile nothing."""
-    return triton.jit(do_not_specialize=changing) if INSTALLED else lambda function: function
-
-
-@_kernel("slots", "settled", "where_row", "where_group", "key_row")
+@triton.jit(do_not_specialize=["slots", "settled", "where_row", "where_group", "key_row"])
 @no_type_check
 def _attend(
     q_ptr, k_ptr, v_ptr, where_ptr, query_cos_ptr, query_sin_ptr, key_cos_ptr, key_sin_ptr, out_ptr, lse_ptr,
@@ -116,7 +100,7 @@ def _attend(
     tl.store(lse_ptr + line, top + tl.log2(total), real)
 
 
-@_kernel("splits")
+@triton.jit(do_not_specialize=["splits"])
 @no_type_check
 def _merge(
     part_ptr, lse_ptr, sinks_ptr, out_ptr, splits, out_row, out_head, out_token,
