@@ -32,7 +32,7 @@ MOST_PIECES = 6
 
 
 class StepPlan(NamedTuple):
-    """What the layers of a forward pass share in a step: see ``plan_step``.
+    """Plan of a step, which the layers of a forward pass share; see ``plan_step``.
 
     Args:
         pieces: Pieces of attention.
