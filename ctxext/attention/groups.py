@@ -22,16 +22,22 @@ class HeadGroups:
     total: int
     _indices: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def of(self, x: Float[Tensor, "batch heads seq head_dim"]) -> Float[Tensor, "batch some seq head_dim"]:
-        """Return these groups' heads of queries, keys or values: a view where they lie side by side, else a copy."""
+    def of(
+        self, x: Float[Tensor, "batch heads seq head_dim"], out: Tensor | None = None
+    ) -> Float[Tensor, "batch some seq head_dim"]:
+        """Return these groups' heads of queries, keys or values: a view where they lie side by side, else a copy.
+
+        With ``out``, write them there.
+        """
         shared, first, count = x.shape[1] // self.total, self.numbers[0], len(self.numbers)
         if self.numbers[-1] - first + 1 == count:
-            return x[:, first * shared : (first + count) * shared]
+            view = x[:, first * shared : (first + count) * shared]
+            return view if out is None else out.copy_(view)
         key = (x.device, shared)
         if key not in self._indices:
             heads = [number * shared + head for number in self.numbers for head in range(shared)]
             self._indices[key] = _index(heads, x.device)
-        return x.index_select(1, self._indices[key])
+        return torch.index_select(x, 1, self._indices[key], out=out)
 
 
 @dataclass(frozen=True)
