@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -57,6 +57,15 @@ class SplitGroups:
     def far_groups(self, device: torch.device) -> Bool[Tensor, " groups"]:
         """Return which groups read far."""
         return torch.tensor([number in self.far.numbers for number in range(self.far.total)], device=device)
+
+    def places(self, device: torch.device) -> Int[Tensor, " groups"]:
+        """Return the number of each group among those that read far, or -1 less its number among the others."""
+        key = (device, 0)
+        if key not in self._orders:
+            far, near = self.far.numbers, self.near.numbers
+            places = [far.index(x) if x in far else -1 - near.index(x) for x in range(self.far.total)]
+            self._orders[key] = _index(places, device)
+        return self._orders[key]
 
     def far_heads(self, q: Float[Tensor, "batch heads query head_dim"]) -> Bool[Tensor, "heads 1 1"]:
         """Return which query heads read far."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ctxext.attention.base import Call, without_autocast
 from ctxext.attention.layout import Layout
@@ -76,22 +77,26 @@ def takes_step(q: Tensor, k: Tensor) -> bool:
 
 
 def served_by(
-    layout: Layout, pieces: Sequence[TurnedPiece], few: Sequence[TurnedPiece] = (), many: Tensor | None = None
+    layout: Layout,
+    pieces: Sequence[TurnedPiece],
+    few: Sequence[TurnedPiece] = (),
+    many: Tensor | None = None,
+    first: int = 0,
 ) -> UInt8[Tensor, "rows groups query key"]:
     """Return the number of the piece that serves each pair, ``HIDDEN`` for none; one row if all rows are equal.
 
-    ``many`` is true for the groups that attend in ``pieces``; the others attend in ``few``, whose numbers follow.
+    The first piece has the number ``first``. ``many`` is true for the groups that attend in ``pieces``; the others
+    attend in ``few``, whose numbers follow.
     """
     if many is not None:
-        numbers, others = served_by(layout, pieces), served_by(layout, few)
-        others = torch.where(others == HIDDEN, HIDDEN, others + len(pieces))
+        numbers, others = served_by(layout, pieces), served_by(layout, few, first=len(pieces))
         return torch.where(many[:, None, None], numbers, others)
     queries, keys = layout.query_positions[:, :, None], layout.key_positions[:, None, :]
     visible = layout.visible()
     if layout.query_documents is None and queries.stride(0) == keys.stride(0) == 0:
         queries, keys, visible = queries[:1], keys[:1], visible[:1]
     numbers = torch.full(visible.shape, HIDDEN, dtype=torch.uint8, device=visible.device)
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(pieces, first):
         numbers = torch.where(visible & piece.region.holds(queries, keys), number, numbers)
     return numbers[:, None]
 
@@ -181,6 +186,29 @@ def plan_step(
         sources.append(_Source(key, mine, matrices, bias[:, :, None]))
     sees = None if layout.query_documents is None else (numbers != HIDDEN).any(-1, keepdim=True).any(1, keepdim=True)
     return StepPlan(pieces, numbers, tuple(sources), sees)
+
+
+def plan_split(
+    layout: Layout, pieces: Sequence[TurnedPiece], held: Layout, few: Sequence[TurnedPiece], q: Tensor
+) -> StepPlan | None:
+    """Return the kernel's plan of a step on two layouts of keys, whose heads attend in ``pieces`` and in ``few``.
+
+    None where these are too many for the kernel. The slots of ``held`` follow those of ``layout``.
+    """
+    if len(pieces) + len(few) > MOST_PIECES:
+        return None
+    far, near = served_by(layout, pieces), served_by(held, few, first=len(pieces))
+    rows, behind, before = max(far.shape[0], near.shape[0]), (0, near.shape[3]), (far.shape[3], 0)
+    both = (pad(x, at, value=HIDDEN).expand(rows, -1, -1, -1) for x, at in ((far, behind), (near, before)))
+    return _for_kernel((*pieces, *few), torch.cat(tuple(both), 1), q)
+
+
+def attend_split(
+    q: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor, Tensor], plan: StepPlan, **how: Any
+) -> Float[Tensor, "batch heads query value_dim"]:
+    """Compute a step of all heads by the kernel from two kinds of keys; ``near`` and ``how`` as in ``attend_rows``."""
+    assert plan.for_kernel is not None
+    return attend_rows(q, *far, plan.numbers, *plan.for_kernel, form=plan.form, near=near, **how)
 
 
 def takes_kernel(q: Tensor) -> bool:
