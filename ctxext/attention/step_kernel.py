@@ -40,7 +40,7 @@ def _kernel(*changing: str) -> Any:
     return triton.jit(do_not_specialize=changing) if INSTALLED else lambda function: function
 
 
-@_kernel("slots", "settled", "where_row", "where_group", "key_row", "near_row", "near_values_row", "near_from")
+@_kernel("slots", "settled", "where_row", "where_group", "key_row", "near_from")
 @no_type_check
 def _attend(
     q_ptr, k_ptr, v_ptr, where_ptr, query_cos_ptr, query_sin_ptr, key_cos_ptr, key_sin_ptr, out_ptr, lse_ptr,
