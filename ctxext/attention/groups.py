@@ -25,10 +25,7 @@ class HeadGroups:
     def of(
         self, x: Float[Tensor, "batch heads seq head_dim"], out: Tensor | None = None
     ) -> Float[Tensor, "batch some seq head_dim"]:
-        """Return these groups' heads of queries, keys or values: a view where they lie side by side, else a copy.
-
-        With ``out``, write them there.
-        """
+        """Return these groups' heads: written to ``out``, or a view where they lie side by side, else a copy."""
         shared, first, count = x.shape[1] // self.total, self.numbers[0], len(self.numbers)
         if self.numbers[-1] - first + 1 == count:
             view = x[:, first * shared : (first + count) * shared]

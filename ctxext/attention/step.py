@@ -77,26 +77,22 @@ def takes_step(q: Tensor, k: Tensor) -> bool:
 
 
 def served_by(
-    layout: Layout,
-    pieces: Sequence[TurnedPiece],
-    few: Sequence[TurnedPiece] = (),
-    many: Tensor | None = None,
-    first: int = 0,
+    layout: Layout, pieces: Sequence[TurnedPiece], few: Sequence[TurnedPiece] = (), many: Tensor | None = None
 ) -> UInt8[Tensor, "rows groups query key"]:
     """Return the number of the piece that serves each pair, ``HIDDEN`` for none; one row if all rows are equal.
 
-    The first piece has the number ``first``. ``many`` is true for the groups that attend in ``pieces``; the others
-    attend in ``few``, whose numbers follow.
+    ``many`` is true for the groups that attend in ``pieces``; the others attend in ``few``, whose numbers follow.
     """
     if many is not None:
-        numbers, others = served_by(layout, pieces), served_by(layout, few, first=len(pieces))
+        numbers, others = served_by(layout, pieces), served_by(layout, few)
+        others = torch.where(others == HIDDEN, HIDDEN, others + len(pieces))
         return torch.where(many[:, None, None], numbers, others)
     queries, keys = layout.query_positions[:, :, None], layout.key_positions[:, None, :]
     visible = layout.visible()
     if layout.query_documents is None and queries.stride(0) == keys.stride(0) == 0:
         queries, keys, visible = queries[:1], keys[:1], visible[:1]
     numbers = torch.full(visible.shape, HIDDEN, dtype=torch.uint8, device=visible.device)
-    for number, piece in enumerate(pieces, first):
+    for number, piece in enumerate(pieces):
         numbers = torch.where(visible & piece.region.holds(queries, keys), number, numbers)
     return numbers[:, None]
 
@@ -197,10 +193,11 @@ def plan_split(
     """
     if len(pieces) + len(few) > MOST_PIECES:
         return None
-    far, near = served_by(layout, pieces), served_by(held, few, first=len(pieces))
-    rows, behind, before = max(far.shape[0], near.shape[0]), (0, near.shape[3]), (far.shape[3], 0)
-    both = (pad(x, at, value=HIDDEN).expand(rows, -1, -1, -1) for x, at in ((far, behind), (near, before)))
-    return _for_kernel((*pieces, *few), torch.cat(tuple(both), 1), q)
+    far, near = served_by(layout, pieces), served_by(held, few)
+    near = torch.where(near == HIDDEN, HIDDEN, near + len(pieces))
+    sides, rows = (pad(far, (0, near.shape[3]), value=HIDDEN), pad(near, (far.shape[3], 0), value=HIDDEN)), q.shape[0]
+    numbers = torch.cat([x.expand(rows, -1, -1, -1) if far.shape[0] != near.shape[0] else x for x in sides], 1)
+    return _for_kernel((*pieces, *few), numbers, q)
 
 
 def attend_split(

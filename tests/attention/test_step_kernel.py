@@ -172,7 +172,10 @@ def test_one_graph_holds_a_step_of_any_length() -> None:
 def test_compiles_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any], capability: int, dtype: torch.dtype
 ) -> None:
-    """Without a device, for Ampere and Hopper; what a program shares fits all of them; no load is of one number, but of interleaved pairs."""
+    """Without a device, for Ampere and Hopper; what a program shares fits all of them.
+
+    No load is of one number, but where pairs are interleaved.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
