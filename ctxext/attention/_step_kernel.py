@@ -24,13 +24,14 @@ BLOCK_BYTES = 1 << 16  # keys and values of one block, in registers and shared m
 LOG2E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["slots", "settled", "where_row", "where_group", "key_row"])
+@triton.jit(do_not_specialize=["slots", "settled", "where_row", "where_group", "key_row", "near_from"])
 @no_type_check
 def _attend(
     q_ptr, k_ptr, v_ptr, where_ptr, query_cos_ptr, query_sin_ptr, key_cos_ptr, key_sin_ptr, out_ptr, lse_ptr,
     slots, settled, scale, cap, bias0, bias1, bias2, bias3, bias4, bias5,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, where_row, where_group, query_row, key_row,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, TURNED: tl.constexpr,
+    near_ptr, near_values_ptr, places_ptr, near_row, near_head, near_values_row, near_values_head, near_from,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, TURNED: tl.constexpr,
     CAPPED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     FIRST: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr, REST_FIRST: tl.constexpr,
     LINES: tl.constexpr, BLOCK: tl.constexpr, PAIRS_UP: tl.constexpr, REST_UP: tl.constexpr, VALUES_UP: tl.constexpr,
@@ -45,20 +46,29 @@ def _attend(
     q_at = q_ptr + wide * q_row + (head * SHARED + lines // TOKENS)[:, None] * q_head + token[:, None] * q_token
     first, second, q_in = FIRST + pair * STEP, tl.arange(0, 2)[None, :, None], real[:, None] & (pair < PAIRS)[None, :]
     q_pairs = tl.load(q_at[:, :, None] + second * SECOND + first[None, None, :], q_in[:, None, :], 0.0).to(tl.float32)
+    w_head, k_from, v_from = head, k_ptr + wide * k_row + head * k_head, v_ptr + wide * v_row + head * v_head
+    if SPLIT:
+        place = tl.load(places_ptr + head).to(tl.int64)
+        w_head = (place < 0).to(tl.int64)
+        near_k = near_ptr + wide * near_row + (-1 - place) * near_head - tl.full([], near_from, tl.int64) * k_token
+        near_v = near_values_ptr + wide * near_values_row + (-1 - place) * near_values_head
+        near_v -= tl.full([], near_from, tl.int64) * v_token
+        k_from = tl.where(place < 0, near_k, k_ptr + wide * k_row + place * k_head)
+        v_from = tl.where(place < 0, near_v, v_ptr + wide * v_row + place * v_head)
     if REST > 0:
         q_rest = tl.load(q_at + (REST_FIRST + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
     acc = tl.zeros([LINES, VALUES_UP], tl.float32)
     top, total = tl.full([LINES], -1e30, tl.float32), tl.zeros([LINES], tl.float32)  # finite: differences are numbers
     for start in range(tl.program_id(0) * BLOCK, slots, tl.num_programs(0) * BLOCK):
         slot, far = start + near, tl.full([], start, tl.int64)
-        w_at = where_ptr + wide * where_row + head * where_group + token[:, None] * slots + slot[None, :]
+        w_at = where_ptr + wide * where_row + w_head * where_group + token[:, None] * slots + slot[None, :]
         piece = tl.load(w_at, real[:, None] & (slot < slots)[None, :], 255).to(tl.int32)
         seen = tl.min(piece, 0) < 255
         if tl.max(seen.to(tl.int32), 0) > 0:
-            k_at = k_ptr + wide * k_row + head * k_head + far * k_token + near[None, :] * k_token
+            k_at = k_from + far * k_token + near[None, :] * k_token
             k_in = seen[None, :] & (pair < PAIRS)[:, None]
             k_a, k_b = tl.load(k_at + first[:, None], k_in, 0.0), tl.load(k_at + (first + SECOND)[:, None], k_in, 0.0)
-            v_at = v_ptr + wide * v_row + head * v_head + far * v_token + near[:, None] * v_token + value[None, :]
+            v_at = v_from + far * v_token + near[:, None] * v_token + value[None, :]
             v = tl.load(v_at, seen[:, None] & (value < VALUES)[None, :], 0.0)
             shared = tl.zeros([LINES, BLOCK], tl.float32)
             if REST > 0:
@@ -148,6 +158,7 @@ def attend_rows(
     settled: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    near: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend from a few new queries to all slots of a cache, each pair in the form of its piece, without gradients.
 
@@ -167,9 +178,16 @@ def attend_rows(
         settled: slots from the start whose keys have ``key_turn`` already.
         softcap: bound of a score before its bias, which ``tanh`` approaches.
         sinks: learned scores, one of each head, that take weight and give nothing.
+        near: keys and values of some heads, where ``k`` and ``v`` are the others', and the place of each key head: its
+            number in ``k``, or -1 less its number among the near ones. Their slots follow those of ``k``, and ``where``
+            has two rows of groups, ``k``'s and theirs, who are in no piece whose keys rotate.
     """
-    (batch, heads, tokens, width), (key_heads, slots) = q.shape, k.shape[1:3]
-    q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
+    (batch, heads, tokens, width), slots = q.shape, where.shape[3]
+    near_k, near_v, places = near or (k, v, where)
+    key_heads = k.shape[1] if near is None else places.shape[0]
+    q, k, v, near_k, near_v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, near_k, near_v)]
+    if near is not None and (k.stride(2), v.stride(2)) != (near_k.stride(2), near_v.stride(2)):
+        k, v, near_k, near_v = (x.contiguous() for x in (k, v, near_k, near_v))
     where, (query_cos, query_sin) = where.contiguous(), [x.contiguous() for x in query_turns]
     key_cos, key_sin = [x.contiguous() for x in key_turn or query_turns]  # the latter are not read
     shared, values, pairs, rest = heads // key_heads, v.shape[3], query_cos.shape[3], width - 2 * query_cos.shape[3]
@@ -188,7 +206,8 @@ def attend_rows(
         q, k, v, where, query_cos, query_sin, key_cos, key_sin, parts, lse,
         slots, settled, scale / softcap if softcap else scale * LOG2E, (softcap or 0.0) * LOG2E, *biases,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *where_steps,
-        len(turned) * tokens if query_cos.shape[0] > 1 else 0, slots if key_cos.shape[0] > 1 else 0,
+        len(turned) * tokens if query_cos.shape[0] > 1 else 0, key_cos.shape[1] if key_cos.shape[0] > 1 else 0,
+        near_k, near_v, places, *near_k.stride()[:2], *near_v.stride()[:2], k.shape[2], SPLIT=near is not None,
         PIECES=len(turned), TURNED=sum(1 << piece for piece, turns in enumerate(turned) if turns),
         CAPPED=softcap is not None, PAIRS=pairs, REST=rest, REST_FIRST=0 if form.tail else 2 * pairs,
         FIRST=rest if form.tail else 0, STEP=2 if form.interleaved else 1, SECOND=1 if form.interleaved else pairs,

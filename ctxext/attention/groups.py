@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -22,16 +22,19 @@ class HeadGroups:
     total: int
     _indices: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def of(self, x: Float[Tensor, "batch heads seq head_dim"]) -> Float[Tensor, "batch some seq head_dim"]:
-        """Return these groups' heads of queries, keys or values: a view where they lie side by side, else a copy."""
+    def of(
+        self, x: Float[Tensor, "batch heads seq head_dim"], out: Tensor | None = None
+    ) -> Float[Tensor, "batch some seq head_dim"]:
+        """Return these groups' heads: written to ``out``, or a view where they lie side by side, else a copy."""
         shared, first, count = x.shape[1] // self.total, self.numbers[0], len(self.numbers)
         if self.numbers[-1] - first + 1 == count:
-            return x[:, first * shared : (first + count) * shared]
+            view = x[:, first * shared : (first + count) * shared]
+            return view if out is None else out.copy_(view)
         key = (x.device, shared)
         if key not in self._indices:
             heads = [number * shared + head for number in self.numbers for head in range(shared)]
             self._indices[key] = _index(heads, x.device)
-        return x.index_select(1, self._indices[key])
+        return torch.index_select(x, 1, self._indices[key], out=out)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class SplitGroups:
         if not torch.compiler.is_compiling():
             self._far[device] = groups
         return groups
+
+    def places(self, device: torch.device) -> Int[Tensor, " groups"]:
+        """Return the number of each group among those that read far, or -1 less its number among the others."""
+        key = (device, 0)
+        if key not in self._orders:
+            far, near = self.far.numbers, self.near.numbers
+            places = [far.index(x) if x in far else -1 - near.index(x) for x in range(self.far.total)]
+            self._orders[key] = _index(places, device)
+        return self._orders[key]
 
     def far_heads(self, q: Float[Tensor, "batch heads query head_dim"]) -> Bool[Tensor, "heads 1 1"]:
         """Return which query heads read far."""

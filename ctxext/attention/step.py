@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ctxext.attention.base import Call, expand_heads, runs_triton, without_autocast
 from ctxext.attention.layout import Layout
@@ -86,7 +87,8 @@ def attend_step(
     """
     q, v, wide = call.q, call.v, torch.promote_types(call.q.dtype, torch.float32)
     if plan.for_kernel is not None:
-        return _by_kernel(call, plan, settled, sinks)
+        how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
+        return _rows(q, call.k, v, plan.numbers, *plan.for_kernel, sinks=sinks, **how)
     batch, heads, length, slots = *q.shape[:3], v.shape[2]
     numbers = plan.numbers if plan.numbers.shape[1] == 1 else expand_heads(plan.numbers, heads)
     scores = torch.full((batch, heads, length, slots), -math.inf, dtype=wide, device=q.device)
@@ -107,12 +109,11 @@ def attend_step(
         return _by_group(weights.to(v.dtype), v)
 
 
-def _by_kernel(call: Call, plan: StepPlan, settled: int, sinks: Tensor | None) -> Tensor:
-    """Compute a step on CUDA."""
+def _rows(*arguments: Any, **how: Any) -> Tensor:
+    """Call the kernels, which only now import Triton."""
     from ctxext.attention._step_kernel import attend_rows
 
-    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
-    return attend_rows(call.q, call.k, call.v, plan.numbers, *(plan.for_kernel or ()), sinks=sinks, **how)
+    return attend_rows(*arguments, **how)
 
 
 def _by_group(rows: Tensor, columns: Tensor) -> Tensor:
@@ -139,6 +140,30 @@ def plan_step(
     numbers, pieces = served_by(layout, pieces, few, many), (*pieces, *few)
     by_kernel = takes_kernel(q) and len(pieces) <= MOST_PIECES
     return _for_kernel(pieces, numbers, q) if by_kernel else StepPlan(pieces, numbers)
+
+
+def plan_split(
+    layout: Layout, pieces: Sequence[TurnedPiece], held: Layout, few: Sequence[TurnedPiece], q: Tensor
+) -> StepPlan | None:
+    """Return the kernel's plan of a step on two layouts of keys, whose heads attend in ``pieces`` and in ``few``.
+
+    None where these are too many for the kernel. The slots of ``held`` follow those of ``layout``.
+    """
+    if len(pieces) + len(few) > MOST_PIECES:
+        return None
+    far, near = served_by(layout, pieces), served_by(held, few)
+    near = torch.where(near == HIDDEN, HIDDEN, near + len(pieces))
+    sides, rows = (pad(far, (0, near.shape[3]), value=HIDDEN), pad(near, (far.shape[3], 0), value=HIDDEN)), q.shape[0]
+    numbers = torch.cat([x.expand(rows, -1, -1, -1) if far.shape[0] != near.shape[0] else x for x in sides], 1)
+    return _for_kernel((*pieces, *few), numbers, q)
+
+
+def attend_split(
+    q: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor, Tensor], plan: StepPlan, **how: Any
+) -> Float[Tensor, "batch heads query value_dim"]:
+    """Compute a step of all heads by the kernel from two kinds of keys; ``near`` and ``how`` as in ``attend_rows``."""
+    assert plan.for_kernel is not None
+    return _rows(q, *far, plan.numbers, *plan.for_kernel, form=plan.form, near=near, **how)
 
 
 def takes_kernel(q: Tensor) -> bool:

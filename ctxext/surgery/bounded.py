@@ -21,9 +21,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Layout
-from ctxext.attention.groups import SplitGroups
+from ctxext.attention.groups import HeadGroups, SplitGroups
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.spec import Band, Region, Sinks
+
+# Attribute of a tensor with room for more tokens: the number of tokens written to it.
+FILLED = "_ctxext_filled"
 
 
 class Reach(NamedTuple):
@@ -223,6 +226,13 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.near is not None:
             far, near = self.heads.far, self.heads.near
+            in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            if in_place and key_states.dtype == self.keys.dtype:
+                self.near.cumulative_length += key_states.shape[-2]
+                for layer, heads in ((self, far), (self.near, near)):
+                    layer.keys = _appended(layer.keys, heads, key_states, self.reach.spare)
+                    layer.values = _appended(layer.values, heads, value_states, self.reach.spare)
+                return self.keys, self.values
             self.near.update(near.of(key_states), near.of(value_states), *args, **kwargs)
             key_states, value_states = far.of(key_states), far.of(value_states)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
@@ -304,6 +314,22 @@ def is_worth_dropping(reach: Reach, layout: Layout, held: int) -> bool:
 def _next_position(layout: Layout) -> int:
     """Return the lowest position of a token that may follow in any row."""
     return 1 + layout.memo("last position", lambda: int(layout.query_positions[:, -1].min()))
+
+
+def _appended(held: Tensor, heads: HeadGroups, new: Tensor, spare: int) -> Tensor:
+    """Return held keys or values with the new ones of some heads behind them, written in place where room is left.
+
+    Room belongs to the tensor that was returned last: any other, as after a crop, is copied to a new place.
+    """
+    length, stop, room = held.shape[2], held.shape[2] + new.shape[2], held._base
+    if room is None or getattr(room, FILLED, None) != length or room.shape[2] < stop:
+        with torch.inference_mode(False):  # also later, outside of this mode, tokens are written to it
+            room = held.new_empty(*held.shape[:2], stop + spare, held.shape[3])
+        room[:, :, :length] = held
+    heads.of(new, room[:, :, length:stop])
+    setattr(room, FILLED, stop)
+    with torch.inference_mode(False):
+        return room[:, :, :stop]
 
 
 def _first_and_newest(part: Tensor, first: Int[Tensor, "batch first"], cut: int) -> Tensor:

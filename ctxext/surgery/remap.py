@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from ctxext.attention import Call, Layout
 from ctxext.attention.groups import SplitGroups
 from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
-from ctxext.attention.step import StepPlan, attend_step, plan_step, takes_kernel, takes_step
+from ctxext.attention.step import StepPlan, attend_split, attend_step, plan_split, plan_step, takes_kernel, takes_step
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
@@ -210,12 +210,30 @@ class RemapAttend:
         """
         precise = torch.promote_types(k.dtype, torch.float32)
         plan = layout.memo(f"step {self.kind}", lambda: self._plan(q, layout, precise))
-        sharp = self.far.sharpened(q, layout, precise)
-        if self.heads is not None and sharp is not q:
-            sharp = torch.where(self.heads.far_heads(q), sharp, q)
-        q, k, v = as_autocast_wants(sharp, k, v)
+        q, k, v = as_autocast_wants(self._sharpened(q, layout, precise), k, v)
         call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
         return attend_step(call, plan, sinks=sinks)
+
+    def _step_of_split(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: SplitLayer, **how: Any
+    ) -> Tensor | None:
+        """Compute a few queries of all heads by the kernel, from a layer that is split; None if it cannot."""
+        assert self.heads is not None
+        assert self.near is not None
+        assert cached.near is not None
+        precise, held = torch.promote_types(k.dtype, torch.float32), cached.near.held(layout)
+        far, near = (heads.turned(at, precise, form=self.form) for heads, at in ((self.far, layout), (self.near, held)))
+        plan = layout.memo(("step", self.far, self.near), lambda: plan_split(layout, far, held, near, q))
+        if plan is None:
+            return None
+        q, *kv = as_autocast_wants(self._sharpened(q, layout, precise), k, v, cached.near.keys, cached.near.values)
+        how |= {"settled": _settled_before(cached, layout)}
+        return attend_split(q, (kv[0], kv[1]), (kv[2], kv[3], self.heads.places(q.device)), plan, **how)
+
+    def _sharpened(self, q: Tensor, layout: Layout, precise: torch.dtype) -> Tensor:
+        """Return the queries of all heads, with the temperature in those that read far."""
+        sharp = self.far.sharpened(q, layout, precise)
+        return sharp if self.heads is None or sharp is q else torch.where(self.heads.far_heads(q), sharp, q)
 
     def _takes_kernel(self, q: Tensor, k: Tensor) -> bool:
         """Return whether the kernel of a step computes a call, for which no key is rotated in the cache."""
@@ -271,7 +289,8 @@ class RemapAttend:
         elif by_kernel and getattr(cached, "near", None) is None:
             out = self._step(q, k, v, layout, **how)
         else:
-            out = self._attend_split(q, k, v, layout, cached, **how)
+            found = self._step_of_split(q, k, v, layout, cached, **how) if by_kernel else None
+            out = self._attend_split(q, k, v, layout, cached, **how) if found is None else found
         if cached is None:
             change_later(k, functools.partial(self._drop_unseen, layout=layout))
         self._drop_unseen(cached, layout)

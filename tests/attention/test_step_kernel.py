@@ -32,7 +32,13 @@ def backend(graph, _):
 compiled = torch.compile(attend_rows, fullgraph=True, backend=backend)
 print(*[tuple(compiled(**step(slots=slots)).shape) for slots in (256, 300, 333, 512, 999)], graphs, sep="; ")
 """
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
 
 
 @pytest.mark.slow
@@ -87,17 +93,21 @@ def step(
     slots: int = 4096,
     form: RotationForm = LLAMA,
     batch: int = 1,
+    near: int = 0,
 ) -> dict[str, Any]:
     """Return the arguments of a step in two pieces, with everything that a kernel can do, and no memory."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
+    far = 2 if near else heads[1]  # key heads that hold all slots; the others hold the ``near`` slots behind these
+    others = [empty(batch, heads[1] - far, near, each, dtype=dtype) for each in (width, values)]
     return {
         "q": empty(batch, heads[0], tokens, width, dtype=dtype),
-        "k": empty(batch, heads[1], slots, width, dtype=dtype),
-        "v": empty(batch, heads[1], slots, values, dtype=dtype),
-        "where": empty(1, 1, tokens, slots, dtype=torch.uint8),
+        "k": empty(batch, far, slots, width, dtype=dtype),
+        "v": empty(batch, far, slots, values, dtype=dtype),
+        "near": (*others, empty(heads[1], dtype=torch.int64)) if near else None,
+        "where": empty(1, 2 if near else 1, tokens, slots + near, dtype=torch.uint8),
         "query_turns": (empty(1, 2, tokens, pairs), empty(1, 2, tokens, pairs)),
         "key_turn": (empty(1, slots, pairs), empty(1, slots, pairs)),
         "turned": (False, True),
@@ -109,7 +119,9 @@ def step(
     }
 
 
-@pytest.mark.parametrize("setting", [{}, {"tokens": 8, "batch": 3}, {"heads": (71, 1), "slots": 5}, {"slots": 1 << 17}])
+@pytest.mark.parametrize(
+    "setting", [{}, {"tokens": 8, "batch": 3}, {"heads": (71, 1), "slots": 5}, {"slots": 1 << 17}, {"near": 99}]
+)
 def test_a_step_is_two_launches(monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]) -> None:
     launches = launched(monkeypatch, **setting)
     assert [kernel for kernel, *_ in launches] == [step_kernel._attend, step_kernel._merge]
@@ -141,13 +153,17 @@ def test_one_graph_holds_a_step_of_any_length() -> None:
         {"width": 80, "values": 80, "pairs": 40, "form": RotationForm(interleaved=True)},
         {"width": 192, "pairs": 32, "heads": (16, 16), "form": RotationForm(interleaved=True, tail=True)},
         {"width": 256, "values": 256, "pairs": 128, "heads": (8, 4)},
+        {"near": 2000},
     ],
-    ids=["llama", "several", "odd", "latent", "gemma"],
+    ids=["llama", "several", "odd", "latent", "gemma", "split"],
 )
 def test_compiles_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any], capability: int, dtype: torch.dtype
 ) -> None:
-    """Without a device, for Ampere and Hopper; what a program shares fits all of them."""
+    """Without a device, for Ampere and Hopper; what a program shares fits all of them.
+
+    No load is of one number, but where pairs are interleaved.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -155,11 +171,15 @@ def test_compiles_for_gpus(
     for kernel, _, args, constants in launched(monkeypatch, dtype=dtype, **setting):
         options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
         signature = {name: _type(value) for name, value in zip(kernel.arg_names, args, strict=False)}
-        aligned = {(at,): [["tt.divisibility", 16]] for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
+        fixed = [at for at, parameter in enumerate(kernel.params[: len(args)]) if not parameter.do_not_specialize]
+        numbers = [16 if isinstance(value, torch.Tensor) else value for value in args]
+        aligned = {(at,): [["tt.divisibility", 16]] for at in fixed if isinstance(numbers[at], int)}
+        aligned = {at: how for at, how in aligned.items() if numbers[at[0]] % 16 == 0}
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
         program = triton.compile(source, GPUTarget("cuda", capability, 32), options)
         assert len(program.asm["cubin"]) > 10_000
         assert program.metadata.shared < 100 << 10
+        assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in program.asm["ptx"]
 
 
 def _type(value: torch.Tensor | int | float) -> str:

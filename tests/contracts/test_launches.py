@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import ctxext
-from ctxext.attention import Call, step
+from ctxext.attention import step
 from tests._models import tiny, tokens
 from tests._steps import launches_a_layer
 
@@ -26,12 +26,12 @@ METHODS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def stand_in(call: Call, *_: Any) -> Tensor:
+def stand_in(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     """Return an empty output, counted as the two kernels."""
     for _ in range(KERNELS):
         torch.zeros(1)
-    batch, heads, length = call.q.shape[:3]
-    return call.q.new_empty(batch, length, heads, call.v.shape[3]).transpose(1, 2)  # in the order that layers expect
+    batch, heads, length = q.shape[:3]
+    return q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)  # in the order that layers expect
 
 
 def step_of(method: str | None) -> Callable[[int], Callable[[], object]]:
@@ -61,5 +61,5 @@ def test_a_layer_of_a_step_launches_few_kernels_more_than_a_plain_one(
 ) -> None:
     plain = launches_a_layer(step_of(None), "cpu", (2, 6))
     monkeypatch.setattr(step, "runs_triton", lambda device: True)
-    monkeypatch.setattr(step, "_by_kernel", stand_in)
+    monkeypatch.setattr(step, "_rows", stand_in)
     assert launches_a_layer(step_of(method), "cpu", (2, 6)) - plain <= METHODS[method][1]

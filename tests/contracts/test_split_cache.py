@@ -198,6 +198,54 @@ def test_rows_are_repeated_picked_and_put_in_another_order() -> None:
         assert error(found, whole[rows, 150:]) < EXACT
 
 
+def parts(cache: DynamicCache) -> list[Tensor]:
+    """Keys and values of the far and the near heads of the first layer."""
+    layer = cache.layers[0]
+    return [layer.keys, layer.values, layer.near.keys, layer.near.values]
+
+
+@pytest.mark.slow
+def test_a_step_writes_the_new_tokens_beside_the_held_ones() -> None:
+    """A copy of all held keys in each step would cost a long text most of what it saves."""
+    model, cache = model_of(), DynamicCache()
+    ids = tokens(170, rows=2)
+    read(model, cache, ids, [150, 1])
+    before = [(part.data_ptr(), part.shape[2]) for part in parts(cache)]
+    read(model, cache, ids, [1, 2, 1])
+    assert [(part.data_ptr(), part.shape[2] - 4) for part in parts(cache)] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cropped", "copied"])
+def test_what_was_held_before_is_not_written_over(how: str) -> None:
+    """A text that goes on from fewer tokens, and two that go on from one cache, each in a copy."""
+    model, cache = model_of(), DynamicCache()
+    ids = tokens(170)
+    read(model, cache, ids, [150, 1, 3])
+    kept = [(part, part.clone()) for part in parts(cache)]
+    other = copy.deepcopy(cache) if how == "copied" else cache
+    if how == "cropped":
+        other.crop(-2)
+    at = other.get_seq_length()
+    more = torch.cat([ids[:, :at], ids[:, :5]], 1)
+    assert error(read(model, other, more, [1, 4]), logits(model, more)[:, at:]) < EXACT
+    assert all(torch.equal(part, held) for part, held in kept)
+    if how == "copied":
+        assert error(read(model, cache, ids, [1, 4]), logits(model, ids[:, :159])[:, 154:]) < EXACT
+
+
+@pytest.mark.slow
+def test_a_cache_goes_on_outside_of_the_mode_that_filled_it() -> None:
+    model, cache = model_of(), DynamicCache()
+    ids = tokens(160)
+    with torch.inference_mode():
+        read(model, cache, ids, [150, 1])
+    found = read(model, cache, ids, [1, 2])
+    with torch.inference_mode():
+        found = torch.cat([found, read(model, cache, ids, [1])], 1)
+    assert error(found, logits(model, ids[:, :155])[:, 151:]) < EXACT
+
+
 def test_an_offloaded_layer_moves_both_parts() -> None:
     model, cache = model_of(), DynamicCache()
     read(model, cache, tokens(150), [150])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 
 import ctxext
 from ctxext.attention import step
+from ctxext.surgery.bounded import Reach
 
 SHAPE = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -42,7 +43,10 @@ def error(method: str, cache: Any) -> float:
     whole = model(ids, attention_mask=keep, position_ids=places, use_cache=False).logits
     step.runs_triton = lambda device: True
     read(0, 29)
+    Reach.spare = 2  # layers drop keys, and split, between these steps
     found = [read(29, 32), *(read(at, at + 1) for at in range(32, 48)), read(48, 50)]
+    split = [getattr(layer, "near", None) is not None for layer in cache.layers]
+    assert all(split) == any(split) == (method == "retrieval_heads" and isinstance(cache, DynamicCache)), split
     return float((torch.cat(found, 1) - whole[:, 29:50]).abs().max())
 
 
