@@ -302,9 +302,21 @@ class Filling:
             remember(cache, fitted_lengths=(0,))
 
 
+@dataclass(frozen=True, eq=False)
+class FittedRotary:
+    """The rotary modules of one call, fitted outside of its graph, after every check of the cache.
+
+    Args:
+        modules: Modules by the path and layer type that they replace: one for each row, or one for all.
+    """
+
+    modules: Mapping[tuple[str, str | None], list[nn.Module]]
+
+
 class _CurrentPass(threading.local):
     def __init__(self) -> None:
         self.filling: Filling | None = None
+        self.fitted: FittedRotary | None = None
 
 
 _current = _CurrentPass()
@@ -315,20 +327,38 @@ def current_filling() -> Filling | None:
     return _current.filling
 
 
+def current_fitted() -> FittedRotary | None:
+    """Return the rotary modules of the compiled call of this thread; None outside of one that was prepared."""
+    return _current.fitted
+
+
+def set_current_fitted(fitted: FittedRotary | None) -> None:
+    """Set the rotary modules of the compiled call of this thread."""
+    _current.fitted = fitted
+
+
 class DynamicGuard(CacheGuard):
     """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
 
-    @outside_graphs(NOT_ONE_GRAPH)
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
+        if _current.fitted is None:
+            self._before(module, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record on the cache the extension that filled it."""
+        if _current.fitted is None:
+            self._after(module, args, kwargs, output)
+
+    @outside_graphs(NOT_ONE_GRAPH)
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
         _current.filling = Filling(self.cache_of(args, kwargs))
 
     @outside_graphs(NOT_ONE_GRAPH)
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Record on the cache the extension that filled it."""
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         filling, _current.filling = _current.filling, None
         super().after(module, args, kwargs, output)
         cache = self.cache_of(args, kwargs, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, outside_graphs
+from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, current_fitted, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.surgery.positions import PositionedForward, declared_length, paged_batch
@@ -91,8 +91,12 @@ class DynamicSite:
             with torch.inference_mode(False), torch.no_grad():
                 inv_freq, scale = self._frequencies(fitted)
                 fitted_module = copy.copy(self.rotary)
-                fitted_module._buffers = self.rotary._buffers | {f"{self.site.prefix}inv_freq": inv_freq}
-                setattr(fitted_module, f"{self.site.prefix}attention_scaling", scale)
+                # A graph takes tensors beside the buffers as inputs, and would compile numbers and buffers in.
+                name = f"{self.site.prefix}inv_freq"
+                fitted_module._buffers = {key: kept for key, kept in self.rotary._buffers.items() if key != name}
+                setattr(fitted_module, name, inv_freq)
+                scales = torch.tensor(scale, dtype=torch.float32, device=inv_freq.device)
+                setattr(fitted_module, f"{self.site.prefix}attention_scaling", scales)
             self._modules[key] = fitted_module
         return fitted_module
 
@@ -130,13 +134,23 @@ class DynamicForward:
     rotary: nn.Module
     sites: dict[str | None, DynamicSite]
 
-    @outside_graphs(NOT_ONE_GRAPH)
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin as the class arranges them; ``position_ids`` is [batch, seq] or [3, batch, seq]."""
         forward: Callable[..., Any] = type(self.rotary).forward
-        site = self.sites.get(layer_type)
+        site, fitted = self.sites.get(layer_type), current_fitted()
         if site is None:
             return forward(self.rotary, x, position_ids, layer_type=layer_type)
+        if fitted is None:
+            return self._outside(site, forward, x, position_ids)
+        modules, kwargs = fitted.modules[site.site.path, layer_type], site.site.arguments
+        if len(modules) == 1:
+            return forward(modules[0], x, position_ids, **kwargs)
+        position_ids = position_ids.expand(*position_ids.shape[:-2], len(modules), position_ids.shape[-1])
+        rows = zip(modules, x.split(1), position_ids.split(1, -2), strict=True)
+        return _joined([forward(module, *row, **kwargs) for module, *row in rows], dim=0)
+
+    @outside_graphs(NOT_ONE_GRAPH)
+    def _outside(self, site: DynamicSite, forward: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
         declared = declared_length()
         if declared is not None and not isinstance(declared, int):  # one row of positions does not serve all
             position_ids = position_ids.expand(*position_ids.shape[:-2], len(declared), position_ids.shape[-1])
@@ -153,6 +167,11 @@ class DynamicForward:
                 parts.append(forward(site.module(length), x[here, start:stop], positions, **kwargs))
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
+
+    def fitted_to(self, lengths: Sequence[int]) -> dict[tuple[str, str | None], list[nn.Module]]:
+        """Return the modules that rotate rows which are fitted to these lengths, as ``FittedRotary`` has them."""
+        sites = self.sites.items()
+        return {(site.site.path, kind): [site.module(length) for length in lengths] for kind, site in sites}
 
     def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """Return for each row its documents, as (start, stop) and the length to which each is fitted.
@@ -225,6 +244,12 @@ def follow_length(
         edits.set(rotary, "rope_type", changed)
     for decoder in dict.fromkeys(owners.values()):
         edits.set(decoder, "forward", CountedForward.around(decoder))
+
+
+def rotaries_of(model: nn.Module) -> list[DynamicForward]:
+    """Return the replaced rotary modules of a model under a dynamic method."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, DynamicForward)]
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,17 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
-from ctxext.surgery.caches import Filled, cache_in, current_filling, empty, filled, guards_of, remember
+from ctxext.surgery.caches import (
+    Filled,
+    FittedRotary,
+    cache_in,
+    current_filling,
+    empty,
+    filled,
+    guards_of,
+    remember,
+    set_current_fitted,
+)
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import PositionedForward
 
@@ -42,6 +52,11 @@ class LengthRule:
     def by_request(self) -> bool:
         """True if positions stay as they are from the first token of a request to its last."""
         return getattr(self.method, "growth", None) == "request"
+
+    @property
+    def steps_in_graphs(self) -> bool:
+        """True if positions of a text stay as they are for many tokens, so that a graph of a step pays."""
+        return getattr(self.method, "growth", "request") == "request"
 
     def fitted(self, length: int) -> int:
         """Return the length to which positions of ``length`` tokens are fitted."""
@@ -59,6 +74,15 @@ class LengthRule:
         if declared is None and self.by_request and cached is not None and fitted <= cached:
             return cached
         return fitted
+
+    def require_declared(self, length: int, before: int, fitted: int, declared: int | None) -> None:
+        """Raise ``InvalidParameterError`` for a text longer than declared, of which ``before`` tokens are cached."""
+        # Assisted decoding looks at several tokens at once, of which those beyond the end are dropped.
+        if self.by_request and declared is not None and fitted < self.fitted(length) and before in (0, length - 1):
+            raise InvalidParameterError(
+                f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
+                f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
+            )
 
     def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
         """Return the fitted length of a row's ``before`` cached tokens; None if it is unknown.
@@ -91,12 +115,7 @@ def fit_to_lengths(
         cached_as = rule.cached(known, row, rows, before) if before else None
         fitted = rule.needed(length, cached_as, declared)
         fitted_lengths.append(fitted)
-        # Assisted decoding looks at several tokens at once, of which those beyond the end are dropped.
-        if rule.by_request and declared is not None and fitted < rule.fitted(length) and before in (0, length - 1):
-            raise InvalidParameterError(
-                f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
-                f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
-            )
+        rule.require_declared(length, before, fitted, declared)
         is_shard = declared is not None and (filling is None or not filling.continues)
         if not before or is_shard or cached_as == fitted:
             continue
@@ -144,6 +163,13 @@ def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
         filling.note(row, fitted_lengths)
 
 
+class Fits(Protocol):
+    """Replacement of a rotary module that hands out modules fitted to lengths."""
+
+    def fitted_to(self, lengths: Sequence[int]) -> dict[tuple[str, str | None], list[nn.Module]]:
+        """Return the modules that rotate rows which are fitted to these lengths, as ``FittedRotary`` has them."""
+
+
 @dataclass
 class RecomputeStaleCache:
     """Replacement of ``model.prepare_inputs_for_generation`` that empties the cache when positions change.
@@ -153,6 +179,7 @@ class RecomputeStaleCache:
 
     model: nn.Module
     rule: LengthRule
+    rotaries: Sequence[Fits]
 
     def __call__(
         self,
@@ -172,7 +199,8 @@ class RecomputeStaleCache:
         model: Any = self.model
         is_decoder = not model.config.is_encoder_decoder  # otherwise the mask covers the encoder's text
         mask = attention_mask if is_decoder else None
-        if cached and self._changes(cache, mask, kwargs.get("position_ids"), new, total, declared):
+        before, now = self._tokens(mask, kwargs.get("position_ids"), new, total)
+        if cached and self._changes(cache, before, now, declared):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
                     f"Method {self.rule.method.name!r} changes positions at {total} tokens, and the earlier tokens are "
@@ -195,40 +223,70 @@ class RecomputeStaleCache:
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        return inputs if declared is None else inputs | {"ctxext_length": declared}
+        if declared is not None:
+            inputs |= {"ctxext_length": declared}
+        in_graphs = self.rotaries and self.rule.steps_in_graphs and getattr(cache, "is_compileable", False)
+        if in_graphs and inputs.get("inputs_embeds") is None:
+            inputs["ctxext_fitted"] = self._fitted(cache, inputs, before, now, declared)
+        return inputs
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
         """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
         if input_ids.shape[1] == total:
             return input_ids
         known = filled(cache)
-        if known is not None and known.tokens is not None and known.tokens.shape == (new.shape[0], cached):
-            return torch.cat((known.tokens, new), dim=1)
+        # After a compiled call, which changes no record, the tokens in the cache are those expected of it.
+        for tokens in () if known is None else (known.tokens, known.expected):
+            if tokens is not None and tokens.shape == (new.shape[0], cached):
+                return torch.cat((tokens, new), dim=1)
         return None
 
-    def _changes(
-        self,
-        cache: Any,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        new: Tensor,
-        total: int,
-        declared: int | Sequence[int] | None,
-    ) -> bool:
-        """Return whether cached tokens have other positions than the sequence gets with this call."""
-        if not all(guard.stands(cache) for guard in guards_of(self.model)):
-            return True
-        known, rows = filled(cache), new.shape[0]
+    def _tokens(
+        self, mask: Tensor | None, positions: Tensor | None, new: Tensor, total: int
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens of each row before this call and with it."""
+        rows = new.shape[0]
         before, now = [total - new.shape[1]] * rows, [total] * rows
         if mask is not None and mask.ndim == 2:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
             now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
+        return before, now
+
+    def _changes(
+        self, cache: Any, before: list[int], now: list[int], declared: int | Sequence[int] | None
+    ) -> bool:
+        """Return whether cached tokens have other positions than the sequence gets with this call."""
+        if not all(guard.stands(cache) for guard in guards_of(self.model)):
+            return True
+        known, rows = filled(cache), len(now)
         for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
             fitted = self.rule.cached(known, row, rows, earlier)
             if earlier and fitted != self.rule.needed(later, fitted, of_row(declared, row, rows)):
                 return True
         return False
+
+    def _fitted(
+        self, cache: Any, inputs: Any, before: list[int], now: list[int], declared: int | Sequence[int] | None
+    ) -> FittedRotary:
+        """Return the rotary modules of a call that may be compiled, and record on the cache what the call does to it.
+
+        A graph reads no length and changes no record, so that every check of a pass is made here.
+        """
+        known, rows, fitted_lengths = filled(cache), len(now), []
+        if (positions := inputs.get("position_ids")) is not None and positions.ndim == 2:
+            now = (positions.amax(-1) + 1).expand(rows).tolist()
+        for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
+            cached = self.rule.cached(known, row, rows, earlier) if earlier and known is not None else None
+            length = of_row(declared, row, rows)
+            fitted_lengths.append(self.rule.needed(later, cached, length))
+            self.rule.require_declared(later, earlier, fitted_lengths[-1], length)
+        remember(cache, fitted_lengths=tuple(fitted_lengths))
+        for guard in guards_of(self.model):
+            guard.claim(cache)
+        lengths = fitted_lengths if len(set(fitted_lengths)) > 1 else fitted_lengths[:1]
+        fitted = [rotary.fitted_to(lengths) for rotary in self.rotaries]
+        return FittedRotary({key: modules for each in fitted for key, modules in each.items()})
 
     def _warn(self) -> None:
         method = self.rule.method
@@ -284,6 +342,22 @@ class RefuseAssistedDecoding:
 
 
 @dataclass
+class FittedForward(PositionedForward):
+    """Replacement of ``model.forward``, whose graph gets rotary modules in place of the lengths of its rows."""
+
+    def __call__(self, *args: Any, ctxext_fitted: FittedRotary | None = None, **kwargs: Any) -> Any:
+        """Run the model; ``ctxext_fitted`` is from ``prepare_inputs_for_generation``, and serves compiled calls."""
+        if ctxext_fitted is None or not torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        kwargs.pop("ctxext_length", None)  # a graph would hold for one length only
+        set_current_fitted(ctxext_fitted)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            set_current_fitted(None)
+
+
+@dataclass
 class RequestedLengths:
     """Replacements of two steps of ``model.generate``, which declare the length that each row may reach.
 
@@ -333,14 +407,18 @@ def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
         edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
 
 
-def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
+def recompute_in_generate(
+    model: PreTrainedModel, rule: LengthRule, rotaries: Sequence[Fits], edits: Edits
+) -> None:
     """Make ``model.generate`` follow a dynamic method."""
-    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule))
-    compile_nothing_in_generate(model, edits)
+    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
+    if not (rotaries and rule.steps_in_graphs):
+        compile_nothing_in_generate(model, edits)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
-    if rule.by_request and hasattr(model, "generate"):
-        requested = RequestedLengths(model)
-        edits.set(model, "_prepare_generated_length", requested.prepare_length)
-        edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
-        edits.set(model, "forward", PositionedForward.around(model))  # some models pass no keywords to their decoder
+    if hasattr(model, "generate"):
+        if rule.by_request:
+            requested = RequestedLengths(model)
+            edits.set(model, "_prepare_generated_length", requested.prepare_length)
+            edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
+        edits.set(model, "forward", FittedForward.around(model))  # some models pass no keywords to their decoder
