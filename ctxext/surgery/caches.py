@@ -303,38 +303,25 @@ class Filling:
 
 
 @dataclass(frozen=True, eq=False)
-class FittedRotary:
-    """The rotary modules of one call, fitted outside of its graph, after every check of the cache.
+class FittedModules:
+    """Rotary modules fitted to the rows of one call, outside of its graph and after all checks of its cache.
 
     Args:
-        modules: Modules by the path and layer type that they replace: one for each row, or one for all.
+        of: Modules by the path and layer type that they replace; one for each row, or one for all.
     """
 
-    modules: Mapping[tuple[str, str | None], list[nn.Module]]
+    of: Mapping[tuple[str, str | None], list[nn.Module]]
 
 
 class _CurrentPass(threading.local):
+    """The running pass of a dynamic method's decoder in this thread: outside of graphs, or with fitted modules."""
+
     def __init__(self) -> None:
         self.filling: Filling | None = None
-        self.fitted: FittedRotary | None = None
+        self.fitted: FittedModules | None = None
 
 
-_current = _CurrentPass()
-
-
-def current_filling() -> Filling | None:
-    """Return the running forward pass of a dynamic method's decoder in this thread; None outside of one."""
-    return _current.filling
-
-
-def current_fitted() -> FittedRotary | None:
-    """Return the rotary modules of the compiled call of this thread; None outside of one that was prepared."""
-    return _current.fitted
-
-
-def set_current_fitted(fitted: FittedRotary | None) -> None:
-    """Set the rotary modules of the compiled call of this thread."""
-    _current.fitted = fitted
+current_pass = _CurrentPass()
 
 
 class DynamicGuard(CacheGuard):
@@ -342,12 +329,12 @@ class DynamicGuard(CacheGuard):
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
-        if _current.fitted is None:
+        if current_pass.fitted is None:
             self._before(module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record on the cache the extension that filled it."""
-        if _current.fitted is None:
+        if current_pass.fitted is None:
             self._after(module, args, kwargs, output)
 
     @outside_graphs(NOT_ONE_GRAPH)
@@ -355,11 +342,11 @@ class DynamicGuard(CacheGuard):
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
-        _current.filling = Filling(self.cache_of(args, kwargs))
+        current_pass.filling = Filling(self.cache_of(args, kwargs))
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        filling, _current.filling = _current.filling, None
+        filling, current_pass.filling = current_pass.filling, None
         super().after(module, args, kwargs, output)
         cache = self.cache_of(args, kwargs, output)
         if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, current_fitted, outside_graphs
+from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, current_pass, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.surgery.positions import PositionedForward, declared_length, paged_batch
@@ -91,7 +91,7 @@ class DynamicSite:
             with torch.inference_mode(False), torch.no_grad():
                 inv_freq, scale = self._frequencies(fitted)
                 fitted_module = copy.copy(self.rotary)
-                # A graph takes tensors beside the buffers as inputs, and would compile numbers and buffers in.
+                # A graph takes a tensor beside the buffers as an input, and compiles a number in.
                 name = f"{self.site.prefix}inv_freq"
                 fitted_module._buffers = {key: kept for key, kept in self.rotary._buffers.items() if key != name}
                 setattr(fitted_module, name, inv_freq)
@@ -137,16 +137,15 @@ class DynamicForward:
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin as the class arranges them; ``position_ids`` is [batch, seq] or [3, batch, seq]."""
         forward: Callable[..., Any] = type(self.rotary).forward
-        site, fitted = self.sites.get(layer_type), current_fitted()
+        site, fitted = self.sites.get(layer_type), current_pass.fitted
         if site is None:
             return forward(self.rotary, x, position_ids, layer_type=layer_type)
         if fitted is None:
             return self._outside(site, forward, x, position_ids)
-        modules, kwargs = fitted.modules[site.site.path, layer_type], site.site.arguments
-        if len(modules) == 1:
-            return forward(modules[0], x, position_ids, **kwargs)
-        position_ids = position_ids.expand(*position_ids.shape[:-2], len(modules), position_ids.shape[-1])
-        rows = zip(modules, x.split(1), position_ids.split(1, -2), strict=True)
+        modules, kwargs = fitted.of[site.site.path, layer_type], site.site.arguments
+        position_ids = position_ids.expand(*position_ids.shape[:-2], x.shape[0], position_ids.shape[-1])
+        width = x.shape[0] // len(modules)
+        rows = zip(modules, x.split(width), position_ids.split(width, -2), strict=True)
         return _joined([forward(module, *row, **kwargs) for module, *row in rows], dim=0)
 
     @outside_graphs(NOT_ONE_GRAPH)
@@ -169,7 +168,7 @@ class DynamicForward:
         return _joined(rows, dim=0)
 
     def fitted_to(self, lengths: Sequence[int]) -> dict[tuple[str, str | None], list[nn.Module]]:
-        """Return the modules that rotate rows which are fitted to these lengths, as ``FittedRotary`` has them."""
+        """Return the modules of rows that are fitted to these lengths."""
         sites = self.sites.items()
         return {(site.site.path, kind): [site.module(length) for length in lengths] for kind, site in sites}
 
@@ -246,7 +245,7 @@ def follow_length(
         edits.set(decoder, "forward", CountedForward.around(decoder))
 
 
-def rotaries_of(model: nn.Module) -> list[DynamicForward]:
+def rotaries_of(model: nn.Module) -> list[Any]:
     """Return the replaced rotary modules of a model under a dynamic method."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return [forward for forward in forwards if isinstance(forward, DynamicForward)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
-from ctxext.surgery.caches import (
-    Filled,
-    FittedRotary,
-    cache_in,
-    current_filling,
-    empty,
-    filled,
-    guards_of,
-    remember,
-    set_current_fitted,
-)
+from ctxext.surgery.caches import Filled, FittedModules, cache_in, current_pass, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import PositionedForward
 
@@ -52,11 +42,6 @@ class LengthRule:
     def by_request(self) -> bool:
         """True if positions stay as they are from the first token of a request to its last."""
         return getattr(self.method, "growth", None) == "request"
-
-    @property
-    def steps_in_graphs(self) -> bool:
-        """True if positions of a text stay as they are for many tokens, so that a graph of a step pays."""
-        return getattr(self.method, "growth", "request") == "request"
 
     def fitted(self, length: int) -> int:
         """Return the length to which positions of ``length`` tokens are fitted."""
@@ -75,10 +60,11 @@ class LengthRule:
             return cached
         return fitted
 
-    def require_declared(self, length: int, before: int, fitted: int, declared: int | None) -> None:
+    def require_declared(self, length: int, before: int, declared: int | None) -> None:
         """Raise ``InvalidParameterError`` for a text longer than declared, of which ``before`` tokens are cached."""
-        # Assisted decoding looks at several tokens at once, of which those beyond the end are dropped.
-        if self.by_request and declared is not None and fitted < self.fitted(length) and before in (0, length - 1):
+        if not self.by_request or declared is None or before not in (0, length - 1):
+            return  # assisted decoding looks at several tokens at once, of which those beyond the end are dropped
+        if self.fitted(declared) < self.fitted(length):
             raise InvalidParameterError(
                 f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
                 f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
@@ -107,7 +93,7 @@ def fit_to_lengths(
         IncompatibleError: if cached tokens have other positions than the sequence has now; with the way out.
         InvalidParameterError: if ``declared`` does not fit the batch.
     """
-    filling = current_filling()
+    filling = current_pass.filling
     known = None if filling is None else filling.before
     declared = of_row(declared, row, rows)
     fitted_lengths = []
@@ -115,7 +101,7 @@ def fit_to_lengths(
         cached_as = rule.cached(known, row, rows, before) if before else None
         fitted = rule.needed(length, cached_as, declared)
         fitted_lengths.append(fitted)
-        rule.require_declared(length, before, fitted, declared)
+        rule.require_declared(length, before, declared)
         is_shard = declared is not None and (filling is None or not filling.continues)
         if not before or is_shard or cached_as == fitted:
             continue
@@ -158,16 +144,9 @@ def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
 
     Cached tokens of a row have the same positions, and padding has none.
     """
-    filling = current_filling()
+    filling = current_pass.filling
     if filling is not None:
         filling.note(row, fitted_lengths)
-
-
-class Fits(Protocol):
-    """Replacement of a rotary module that hands out modules fitted to lengths."""
-
-    def fitted_to(self, lengths: Sequence[int]) -> dict[tuple[str, str | None], list[nn.Module]]:
-        """Return the modules that rotate rows which are fitted to these lengths, as ``FittedRotary`` has them."""
 
 
 @dataclass
@@ -179,7 +158,7 @@ class RecomputeStaleCache:
 
     model: nn.Module
     rule: LengthRule
-    rotaries: Sequence[Fits]
+    rotaries: Sequence[Any]
 
     def __call__(
         self,
@@ -199,8 +178,7 @@ class RecomputeStaleCache:
         model: Any = self.model
         is_decoder = not model.config.is_encoder_decoder  # otherwise the mask covers the encoder's text
         mask = attention_mask if is_decoder else None
-        before, now = self._tokens(mask, kwargs.get("position_ids"), new, total)
-        if cached and self._changes(cache, before, now, declared):
+        if cached and self._changes(cache, mask, kwargs.get("position_ids"), new, total, declared):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
                     f"Method {self.rule.method.name!r} changes positions at {total} tokens, and the earlier tokens are "
@@ -223,70 +201,63 @@ class RecomputeStaleCache:
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        if declared is not None:
-            inputs |= {"ctxext_length": declared}
-        in_graphs = self.rotaries and self.rule.steps_in_graphs and getattr(cache, "is_compileable", False)
-        if in_graphs and inputs.get("inputs_embeds") is None:
-            inputs["ctxext_fitted"] = self._fitted(cache, inputs, before, now, declared)
-        return inputs
+        if declared is None:
+            return inputs
+        return inputs | {"ctxext_length": declared, "ctxext_fitted": self._fitted(cache, inputs, declared)}
+
+    def _fitted(self, cache: Any, inputs: Any, declared: int | Sequence[int]) -> FittedModules | None:
+        """Return the rotary modules of a call that may be compiled, and record on the cache what the call fills in.
+
+        A graph reads no length and changes no record, so that the checks of a pass are made here.
+        """
+        tokens, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        if not self.rotaries or tokens is None or positions is None or not getattr(cache, "is_compileable", False):
+            return None
+        (rows, width), reaches = tokens.shape, _reaches(positions)
+        lengths = [of_row(declared, row, rows) or 0 for row in range(rows)]
+        for reach, length in zip(reaches * (rows // len(reaches)), lengths, strict=True):
+            self.rule.require_declared(reach, max(reach - width, 0), length)
+        fitted_lengths = [self.rule.fitted(length) for length in lengths]
+        remember(cache, fitted_lengths=tuple(fitted_lengths))
+        for guard in guards_of(self.model):
+            guard.claim(cache)
+        if len(set(fitted_lengths)) == 1:
+            del fitted_lengths[1:]
+        return FittedModules(dict(item for each in self.rotaries for item in each.fitted_to(fitted_lengths).items()))
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
         """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
         if input_ids.shape[1] == total:
             return input_ids
         known = filled(cache)
-        # After a compiled call, which changes no record, the tokens in the cache are those expected of it.
-        for tokens in () if known is None else (known.tokens, known.expected):
+        for tokens in () if known is None else (known.tokens, known.expected):  # a graph leaves the expected ones
             if tokens is not None and tokens.shape == (new.shape[0], cached):
                 return torch.cat((tokens, new), dim=1)
         return None
 
-    def _tokens(
-        self, mask: Tensor | None, positions: Tensor | None, new: Tensor, total: int
-    ) -> tuple[list[int], list[int]]:
-        """Return the tokens of each row before this call and with it."""
-        rows = new.shape[0]
-        before, now = [total - new.shape[1]] * rows, [total] * rows
-        if mask is not None and mask.ndim == 2:
-            before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
-        if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
-            now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
-        return before, now
-
     def _changes(
-        self, cache: Any, before: list[int], now: list[int], declared: int | Sequence[int] | None
+        self,
+        cache: Any,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        new: Tensor,
+        total: int,
+        declared: int | Sequence[int] | None,
     ) -> bool:
         """Return whether cached tokens have other positions than the sequence gets with this call."""
         if not all(guard.stands(cache) for guard in guards_of(self.model)):
             return True
-        known, rows = filled(cache), len(now)
+        known, rows = filled(cache), new.shape[0]
+        before, now = [total - new.shape[1]] * rows, [total] * rows
+        if mask is not None and mask.ndim == 2:
+            before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
+        if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
+            now = _reaches(positions)
         for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
             fitted = self.rule.cached(known, row, rows, earlier)
             if earlier and fitted != self.rule.needed(later, fitted, of_row(declared, row, rows)):
                 return True
         return False
-
-    def _fitted(
-        self, cache: Any, inputs: Any, before: list[int], now: list[int], declared: int | Sequence[int] | None
-    ) -> FittedRotary:
-        """Return the rotary modules of a call that may be compiled, and record on the cache what the call does to it.
-
-        A graph reads no length and changes no record, so that every check of a pass is made here.
-        """
-        known, rows, fitted_lengths = filled(cache), len(now), []
-        if (positions := inputs.get("position_ids")) is not None and positions.ndim == 2:
-            now = (positions.amax(-1) + 1).expand(rows).tolist()
-        for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
-            cached = self.rule.cached(known, row, rows, earlier) if earlier and known is not None else None
-            length = of_row(declared, row, rows)
-            fitted_lengths.append(self.rule.needed(later, cached, length))
-            self.rule.require_declared(later, earlier, fitted_lengths[-1], length)
-        remember(cache, fitted_lengths=tuple(fitted_lengths))
-        for guard in guards_of(self.model):
-            guard.claim(cache)
-        lengths = fitted_lengths if len(set(fitted_lengths)) > 1 else fitted_lengths[:1]
-        fitted = [rotary.fitted_to(lengths) for rotary in self.rotaries]
-        return FittedRotary({key: modules for each in fitted for key, modules in each.items()})
 
     def _warn(self) -> None:
         method = self.rule.method
@@ -297,6 +268,13 @@ class RecomputeStaleCache:
                 f"growth='request' never.",
                 stacklevel=3,
             )
+
+
+def _reaches(positions: Tensor) -> list[int]:
+    """Return the positions that each row has reached."""
+    planes = positions if positions.ndim == 3 else positions[None]
+    reaches: list[int] = (planes[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
+    return reaches
 
 
 def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
@@ -343,18 +321,18 @@ class RefuseAssistedDecoding:
 
 @dataclass
 class FittedForward(PositionedForward):
-    """Replacement of ``model.forward``, whose graph gets rotary modules in place of the lengths of its rows."""
+    """Replacement of ``model.forward``, whose graph gets rotary modules in place of declared lengths."""
 
-    def __call__(self, *args: Any, ctxext_fitted: FittedRotary | None = None, **kwargs: Any) -> Any:
-        """Run the model; ``ctxext_fitted`` is from ``prepare_inputs_for_generation``, and serves compiled calls."""
+    def __call__(self, *args: Any, ctxext_fitted: FittedModules | None = None, **kwargs: Any) -> Any:
+        """Run the model; ``ctxext_fitted`` comes from ``model.prepare_inputs_for_generation``."""
         if ctxext_fitted is None or not torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         kwargs.pop("ctxext_length", None)  # a graph would hold for one length only
-        set_current_fitted(ctxext_fitted)
+        current_pass.fitted = ctxext_fitted
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            set_current_fitted(None)
+            current_pass.fitted = None
 
 
 @dataclass
@@ -380,8 +358,7 @@ class RequestedLengths:
         model: Any = self.model
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if positions is not None and (mask is None or positions.ndim == 3):
-            planes = positions if positions.ndim == 3 else positions[None]  # of four planes, the first counts tokens
-            prompts = (planes[-3:].amax(dim=(0, 2)) + 1).tolist()
+            prompts = _reaches(positions)
         elif mask is not None:
             prompts = mask.sum(-1).tolist()
         else:
@@ -407,18 +384,15 @@ def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
         edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
 
 
-def recompute_in_generate(
-    model: PreTrainedModel, rule: LengthRule, rotaries: Sequence[Fits], edits: Edits
-) -> None:
-    """Make ``model.generate`` follow a dynamic method."""
+def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, rotaries: Sequence[Any], edits: Edits) -> None:
+    """Make ``model.generate`` follow a dynamic method, by whose replaced ``rotaries`` it computes positions."""
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
-    if not (rotaries and rule.steps_in_graphs):
+    if not (rotaries and rule.by_request):
         compile_nothing_in_generate(model, edits)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
-    if hasattr(model, "generate"):
-        if rule.by_request:
-            requested = RequestedLengths(model)
-            edits.set(model, "_prepare_generated_length", requested.prepare_length)
-            edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
+    if rule.by_request and hasattr(model, "generate"):
+        requested = RequestedLengths(model)
+        edits.set(model, "_prepare_generated_length", requested.prepare_length)
+        edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
         edits.set(model, "forward", FittedForward.around(model))  # some models pass no keywords to their decoder
