@@ -144,9 +144,8 @@ class DynamicForward:
             return self._outside(site, forward, x, position_ids)
         modules, kwargs = fitted.of[site.site.path, layer_type], site.site.arguments
         position_ids = position_ids.expand(*position_ids.shape[:-2], x.shape[0], position_ids.shape[-1])
-        width = x.shape[0] // len(modules)
-        rows = zip(modules, x.split(width), position_ids.split(width, -2), strict=True)
-        return _joined([forward(module, *row, **kwargs) for module, *row in rows], dim=0)
+        parts = zip(modules, x.chunk(len(modules)), position_ids.chunk(len(modules), -2), strict=True)
+        return _joined([forward(module, *part, **kwargs) for module, *part in parts], dim=0)
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _outside(self, site: DynamicSite, forward: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
