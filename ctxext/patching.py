@@ -50,7 +50,6 @@ from ctxext.surgery.config import (
     write_old_form,
 )
 from ctxext.surgery.continuous import batch_continuously
-from ctxext.surgery.dynamic import rotaries_of
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.heads import with_heads
@@ -241,7 +240,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             give_own_config(base, edits)
             extension = _short_config(subject, architecture.apply(subject, chosen, request, edits))
             if chosen.dynamic:
-                recompute_in_generate(base, LengthRule(chosen, extension.trained_length), rotaries_of(base), edits)
+                recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
             state = Patched(chosen, extension, edits)
         else:
             extended = _extended_sides(subject, arguments, edits)

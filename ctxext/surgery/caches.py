@@ -302,15 +302,8 @@ class Filling:
             remember(cache, fitted_lengths=(0,))
 
 
-@dataclass(frozen=True, eq=False)
-class FittedModules:
-    """Rotary modules fitted to the rows of one call, outside of its graph and after all checks of its cache.
-
-    Args:
-        of: Modules by the path and layer type that they replace; one for each row, or one for all.
-    """
-
-    of: Mapping[tuple[str, str | None], list[nn.Module]]
+FittedModules = dict[tuple[str, str | None], list[nn.Module]]
+"""Rotary modules of a call, one for each row or one for all, by the path and layer type that they replace."""
 
 
 class _CurrentPass(threading.local):

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, current_pass, outside_graphs
+from ctxext.surgery.caches import NOT_ONE_GRAPH, FittedModules, cache_in, current_pass, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.surgery.positions import PositionedForward, declared_length, paged_batch
@@ -77,12 +77,13 @@ class DynamicSite:
         """The rule that fits positions to the length of a text."""
         return LengthRule(self.method, self.site.spec.trained_length)
 
-    def module(self, fitted: int) -> nn.Module:
+    def module(self, fitted: int, *, in_graph: bool = False) -> nn.Module:
         """Return the rotary module of a text that is fitted to this length, cached per device.
 
         It is a copy that shares everything except the frequencies, since other threads use the original meanwhile.
+        A graph takes tensors beside the buffers as inputs, and would compile a number in.
         """
-        key = (fitted, self._plain.device)
+        key = (fitted, self._plain.device, in_graph)
         fitted_module = self._modules.get(key)
         if fitted_module is None:
             if len(self._modules) > KEPT:
@@ -91,11 +92,10 @@ class DynamicSite:
             with torch.inference_mode(False), torch.no_grad():
                 inv_freq, scale = self._frequencies(fitted)
                 fitted_module = copy.copy(self.rotary)
-                # A graph takes a tensor beside the buffers as an input, and compiles a number in.
                 name = f"{self.site.prefix}inv_freq"
-                fitted_module._buffers = {key: kept for key, kept in self.rotary._buffers.items() if key != name}
+                fitted_module._buffers = {other: kept for other, kept in self.rotary._buffers.items() if other != name}
                 setattr(fitted_module, name, inv_freq)
-                scales = torch.tensor(scale, dtype=torch.float32, device=inv_freq.device)
+                scales = torch.tensor(scale, dtype=torch.float32, device=inv_freq.device) if in_graph else scale
                 setattr(fitted_module, f"{self.site.prefix}attention_scaling", scales)
             self._modules[key] = fitted_module
         return fitted_module
@@ -142,7 +142,7 @@ class DynamicForward:
             return forward(self.rotary, x, position_ids, layer_type=layer_type)
         if fitted is None:
             return self._outside(site, forward, x, position_ids)
-        modules, kwargs = fitted.of[site.site.path, layer_type], site.site.arguments
+        modules, kwargs = fitted[site.site.path, layer_type], site.site.arguments
         position_ids = position_ids.expand(*position_ids.shape[:-2], x.shape[0], position_ids.shape[-1])
         parts = zip(modules, x.chunk(len(modules)), position_ids.chunk(len(modules), -2), strict=True)
         return _joined([forward(module, *part, **kwargs) for module, *part in parts], dim=0)
@@ -166,10 +166,12 @@ class DynamicForward:
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
 
-    def fitted_to(self, lengths: Sequence[int]) -> dict[tuple[str, str | None], list[nn.Module]]:
-        """Return the modules of rows that are fitted to these lengths."""
-        sites = self.sites.items()
-        return {(site.site.path, kind): [site.module(length) for length in lengths] for kind, site in sites}
+    def fitted_to(self, lengths: Sequence[int]) -> FittedModules:
+        """Return the modules with which a graph rotates rows that are fitted to these lengths."""
+        return {
+            (site.site.path, layer_type): [site.module(length, in_graph=True) for length in lengths]
+            for layer_type, site in self.sites.items()
+        }
 
     def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """Return for each row its documents, as (start, stop) and the length to which each is fitted.
@@ -242,12 +244,6 @@ def follow_length(
         edits.set(rotary, "rope_type", changed)
     for decoder in dict.fromkeys(owners.values()):
         edits.set(decoder, "forward", CountedForward.around(decoder))
-
-
-def rotaries_of(model: nn.Module) -> list[Any]:
-    """Return the replaced rotary modules of a model under a dynamic method."""
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return [forward for forward in forwards if isinstance(forward, DynamicForward)]
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:

@@ -158,7 +158,7 @@ class RecomputeStaleCache:
 
     model: nn.Module
     rule: LengthRule
-    rotaries: Sequence[Any]
+    rotaries: Sequence[Any]  # the replaced rotary modules of a model whose steps may be compiled
 
     def __call__(
         self,
@@ -203,17 +203,18 @@ class RecomputeStaleCache:
         )
         if declared is None:
             return inputs
-        return inputs | {"ctxext_length": declared, "ctxext_fitted": self._fitted(cache, inputs, declared)}
+        inputs |= {"ctxext_length": declared}
+        has_all = inputs.get("input_ids") is not None and inputs.get("position_ids") is not None
+        if self.rotaries and has_all and getattr(cache, "is_compileable", False):
+            inputs["ctxext_fitted"] = self._fitted(cache, inputs, declared)
+        return inputs
 
-    def _fitted(self, cache: Any, inputs: Any, declared: int | Sequence[int]) -> FittedModules | None:
+    def _fitted(self, cache: Any, inputs: Any, declared: int | Sequence[int]) -> FittedModules:
         """Return the rotary modules of a call that may be compiled, and record on the cache what the call fills in.
 
         A graph reads no length and changes no record, so that the checks of a pass are made here.
         """
-        tokens, positions = inputs.get("input_ids"), inputs.get("position_ids")
-        if not self.rotaries or tokens is None or positions is None or not getattr(cache, "is_compileable", False):
-            return None
-        (rows, width), reaches = tokens.shape, _reaches(positions)
+        (rows, width), reaches = inputs["input_ids"].shape, _reaches(inputs["position_ids"])
         lengths = [of_row(declared, row, rows) or 0 for row in range(rows)]
         for reach, length in zip(reaches * (rows // len(reaches)), lengths, strict=True):
             self.rule.require_declared(reach, max(reach - width, 0), length)
@@ -223,7 +224,7 @@ class RecomputeStaleCache:
             guard.claim(cache)
         if len(set(fitted_lengths)) == 1:
             del fitted_lengths[1:]
-        return FittedModules(dict(item for each in self.rotaries for item in each.fitted_to(fitted_lengths).items()))
+        return {key: found for each in self.rotaries for key, found in each.fitted_to(fitted_lengths).items()}
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
         """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
@@ -384,10 +385,12 @@ def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
         edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
 
 
-def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, rotaries: Sequence[Any], edits: Edits) -> None:
-    """Make ``model.generate`` follow a dynamic method, by whose replaced ``rotaries`` it computes positions."""
+def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
+    """Make ``model.generate`` follow a dynamic method."""
+    forwards = [vars(module).get("forward") for module in model.modules() if rule.by_request]
+    rotaries = [forward for forward in forwards if hasattr(forward, "fitted_to")]
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
-    if not (rotaries and rule.by_request):
+    if not rotaries:
         compile_nothing_in_generate(model, edits)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))

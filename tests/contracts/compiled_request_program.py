@@ -58,7 +58,8 @@ def by_hand() -> None:
     ctxext.patch(model, "dynamic_pi", factor=4.0, growth="request", trained_length=TRAINED_LENGTH)
     with pytest.raises(PatchStateError, match="filled while the model was extended by 'dynamic_ntk'"):
         logits(model, ids[:, :1], **unchecked)
-    found = stepped(model, ids, cache, torch.compile(model, fullgraph=True, backend="eager"), ctxext_length=TOTAL + 9)
+    ids, compiled = torch.cat([ids, ids[:, :1]], 1), torch.compile(model, fullgraph=True, backend="eager")
+    found = stepped(model, ids, cache, compiled, ctxext_length=TOTAL + 9)
     torch.testing.assert_close(found, logits(model, ids, ctxext_length=TOTAL + 9)[:, -1], atol=3e-4, rtol=0)
 
 

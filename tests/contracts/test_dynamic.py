@@ -72,7 +72,7 @@ def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
 
 
 @pytest.mark.usefixtures("_for_compiling")
-@pytest.mark.parametrize("growth", ["exact", "doubling", "request"])
+@pytest.mark.parametrize("growth", ["exact", "doubling"])
 def test_one_graph_is_refused_in_a_sentence(growth: str) -> None:
     model = ctxext.patch(tiny(), "dynamic_ntk", factor=4.0, growth=growth)
     sentence = r"a dynamic method reads the length of each sequence.*Compile with fullgraph=False"

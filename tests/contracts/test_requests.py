@@ -216,7 +216,7 @@ def test_a_call_is_checked_before_its_graph() -> None:
         InvalidParameterError, match=r"ctxext_length=\[72, 72\] has 2 numbers, but the batch has 1 rows"
     ):
         prepared(model, ids, cache, ctxext_length=[TOTAL, TOTAL])
-    again = prepared(model, ids, copy.deepcopy(cache), ctxext_length=TOTAL + 9)  # cached for a shorter text
+    again = prepared(model, ids, copy.deepcopy(cache), ctxext_length=TOTAL + 9)  # its tokens were told less
     assert again["input_ids"].shape == ids.shape
     ctxext.unpatch(model)
     ctxext.patch(model, "dynamic_pi", factor=4.0, growth="request", trained_length=TRAINED_LENGTH)
