@@ -317,28 +317,26 @@ class _CurrentPass(threading.local):
 current_pass = _CurrentPass()
 
 
+def _unless_fitted(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep a hook out of graphs, and skip it where ``generate()`` has done its work before the call."""
+    outside = outside_graphs(NOT_ONE_GRAPH)(hook)
+    return functools.wraps(hook)(lambda *args: outside(*args) if current_pass.fitted is None else None)
+
+
 class DynamicGuard(CacheGuard):
     """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
 
+    @_unless_fitted
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
-        if current_pass.fitted is None:
-            self._before(module, args, kwargs)
-
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Record on the cache the extension that filled it."""
-        if current_pass.fitted is None:
-            self._after(module, args, kwargs, output)
-
-    @outside_graphs(NOT_ONE_GRAPH)
-    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
         current_pass.filling = Filling(self.cache_of(args, kwargs))
 
-    @outside_graphs(NOT_ONE_GRAPH)
-    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    @_unless_fitted
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record on the cache the extension that filled it."""
         filling, current_pass.filling = current_pass.filling, None
         super().after(module, args, kwargs, output)
         cache = self.cache_of(args, kwargs, output)

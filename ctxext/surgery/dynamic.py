@@ -158,11 +158,11 @@ class DynamicForward:
         if len({length for _, length in pieces}) == 1:
             return forward(site.module(pieces[0][1]), x, position_ids, **kwargs)
         rows = []
-        for row, documents in enumerate(lengths):
-            here, parts = slice(row, row + 1), []
-            for (start, stop), length in documents:
-                positions = position_ids[..., here, start:stop]
-                parts.append(forward(site.module(length), x[here, start:stop], positions, **kwargs))
+        for documents, of_x, positions in zip(
+            lengths, x.chunk(len(lengths)), position_ids.chunk(len(lengths), -2), strict=True
+        ):
+            spans = [(slice(*span), site.module(length)) for span, length in documents]
+            parts = [forward(module, of_x[:, here], positions[..., here], **kwargs) for here, module in spans]
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
 

@@ -203,7 +203,7 @@ class RecomputeStaleCache:
         )
         if declared is None:
             return inputs
-        inputs |= {"ctxext_length": declared}
+        inputs["ctxext_length"] = declared
         has_all = inputs.get("input_ids") is not None and inputs.get("position_ids") is not None
         if self.rotaries and has_all and getattr(cache, "is_compileable", False):
             inputs["ctxext_fitted"] = self._fitted(cache, inputs, declared)
@@ -222,9 +222,8 @@ class RecomputeStaleCache:
         remember(cache, fitted_lengths=tuple(fitted_lengths))
         for guard in guards_of(self.model):
             guard.claim(cache)
-        if len(set(fitted_lengths)) == 1:
-            del fitted_lengths[1:]
-        return {key: found for each in self.rotaries for key, found in each.fitted_to(fitted_lengths).items()}
+        different = fitted_lengths if len(set(fitted_lengths)) > 1 else fitted_lengths[:1]
+        return {key: found for each in self.rotaries for key, found in each.fitted_to(different).items()}
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
         """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
@@ -374,24 +373,15 @@ def _never_compiles(*_: Any, **__: Any) -> bool:
     return False
 
 
-def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
-    """Keep ``model.generate`` from compiling by itself.
-
-    On CUDA it compiles for static caches. Positions that follow the length, and attention in pieces, would break the
-    graph at every layer, and torch gives up after eight recompilations. ``generation_config`` has a switch too, but it
-    is saved with the model and belongs to the user.
-    """
-    if hasattr(model, "_valid_auto_compile_criteria"):
-        edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
-
-
 def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
     """Make ``model.generate`` follow a dynamic method."""
     forwards = [vars(module).get("forward") for module in model.modules() if rule.by_request]
     rotaries = [forward for forward in forwards if hasattr(forward, "fitted_to")]
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
-    if not rotaries:
-        compile_nothing_in_generate(model, edits)
+    if not rotaries and hasattr(model, "_valid_auto_compile_criteria"):
+        # On CUDA, generate() compiles for static caches, and each new length would break the graph. The switch in
+        # ``generation_config`` is saved with the model and belongs to the user.
+        edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
     if rule.by_request and hasattr(model, "generate"):

@@ -12,7 +12,8 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
 from tests._models import logits, tokens
-from tests.contracts.test_requests import EVERY, METHODS, TOTAL, TRAINED_LENGTH, build, padded, stepped
+from tests.contracts.test_requests import EVERY, METHODS, TOTAL, build, padded, stepped
+from tests.walk.tiny import TRAINED_LENGTH
 
 
 def one_graph(model: PreTrainedModel) -> None:
@@ -35,7 +36,7 @@ def one_graph(model: PreTrainedModel) -> None:
 def by_hand() -> None:
     """Decode in a loop, over a cache that a graph filled and that other calls refuse or read again."""
     model, ids = build("dynamic_ntk"), tokens(TOTAL + 1)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     expected = logits(model, ids[:, :-1], ctxext_length=TOTAL)[0]
     cache = StaticCache(config=model.config, max_cache_len=2 * TOTAL)
     stepped(model, ids[:, : TOTAL - 8], cache, ctxext_length=TOTAL)
