@@ -143,9 +143,11 @@ class DynamicForward:
         if fitted is None:
             return self._outside(site, forward, x, position_ids)
         modules, kwargs = fitted[site.site.path, layer_type], site.site.arguments
-        position_ids = position_ids.expand(*position_ids.shape[:-2], x.shape[0], position_ids.shape[-1])
-        parts = zip(modules, x.chunk(len(modules)), position_ids.chunk(len(modules), -2), strict=True)
-        return _joined([forward(module, *part, **kwargs) for module, *part in parts], dim=0)
+        if len(modules) == 1:
+            return forward(modules[0], x, position_ids, **kwargs)
+        positions = position_ids.expand(*position_ids.shape[:-2], len(modules), position_ids.shape[-1])
+        rows = [(slice(row, row + 1), module) for row, module in enumerate(modules)]
+        return _joined([forward(module, x[here], positions[..., here, :], **kwargs) for here, module in rows], dim=0)
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _outside(self, site: DynamicSite, forward: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
@@ -158,11 +160,11 @@ class DynamicForward:
         if len({length for _, length in pieces}) == 1:
             return forward(site.module(pieces[0][1]), x, position_ids, **kwargs)
         rows = []
-        for documents, of_x, positions in zip(
-            lengths, x.chunk(len(lengths)), position_ids.chunk(len(lengths), -2), strict=True
-        ):
-            spans = [(slice(*span), site.module(length)) for span, length in documents]
-            parts = [forward(module, of_x[:, here], positions[..., here], **kwargs) for here, module in spans]
+        for row, documents in enumerate(lengths):
+            here, parts = slice(row, row + 1), []
+            for (start, stop), length in documents:
+                positions = position_ids[..., here, start:stop]
+                parts.append(forward(site.module(length), x[here, start:stop], positions, **kwargs))
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
 
