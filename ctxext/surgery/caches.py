@@ -302,8 +302,8 @@ class Filling:
             remember(cache, fitted_lengths=(0,))
 
 
-FittedModules = dict[tuple[str, str | None], list[nn.Module]]
-"""Rotary modules of a call, one for each row or one for all, by the path and layer type that they replace."""
+FittedModules = dict[tuple[str, str | None], list[Any]]
+"""Rotary modules of a compiled call, one for each row or one for all, by the path and layer type that they replace."""
 
 
 class _CurrentPass(threading.local):

@@ -50,6 +50,25 @@ class CountedForward(PositionedForward):
         return super().run(*args, **kwargs)
 
 
+class GraphRotary:
+    """The attributes of a rotary module, with the frequencies as inputs of a graph.
+
+    A graph takes the tensors of a module to be the same ones in every call, and compiles its numbers in.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self._class = type(module)
+        vars(self).update(vars(module) | module._buffers)
+        inv_freq, scale = (getattr(module, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
+        setattr(self, f"{prefix}inv_freq", inv_freq.clone())
+        setattr(self, f"{prefix}attention_scaling", torch.tensor(scale, dtype=torch.float32, device=inv_freq.device))
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(nn.Module, name):  # accelerate moves whatever has a method ``to``
+            raise AttributeError(name)
+        return getattr(self._class, name).__get__(self)
+
+
 @dataclass(frozen=True)
 class DynamicSite:
     """The frequencies of one layer type as a function of the length.
@@ -67,7 +86,7 @@ class DynamicSite:
     method: RopeMethod
     rope_type: str
     before: tuple[float, ...]
-    _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False, compare=False)
+    _modules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_modules": {}}  # a copy of the model computes its modules again
@@ -77,14 +96,13 @@ class DynamicSite:
         """The rule that fits positions to the length of a text."""
         return LengthRule(self.method, self.site.spec.trained_length)
 
-    def module(self, fitted: int, *, in_graph: bool = False) -> nn.Module:
+    def module(self, fitted: int) -> nn.Module:
         """Return the rotary module of a text that is fitted to this length, cached per device.
 
         It is a copy that shares everything except the frequencies, since other threads use the original meanwhile.
-        A graph takes tensors beside the buffers as inputs, and would compile a number in.
         """
-        key = (fitted, self._plain.device, in_graph)
-        fitted_module = self._modules.get(key)
+        key = (fitted, self._plain.device)
+        fitted_module: nn.Module | None = self._modules.get(key)
         if fitted_module is None:
             if len(self._modules) > KEPT:
                 self._modules.clear()
@@ -92,13 +110,19 @@ class DynamicSite:
             with torch.inference_mode(False), torch.no_grad():
                 inv_freq, scale = self._frequencies(fitted)
                 fitted_module = copy.copy(self.rotary)
-                name = f"{self.site.prefix}inv_freq"
-                fitted_module._buffers = {other: kept for other, kept in self.rotary._buffers.items() if other != name}
-                setattr(fitted_module, name, inv_freq)
-                scales = torch.tensor(scale, dtype=torch.float32, device=inv_freq.device) if in_graph else scale
-                setattr(fitted_module, f"{self.site.prefix}attention_scaling", scales)
+                fitted_module._buffers = self.rotary._buffers | {f"{self.site.prefix}inv_freq": inv_freq}
+                setattr(fitted_module, f"{self.site.prefix}attention_scaling", scale)
             self._modules[key] = fitted_module
         return fitted_module
+
+    def in_graph(self, fitted: int) -> GraphRotary:
+        """Return what a graph takes in place of the rotary module of a text that is fitted to this length."""
+        key = ("graph", fitted, self._plain.device)
+        rotary: GraphRotary | None = self._modules.get(key)
+        if rotary is None:
+            with torch.inference_mode(False), torch.no_grad():
+                rotary = self._modules[key] = GraphRotary(self.module(fitted), self.site.prefix)
+        return rotary
 
     @property
     def _plain(self) -> Tensor:
@@ -171,7 +195,7 @@ class DynamicForward:
     def fitted_to(self, lengths: Sequence[int]) -> FittedModules:
         """Return the modules with which a graph rotates rows that are fitted to these lengths."""
         return {
-            (site.site.path, layer_type): [site.module(length, in_graph=True) for length in lengths]
+            (site.site.path, layer_type): [site.in_graph(length) for length in lengths]
             for layer_type, site in self.sites.items()
         }
 
