@@ -17,7 +17,7 @@ from ctxext.files import digest
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.attend import Backends, as_autocast_wants
-from ctxext.surgery.caches import current_filling
+from ctxext.surgery.caches import current_pass
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths
 from ctxext.surgery.layout_mask import LayoutMask
 
@@ -109,7 +109,7 @@ class AlibiAttend:
 
     def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
         """Return for each row the fitted length of each document, without padding and unfilled cache slots."""
-        layout, filling = mask.layout, current_filling()
+        layout, filling = mask.layout, current_pass.filling
         rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
             filling.spoil()  # the cache already contains the keys of this layer

@@ -302,34 +302,42 @@ class Filling:
             remember(cache, fitted_lengths=(0,))
 
 
+FittedModules = dict[tuple[str, str | None], list[Any]]
+"""Rotary modules of a compiled call, one for each row or one for all, by the path and layer type that they replace."""
+
+
 class _CurrentPass(threading.local):
+    """The running pass of a dynamic method's decoder in this thread: outside of graphs, or with fitted modules."""
+
     def __init__(self) -> None:
         self.filling: Filling | None = None
+        self.fitted: FittedModules | None = None
 
 
-_current = _CurrentPass()
+current_pass = _CurrentPass()
 
 
-def current_filling() -> Filling | None:
-    """Return the running forward pass of a dynamic method's decoder in this thread; None outside of one."""
-    return _current.filling
+def _unless_fitted(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep a hook out of graphs, and skip it where ``generate()`` has done its work before the call."""
+    outside = outside_graphs(NOT_ONE_GRAPH)(hook)
+    return functools.wraps(hook)(lambda *args: outside(*args) if current_pass.fitted is None else None)
 
 
 class DynamicGuard(CacheGuard):
     """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
 
-    @outside_graphs(NOT_ONE_GRAPH)
+    @_unless_fitted
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
-        _current.filling = Filling(self.cache_of(args, kwargs))
+        current_pass.filling = Filling(self.cache_of(args, kwargs))
 
-    @outside_graphs(NOT_ONE_GRAPH)
+    @_unless_fitted
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record on the cache the extension that filled it."""
-        filling, _current.filling = _current.filling, None
+        filling, current_pass.filling = current_pass.filling, None
         super().after(module, args, kwargs, output)
         cache = self.cache_of(args, kwargs, output)
         if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):

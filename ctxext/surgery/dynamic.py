@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, outside_graphs
+from ctxext.surgery.caches import NOT_ONE_GRAPH, FittedModules, cache_in, current_pass, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.surgery.positions import PositionedForward, declared_length, paged_batch
@@ -50,6 +50,25 @@ class CountedForward(PositionedForward):
         return super().run(*args, **kwargs)
 
 
+class GraphRotary:
+    """The attributes of a rotary module, with the frequencies as inputs of a graph.
+
+    A graph takes the tensors of a module to be the same ones in every call, and compiles its numbers in.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self._class = type(module)
+        vars(self).update(vars(module) | module._buffers)
+        inv_freq, scale = (getattr(module, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
+        setattr(self, f"{prefix}inv_freq", inv_freq.clone())
+        setattr(self, f"{prefix}attention_scaling", torch.tensor(scale, dtype=torch.float32, device=inv_freq.device))
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(nn.Module, name):  # accelerate moves whatever has a method ``to``
+            raise AttributeError(name)
+        return getattr(self._class, name).__get__(self)
+
+
 @dataclass(frozen=True)
 class DynamicSite:
     """The frequencies of one layer type as a function of the length.
@@ -67,7 +86,7 @@ class DynamicSite:
     method: RopeMethod
     rope_type: str
     before: tuple[float, ...]
-    _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False, compare=False)
+    _modules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_modules": {}}  # a copy of the model computes its modules again
@@ -83,7 +102,7 @@ class DynamicSite:
         It is a copy that shares everything except the frequencies, since other threads use the original meanwhile.
         """
         key = (fitted, self._plain.device)
-        fitted_module = self._modules.get(key)
+        fitted_module: nn.Module | None = self._modules.get(key)
         if fitted_module is None:
             if len(self._modules) > KEPT:
                 self._modules.clear()
@@ -95,6 +114,15 @@ class DynamicSite:
                 setattr(fitted_module, f"{self.site.prefix}attention_scaling", scale)
             self._modules[key] = fitted_module
         return fitted_module
+
+    def in_graph(self, fitted: int) -> GraphRotary:
+        """Return what a graph takes in place of the rotary module of a text that is fitted to this length."""
+        key = ("graph", fitted, self._plain.device)
+        rotary: GraphRotary | None = self._modules.get(key)
+        if rotary is None:
+            with torch.inference_mode(False), torch.no_grad():
+                rotary = self._modules[key] = GraphRotary(self.module(fitted), self.site.prefix)
+        return rotary
 
     @property
     def _plain(self) -> Tensor:
@@ -130,13 +158,23 @@ class DynamicForward:
     rotary: nn.Module
     sites: dict[str | None, DynamicSite]
 
-    @outside_graphs(NOT_ONE_GRAPH)
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin as the class arranges them; ``position_ids`` is [batch, seq] or [3, batch, seq]."""
         forward: Callable[..., Any] = type(self.rotary).forward
-        site = self.sites.get(layer_type)
+        site, fitted = self.sites.get(layer_type), current_pass.fitted
         if site is None:
             return forward(self.rotary, x, position_ids, layer_type=layer_type)
+        if fitted is None:
+            return self._outside(site, forward, x, position_ids)
+        modules, kwargs = fitted[site.site.path, layer_type], site.site.arguments
+        if len(modules) == 1:
+            return forward(modules[0], x, position_ids, **kwargs)
+        positions = position_ids.expand(*position_ids.shape[:-2], len(modules), position_ids.shape[-1])
+        rows = [(slice(row, row + 1), module) for row, module in enumerate(modules)]
+        return _joined([forward(module, x[here], positions[..., here, :], **kwargs) for here, module in rows], dim=0)
+
+    @outside_graphs(NOT_ONE_GRAPH)
+    def _outside(self, site: DynamicSite, forward: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
         declared = declared_length()
         if declared is not None and not isinstance(declared, int):  # one row of positions does not serve all
             position_ids = position_ids.expand(*position_ids.shape[:-2], len(declared), position_ids.shape[-1])
@@ -153,6 +191,13 @@ class DynamicForward:
                 parts.append(forward(site.module(length), x[here, start:stop], positions, **kwargs))
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
+
+    def fitted_to(self, lengths: Sequence[int]) -> FittedModules:
+        """Return the modules with which a graph rotates rows that are fitted to these lengths."""
+        return {
+            (site.site.path, layer_type): [site.in_graph(length) for length in lengths]
+            for layer_type, site in self.sites.items()
+        }
 
     def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """Return for each row its documents, as (start, stop) and the length to which each is fitted.

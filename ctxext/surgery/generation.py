@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
-from ctxext.surgery.caches import Filled, cache_in, current_filling, empty, filled, guards_of, remember
+from ctxext.surgery.caches import Filled, FittedModules, cache_in, current_pass, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import PositionedForward
 
@@ -60,6 +60,16 @@ class LengthRule:
             return cached
         return fitted
 
+    def require_declared(self, length: int, before: int, declared: int | None) -> None:
+        """Raise ``InvalidParameterError`` for a text longer than declared, of which ``before`` tokens are cached."""
+        if not self.by_request or declared is None or before not in (0, length - 1):
+            return  # assisted decoding looks at several tokens at once, of which those beyond the end are dropped
+        if self.fitted(declared) < self.fitted(length):
+            raise InvalidParameterError(
+                f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
+                f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
+            )
+
     def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
         """Return the fitted length of a row's ``before`` cached tokens; None if it is unknown.
 
@@ -83,7 +93,7 @@ def fit_to_lengths(
         IncompatibleError: if cached tokens have other positions than the sequence has now; with the way out.
         InvalidParameterError: if ``declared`` does not fit the batch.
     """
-    filling = current_filling()
+    filling = current_pass.filling
     known = None if filling is None else filling.before
     declared = of_row(declared, row, rows)
     fitted_lengths = []
@@ -91,12 +101,7 @@ def fit_to_lengths(
         cached_as = rule.cached(known, row, rows, before) if before else None
         fitted = rule.needed(length, cached_as, declared)
         fitted_lengths.append(fitted)
-        # Assisted decoding looks at several tokens at once, of which those beyond the end are dropped.
-        if rule.by_request and declared is not None and fitted < rule.fitted(length) and before in (0, length - 1):
-            raise InvalidParameterError(
-                f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
-                f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
-            )
+        rule.require_declared(length, before, declared)
         is_shard = declared is not None and (filling is None or not filling.continues)
         if not before or is_shard or cached_as == fitted:
             continue
@@ -139,7 +144,7 @@ def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
 
     Cached tokens of a row have the same positions, and padding has none.
     """
-    filling = current_filling()
+    filling = current_pass.filling
     if filling is not None:
         filling.note(row, fitted_lengths)
 
@@ -153,6 +158,7 @@ class RecomputeStaleCache:
 
     model: nn.Module
     rule: LengthRule
+    rotaries: Sequence[Any]  # the replaced rotary modules of a model whose steps may be compiled
 
     def __call__(
         self,
@@ -195,15 +201,38 @@ class RecomputeStaleCache:
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        return inputs if declared is None else inputs | {"ctxext_length": declared}
+        if declared is None:
+            return inputs
+        inputs["ctxext_length"] = declared
+        has_all = inputs.get("input_ids") is not None and inputs.get("position_ids") is not None
+        if self.rotaries and has_all and getattr(cache, "is_compileable", False):
+            inputs["ctxext_fitted"] = self._fitted(cache, inputs, declared)
+        return inputs
+
+    def _fitted(self, cache: Any, inputs: Any, declared: int | Sequence[int]) -> FittedModules:
+        """Return the rotary modules of a call that may be compiled, and record on the cache what the call fills in.
+
+        A graph reads no length and changes no record, so that the checks of a pass are made here.
+        """
+        (rows, width), reaches = inputs["input_ids"].shape, _reaches(inputs["position_ids"])
+        lengths = [of_row(declared, row, rows) or 0 for row in range(rows)]
+        for reach, length in zip(reaches * (rows // len(reaches)), lengths, strict=True):
+            self.rule.require_declared(reach, max(reach - width, 0), length)
+        fitted_lengths = [self.rule.fitted(length) for length in lengths]
+        remember(cache, fitted_lengths=tuple(fitted_lengths))
+        for guard in guards_of(self.model):
+            guard.claim(cache)
+        different = fitted_lengths if len(set(fitted_lengths)) > 1 else fitted_lengths[:1]
+        return {key: found for each in self.rotaries for key, found in each.fitted_to(different).items()}
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
         """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
         if input_ids.shape[1] == total:
             return input_ids
         known = filled(cache)
-        if known is not None and known.tokens is not None and known.tokens.shape == (new.shape[0], cached):
-            return torch.cat((known.tokens, new), dim=1)
+        for tokens in () if known is None else (known.tokens, known.expected):  # a graph leaves the expected ones
+            if tokens is not None and tokens.shape == (new.shape[0], cached):
+                return torch.cat((tokens, new), dim=1)
         return None
 
     def _changes(
@@ -223,7 +252,7 @@ class RecomputeStaleCache:
         if mask is not None and mask.ndim == 2:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
-            now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
+            now = _reaches(positions)
         for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
             fitted = self.rule.cached(known, row, rows, earlier)
             if earlier and fitted != self.rule.needed(later, fitted, of_row(declared, row, rows)):
@@ -239,6 +268,13 @@ class RecomputeStaleCache:
                 f"growth='request' never.",
                 stacklevel=3,
             )
+
+
+def _reaches(positions: Tensor) -> list[int]:
+    """Return the positions that each row has reached."""
+    planes = positions if positions.ndim == 3 else positions[None]
+    reaches: list[int] = (planes[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
+    return reaches
 
 
 def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
@@ -284,6 +320,22 @@ class RefuseAssistedDecoding:
 
 
 @dataclass
+class FittedForward(PositionedForward):
+    """Replacement of ``model.forward``, whose graph gets rotary modules in place of declared lengths."""
+
+    def __call__(self, *args: Any, ctxext_fitted: FittedModules | None = None, **kwargs: Any) -> Any:
+        """Run the model; ``ctxext_fitted`` comes from ``model.prepare_inputs_for_generation``."""
+        if ctxext_fitted is None or not torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        kwargs.pop("ctxext_length", None)  # a graph would hold for one length only
+        current_pass.fitted = ctxext_fitted
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            current_pass.fitted = None
+
+
+@dataclass
 class RequestedLengths:
     """Replacements of two steps of ``model.generate``, which declare the length that each row may reach.
 
@@ -306,8 +358,7 @@ class RequestedLengths:
         model: Any = self.model
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if positions is not None and (mask is None or positions.ndim == 3):
-            planes = positions if positions.ndim == 3 else positions[None]  # of four planes, the first counts tokens
-            prompts = (planes[-3:].amax(dim=(0, 2)) + 1).tolist()
+            prompts = _reaches(positions)
         elif mask is not None:
             prompts = mask.sum(-1).tolist()
         else:
@@ -322,25 +373,19 @@ def _never_compiles(*_: Any, **__: Any) -> bool:
     return False
 
 
-def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
-    """Keep ``model.generate`` from compiling by itself.
-
-    On CUDA it compiles for static caches. Positions that follow the length, and attention in pieces, would break the
-    graph at every layer, and torch gives up after eight recompilations. ``generation_config`` has a switch too, but it
-    is saved with the model and belongs to the user.
-    """
-    if hasattr(model, "_valid_auto_compile_criteria"):
-        edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
-
-
 def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
     """Make ``model.generate`` follow a dynamic method."""
-    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule))
-    compile_nothing_in_generate(model, edits)
+    forwards = [vars(module).get("forward") for module in model.modules() if rule.by_request]
+    rotaries = [forward for forward in forwards if hasattr(forward, "fitted_to")]
+    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
+    if not rotaries and hasattr(model, "_valid_auto_compile_criteria"):
+        # On CUDA, generate() compiles for static caches, and each new length would break the graph. The switch in
+        # ``generation_config`` is saved with the model and belongs to the user.
+        edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
     if rule.by_request and hasattr(model, "generate"):
         requested = RequestedLengths(model)
         edits.set(model, "_prepare_generated_length", requested.prepare_length)
         edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
-        edits.set(model, "forward", PositionedForward.around(model))  # some models pass no keywords to their decoder
+        edits.set(model, "forward", FittedForward.around(model))  # some models pass no keywords to their decoder

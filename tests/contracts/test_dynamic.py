@@ -72,11 +72,12 @@ def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
 
 
 @pytest.mark.usefixtures("_for_compiling")
-def test_one_graph_is_refused_in_a_sentence() -> None:
-    model = ctxext.patch(tiny(), "dynamic_ntk", factor=4.0)
+@pytest.mark.parametrize("growth", ["exact", "doubling"])
+def test_one_graph_is_refused_in_a_sentence(growth: str) -> None:
+    model = ctxext.patch(tiny(), "dynamic_ntk", factor=4.0, growth=growth)
     sentence = r"a dynamic method reads the length of each sequence.*Compile with fullgraph=False"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=sentence):
-        torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
+        torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False, ctxext_length=400)
     with pytest.raises(IncompatibleError, match=sentence):
         torch.export.export(model, (tokens(),), {"use_cache": False}, strict=False)
 
@@ -108,13 +109,22 @@ def test_a_trace_that_would_hold_one_length_is_refused(model_type: str, method: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi"), ("llama", "self_extend")]
+    ("model_type", "method", "how", "compiles"),
+    [
+        ("llama", "dynamic_ntk", {}, False),
+        ("llama", "dynamic_ntk", {"growth": "doubling"}, False),
+        ("llama", "dynamic_ntk", {"growth": "request"}, True),
+        ("bloom", "dynamic_pi", {"growth": "request"}, False),
+        ("llama", "self_extend", {}, True),
+    ],
 )
-def test_generate_does_not_compile_by_itself(model_type: str, method: str) -> None:
+def test_generate_compiles_by_itself_where_positions_stay(
+    model_type: str, method: str, how: dict[str, Any], compiles: bool
+) -> None:
     model = tiny(model_type)
     assert compiled_steps(model) > 0
-    ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH)
-    assert compiled_steps(model) == 0
+    ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH, **how)
+    assert (compiled_steps(model) > 0) == compiles
     ctxext.unpatch(model)
     assert compiled_steps(model) > 0
     ctxext.patch(model, "pi", factor=4.0, trained_length=TRAINED_LENGTH)

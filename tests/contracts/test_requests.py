@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -76,6 +78,21 @@ def read_by(model: PreTrainedModel) -> Iterator[list[int]]:
     handle = model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
     yield widths
     handle.remove()
+
+
+def prepared(model: Any, ids: Tensor, cache: StaticCache, **options: Any) -> dict[str, Any]:
+    """Arguments of the call that reads the last of ``ids``, as ``generate`` prepares them."""
+    mask, new = torch.ones_like(ids), ids.shape[1] - int(cache.get_seq_length())
+    options |= {"attention_mask": mask, "position_ids": mask.cumsum(1) - 1, "past_key_values": cache}
+    given: dict[str, Any] = model.prepare_inputs_for_generation(ids, new, **options)
+    return given
+
+
+@torch.no_grad()
+def stepped(model: Any, ids: Tensor, cache: StaticCache, run: Any = None, **options: Any) -> Tensor:
+    """Logits behind the last of ``ids``, by the model or in the form ``run``."""
+    found: Tensor = (model if run is None else run)(**prepared(model, ids, cache, **options)).logits[:, -1]
+    return found
 
 
 def formula(method: str, length: int) -> tuple[Tensor, float]:
@@ -172,6 +189,39 @@ def test_every_way_to_decode_gives_the_same_tokens(model_type: str, method: str,
     ids, mask = padded()
     model = build(method, model_type)
     assert torch.equal(generated(model, ids, attention_mask=mask, **way), generated(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(["dynamic_yarn"], marks=pytest.mark.slow),
+        pytest.param([*METHODS, "gemma3_text", "gemma3n_text"], marks=pytest.mark.nightly),
+    ],
+    ids=["one", "every"],
+)
+def test_one_graph_serves_the_steps_of_all_requests(kinds: list[str]) -> None:
+    """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
+    program = [sys.executable, "-m", "tests.contracts.compiled_request_program", *kinds]
+    done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_call_is_checked_before_its_graph() -> None:
+    model, ids = build("dynamic_ntk"), tokens(TOTAL + 1)
+    cache = StaticCache(config=model.config, max_cache_len=2 * TOTAL)
+    stepped(model, ids[:, :-1], cache, ctxext_length=TOTAL)
+    with pytest.raises(InvalidParameterError, match="A text of 73 tokens is longer than the 72 declared for it"):
+        prepared(model, ids, cache, ctxext_length=TOTAL)
+    with pytest.raises(
+        InvalidParameterError, match=r"ctxext_length=\[72, 72\] has 2 numbers, but the batch has 1 rows"
+    ):
+        prepared(model, ids, cache, ctxext_length=[TOTAL, TOTAL])
+    again = prepared(model, ids, copy.deepcopy(cache), ctxext_length=TOTAL + 9)  # its tokens were told less
+    assert again["input_ids"].shape == ids.shape
+    ctxext.unpatch(model)
+    ctxext.patch(model, "dynamic_pi", factor=4.0, growth="request", trained_length=TRAINED_LENGTH)
+    again = prepared(model, ids, cache, ctxext_length=TOTAL + 9)
+    assert again["input_ids"].shape == ids.shape
 
 
 @pytest.mark.slow
