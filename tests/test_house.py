@@ -51,7 +51,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_725,
+    "lines of ctxext/": 54_590,
     "classes of evaluation/": 90,
     "files that one patch enters": 21,
     "functions that one patch enters": 140,
@@ -59,7 +59,7 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 327,
-    "lines of scripts/": 4_610,
+    "lines of scripts/": 4_870,
     "parameters of the widest command": 6,
 }
 
