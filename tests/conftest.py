@@ -50,6 +50,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave two of three cases of a slow test with many cases to the night: the first, the fourth and so on stay.
+
+    The records stay whole: they hold what commands give to the last digit.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        test, bracket, _ = item.nodeid.partition("[")
+        is_slow = item.get_closest_marker("slow") is not None and item.get_closest_marker("nightly") is None
+        if bracket and is_slow and "test_records" not in test:
+            cases.setdefault(test, []).append(item)
+    for same in cases.values():
+        for number, item in enumerate(same):
+            if len(same) > 3 and number % 3:
+                item.add_marker(pytest.mark.nightly)
+
+
 BEGAN = pytest.StashKey[tuple[float, int]]()
 TAKEN = "seconds of processor time"
 

@@ -80,7 +80,6 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     Args:
         name: a backend's name as ``named`` takes it, or ``"auto"`` for the first of ``PREFERENCE`` that can serve the
             call.
-        need: what the call needs.
 
     Returns:
         The backend, and the reason for each backend that ``auto`` passed over.

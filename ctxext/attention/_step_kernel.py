@@ -174,7 +174,6 @@ def attend_rows(
         key_turn: cosines and sines of the further rotation of keys, ``[batch or 1, slots, pairs]``.
         turned: truth for each piece whose keys take ``key_turn``.
         biases: constants that pieces add to their scores; at most ``MOST_PIECES`` pieces.
-        scale: factor of all scores.
         form: dimensions that rotate; angles are those of ``form.backwards`` already.
         settled: slots from the start whose keys have ``key_turn`` already.
         softcap: bound of a score before its bias, which ``tanh`` approaches.

@@ -69,16 +69,10 @@ class Need:
     """The requirements of an attention call, without its tensors; a backend answers them by ``why_not``.
 
     Args:
-        device: ``"cpu"``, ``"cuda"``, ...
         capability: CUDA compute capability; None elsewhere.
-        dtype: dtype of q, k and v.
         head_dim: last dimension of q and k.
-        heads: number of query heads.
         kv_heads: number of key heads; divides ``heads``.
-        query_length: queries per row.
         key_length: keys per row, unfilled cache slots included.
-        training: whether a gradient is needed.
-        biased: whether slopes are given.
         score: the form of an encoding's score: ``"none"``; ``"columns"``: further dimensions of q and k;
             ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair; ``"own"``: the encoding
             computes the attention itself.
@@ -90,7 +84,6 @@ class Need:
         dropout: probability, in [0, 1).
         softcap: bound of the scores, above 0; None for none.
         value_dim: last dimension of v, where it differs from ``head_dim``; else None.
-        compiling: whether torch.compile is tracing.
         lse: whether the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
         sees: ``"past"``, or ``"both"`` if tokens see later tokens as well.
     """
@@ -140,7 +133,6 @@ class Call:
         q: ``[batch, heads, query, head_dim]``.
         k: ``[batch, kv_heads, key, head_dim]``, ``kv_heads`` divides ``heads``.
         v: values, ``[batch, kv_heads, key, value_dim]``; the output has their last dimension.
-        layout: positions and documents of queries and keys.
         scale: factor of ``q . k``; above 0.
         slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
         score: the score that an encoding adds; None for none.
@@ -332,17 +324,8 @@ class AttentionBackend(ABC):
         This form materialises the weights of some queries at a time. A backend with a fused form overrides it.
 
         Args:
-            q: queries of the call.
-            k: keys of the call.
-            v: values of the call.
             out: the *merged* output of these queries.
             lse: their *merged* log-sum-exp.
-            grad: gradient of the merged output.
-            scale: scale of the call.
-            causal: whether the call was causal.
-            mask: mask of the call.
-            softcap: bound of the call's scores.
-            window: window of the call.
         """
         # exp(score - merged lse) is the weight of a pair in the whole softmax, not only in this part. From there on it
         # is the usual backward of attention: d score = weight * (d out . v - sum over all parts of d out . out).

@@ -74,12 +74,9 @@ def alibi_columns(
     same ``origin``: sharded runs use a constant, such as half the global length.
 
     Args:
-        positions: positions in tokens.
         slopes: score lost per token, one per *query* head (repeat key heads first), float32 or float64.
         scale: the kernel's factor of the inner product. The kernel must apply it after the product, in float32: fused
             kernels do, while SDPA's math path multiplies q and k by its root and would round the columns.
-        dtype: dtype of q and k.
-        side: whether the columns are for q or k.
         origin: subtracted from the positions; the nearer to their middle, the smaller the error.
 
     Raises:

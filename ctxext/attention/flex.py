@@ -34,7 +34,6 @@ def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
 
     Args:
         tolerance: share of the weight that may be lost, in (0, 1).
-        length: number of keys.
         score_bound: largest absolute score without bias.
 
     Raises:

@@ -87,9 +87,7 @@ class Layout:
 
         Args:
             batch: rows, at least 1.
-            query: number of queries.
             key: number of keys, at least ``query``; None means as many.
-            device: where the positions live.
 
         Raises:
             InvalidParameterError: if there are fewer keys than queries.
@@ -110,7 +108,6 @@ class Layout:
         Args:
             keep: bool ``[batch, key]``, True where the key is a token. The queries are the last ``query`` slots.
             query: number of queries; None means all.
-            analyse: see ``of``.
 
         Raises:
             InvalidParameterError: if ``keep`` has a hole (pass explicit positions to ``of`` instead), or is not a
@@ -143,7 +140,6 @@ class Layout:
             lengths: tokens per document, each at least 1 (the differences of ``cu_seqlens``).
             queries: queries per document, its newest tokens; None for all.
             keys: keys per document, its newest tokens, at least as many as its queries; None for all.
-            device: where the positions live.
 
         Raises:
             InvalidParameterError: if there is no document or an empty one.

@@ -74,7 +74,6 @@ def _near(q: Tensor, k: Tensor, v: Tensor, above: Tensor, scale: float) -> tuple
         k: ``[batch, heads, keys, head_dim]``.
         v: values, of the shape of ``k``.
         above: the score above far keys by distance, ``[rows, heads, queries or 1, distances]``.
-        scale: factor of ``q . k``.
     """
     queries, keys, band = q.shape[2], k.shape[2], above.shape[3]
     places = torch.arange(keys - queries, keys, device=q.device)

@@ -36,10 +36,8 @@ class StepPlan(NamedTuple):
     """Plan of a step, which the layers of a forward pass share; see ``plan_step``.
 
     Args:
-        pieces: Pieces of attention.
         numbers: Number of the piece that serves each pair, ``[rows, groups or 1, query, key]``; ``HIDDEN`` for none.
         for_kernel: Arguments of the kernel that follow ``numbers``; None where there is no kernel.
-        form: Dimensions of a head that rotate, for the kernel.
     """
 
     pieces: tuple[TurnedPiece, ...]
@@ -81,7 +79,6 @@ def attend_step(
 
     Args:
         call: Call of plain attention, with q and k as the model rotated them.
-        plan: Plan for the layout of the call.
         settled: Leading slots whose keys have the rotation of the last piece; for the kernel only.
         sinks: Score of each query head's sink, as in gpt-oss; None for no sinks.
     """
@@ -135,7 +132,6 @@ def plan_step(
     Args:
         pieces: Pieces of attention; all keys that some of them rotate are rotated alike.
         few: Pieces of the other groups, where ``many`` names those that attend in ``pieces``, bool ``[groups]``.
-        q: Queries of one layer, ``[batch, heads, query, head_dim]``.
     """
     numbers, pieces = served_by(layout, pieces, few, many), (*pieces, *few)
     by_kernel = takes_kernel(q) and len(pieces) <= MOST_PIECES

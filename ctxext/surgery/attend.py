@@ -291,12 +291,9 @@ def install_attention(
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
     Args:
-        subject: the model.
         place: the rotary module, whose owner is the decoder.
         attend: replacement of the attention of all layers; or that of each, by its path below the decoder.
-        edits: the journal.
         crossing: paths of layers that attend to an encoder's text; they get attention without distances.
-        left: paths of layers that keep the attention they have.
     """
     decoder, leave = decoder_of(subject, place), LeaveAttend(subject.text._attn_implementation)
     edits.set(subject.text, "_attn_implementation_internal", ATTENTION)

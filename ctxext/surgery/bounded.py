@@ -227,7 +227,8 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
         if self.near is not None:
             far, near = self.heads.far, self.heads.near
             in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            if in_place and key_states.dtype == self.keys.dtype:
+            held = (self.keys.dtype, self.values.dtype)
+            if in_place and (key_states.dtype, value_states.dtype) == held:
                 self.near.cumulative_length += key_states.shape[-2]
                 for layer, heads in ((self, far), (self.near, near)):
                     layer.keys = _appended(layer.keys, heads, key_states, self.reach.spare)

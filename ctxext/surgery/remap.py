@@ -193,17 +193,7 @@ class RemapAttend:
             return self._step(q, k, v, mask.layout, scale=how["scale"], **more)
         return self._outside(q, k, v, mask, **how)
 
-    def _step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, sinks: Tensor | None, **how: Any) -> Tensor:
         """Compute a few queries of all heads under one softmax, from keys that the model rotated.
 
         No value is read on the host, so that a graph can hold it.
@@ -211,7 +201,7 @@ class RemapAttend:
         precise = torch.promote_types(k.dtype, torch.float32)
         plan = layout.memo(f"step {self.kind}", lambda: self._plan(q, layout, precise))
         q, k, v = as_autocast_wants(self._sharpened(q, layout, precise), k, v)
-        call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
+        call = Call.of(q, k, v, layout, lse=True, **how)
         return attend_step(call, plan, sinks=sinks)
 
     def _step_of_split(
@@ -305,25 +295,23 @@ class RemapAttend:
         layout: Layout,
         cached: Any,
         *,
-        scale: float,
-        softcap: float | None,
         sinks: Tensor | None,
+        **how: Any,
     ) -> Tensor:
         """Compute heads that attend in the same pieces; ``layout`` is that of all keys of the text."""
         if isinstance(cached, BoundedLayer):
             layout = cached.held(layout)
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = heads.turned(layout, precise, form=self.form)
-        if self._takes_kernel(q, k):  # it rotates keys as it reads them
+        if by_kernel := self._takes_kernel(q, k):  # it rotates keys as it reads them
             settled = 0 if cached is None else _settled_before(cached, layout)
-            plan = layout.memo(("step", heads), lambda: plan_step(layout, pieces, q))
-            q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
-            call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
-            return attend_step(call, plan, settled=settled, sinks=sinks)
-        # Settle before autocast, which hands a copy of the cached keys to attention. Keys that see ahead never are.
-        k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
+        else:  # settle before autocast, which hands a copy of the cached keys to attention; keys seen ahead never are
+            k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
-        call = Call.of(q, k, v, layout, scale=scale, softcap=softcap, lse=True)
+        call = Call.of(q, k, v, layout, lse=True, **how)
+        if by_kernel:
+            plan = layout.memo(("step", heads), lambda: plan_step(layout, pieces, q))
+            return attend_step(call, plan, settled=settled, sinks=sinks)
         backend = self.backends.for_(need_in_pieces(call, pieces))
         return attend_pieces(backend, call, pieces, settled=settled, sinks=sinks)
 
@@ -335,9 +323,8 @@ class RemapAttend:
         layout: Layout,
         cached: Any,
         *,
-        scale: float,
-        softcap: float | None,
         sinks: Tensor | None,
+        **how: Any,
     ) -> Tensor:
         """Compute the heads that read far and the others, each in their pieces."""
         assert self.heads is not None
@@ -353,10 +340,9 @@ class RemapAttend:
         far_sinks, near_sinks = (
             None if sinks is None else kind.of(sinks[None, :, None, None]).flatten() for kind in (far, near)
         )
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap}
         return self.heads.joined(
-            self._attend(self.far, far.of(q), *far_kv, layout, settling, **how, sinks=far_sinks),
-            self._attend(self.near, near.of(q), *near_kv, layout, bounded, **how, sinks=near_sinks),
+            self._attend(self.far, far.of(q), *far_kv, layout, settling, sinks=far_sinks, **how),
+            self._attend(self.near, near.of(q), *near_kv, layout, bounded, sinks=near_sinks, **how),
         )
 
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:

@@ -183,7 +183,7 @@ STEPS = [name for name in LAYOUTS if "both ways" not in name and "padded" not in
 
 
 @pytest.mark.parametrize(("method", "layout"), crossed(list(METHODS), STEPS))
-@pytest.mark.parametrize("variant", [None, *VARIANTS])
+@pytest.mark.parametrize("variant", some([None, *VARIANTS], None, "all"))
 def test_a_step_is_dense_attention(variant: str | None, method: str, layout: str) -> None:
     """All pieces under one softmax, in float64; of layouts with many queries, the last few."""
     where, how = LAYOUTS[layout](), Variant() if variant is None else VARIANTS[variant]

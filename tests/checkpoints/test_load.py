@@ -361,7 +361,7 @@ def test_scores_of_other_weights_are_refused_when_a_checkpoint_is_loaded(plain: 
         ctxext.load(plain, "retrieval_heads", factor=4, heads=file)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_load_is_typed(tmp_path: Path) -> None:
     """An editor knows what it returns: the class that is asked for, or a model that generates."""
     program = tmp_path / "program.py"

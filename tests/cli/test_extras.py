@@ -337,7 +337,7 @@ def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
     raise AssertionError(f"say what {extra} is for")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("extra", some(["demo", "embed", "eval", "pdf", "serve", "train"], "demo"))
 def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
     checkpoint(tmp_path / "tiny")
