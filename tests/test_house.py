@@ -51,7 +51,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 54_545,
+    "lines of ctxext/": 54_535,
     "classes of evaluation/": 90,
     "files that one patch enters": 21,
     "functions that one patch enters": 140,

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ctxext.attention.pieces import RotationForm
+from ctxext.attention.regions import MOST_PIECES
 
-HIDDEN = 255  # the piece of a pair that is not seen
-MOST_PIECES = 6
 PROGRAMS = 512  # four for each processor of a large GPU; the same number everywhere, so the same bits
 BLOCK_BYTES = 1 << 16  # keys and values of one block, in registers and shared memory
 LOG2E = 1.4426950408889634
@@ -169,7 +168,7 @@ def attend_rows(
         q: queries as the model rotated them, ``[batch, heads, tokens, head_dim]``.
         k: keys as the model rotated them, ``[batch, key heads, slots, head_dim]``.
         v: values, ``[batch, key heads, slots, value_dim]``.
-        where: pieces of all pairs, or ``HIDDEN``, uint8 ``[batch or 1, key heads or 1, tokens, slots]``.
+        where: pieces of all pairs, or ``regions.HIDDEN``, uint8 ``[batch or 1, key heads or 1, tokens, slots]``.
         query_turns: cosines and sines of further rotations of queries, ``[batch or 1, pieces, tokens, pairs]``.
         key_turn: cosines and sines of the further rotation of keys, ``[batch or 1, slots, pairs]``.
         turned: truth for each piece whose keys take ``key_turn``.

@@ -25,6 +25,12 @@ from ctxext.spec import Ahead, Band, Chunks, Region, Sinks
 
 FULL, CAUSAL, FADING = "full", "causal", "fading"
 
+HIDDEN = 255
+"""Number of no region, for pairs that none serves in a step of decoding."""
+
+MOST_PIECES = 6
+"""Regions that the kernel of a step knows."""
+
 
 class Rectangle(NamedTuple):
     """Queries and keys by their positions, as (start, stop), and the kind of pairs that belong to the rectangle.

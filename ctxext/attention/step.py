@@ -20,16 +20,11 @@ from torch.nn.functional import pad
 from ctxext.attention.base import Call, expand_heads, runs_triton, without_autocast
 from ctxext.attention.layout import Layout
 from ctxext.attention.pieces import RotationForm, TurnedPiece
+from ctxext.attention.regions import HIDDEN, MOST_PIECES
+from ctxext.spec import Ahead, Piece
 
 FEW = 8
 """Queries of a call that is computed as a step: one token, or the tokens of speculative decoding."""
-
-
-HIDDEN = 255
-"""Number of no piece, for pairs that no piece serves."""
-
-MOST_PIECES = 6
-"""Pieces that the kernel knows."""
 
 
 class StepPlan(NamedTuple):
@@ -51,23 +46,17 @@ def takes_step(q: Tensor, k: Tensor) -> bool:
     return isinstance(q.shape[2], int) and isinstance(k.shape[2], int) and q.shape[2] <= FEW
 
 
-def served_by(
-    layout: Layout, pieces: Sequence[TurnedPiece], few: Sequence[TurnedPiece] = (), many: Tensor | None = None
-) -> UInt8[Tensor, "rows groups query key"]:
+def served_by(layout: Layout, pieces: Sequence[TurnedPiece], first: int = 0) -> UInt8[Tensor, "rows 1 query key"]:
     """Return the number of the piece that serves each pair, ``HIDDEN`` for none; one row if all rows are equal.
 
-    ``many`` is true for the groups that attend in ``pieces``; the others attend in ``few``, whose numbers follow.
+    Pieces are numbered from ``first`` on.
     """
-    if many is not None:
-        numbers, others = served_by(layout, pieces), served_by(layout, few)
-        others = torch.where(others == HIDDEN, HIDDEN, others + len(pieces))
-        return torch.where(many[:, None, None], numbers, others)
     queries, keys = layout.query_positions[:, :, None], layout.key_positions[:, None, :]
     visible = layout.visible()
     if layout.query_documents is None and queries.stride(0) == keys.stride(0) == 0:
         queries, keys, visible = queries[:1], keys[:1], visible[:1]
     numbers = torch.full(visible.shape, HIDDEN, dtype=torch.uint8, device=visible.device)
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(pieces, first):
         numbers = torch.where(visible & piece.region.holds(queries, keys), number, numbers)
     return numbers[:, None]
 
@@ -133,22 +122,21 @@ def plan_step(
         pieces: Pieces of attention; all keys that some of them rotate are rotated alike.
         few: Pieces of the other groups, where ``many`` names those that attend in ``pieces``, bool ``[groups]``.
     """
-    numbers, pieces = served_by(layout, pieces, few, many), (*pieces, *few)
-    by_kernel = takes_kernel(q) and len(pieces) <= MOST_PIECES
-    return _for_kernel(pieces, numbers, q) if by_kernel else StepPlan(pieces, numbers)
+    numbers = served_by(layout, pieces)
+    if many is not None:
+        numbers = torch.where(many[:, None, None], numbers, served_by(layout, few, len(pieces)))
+    pieces = (*pieces, *few)
+    return _for_kernel(pieces, numbers, q) if takes_kernel(q, pieces) else StepPlan(pieces, numbers)
 
 
 def plan_split(
     layout: Layout, pieces: Sequence[TurnedPiece], held: Layout, few: Sequence[TurnedPiece], q: Tensor
-) -> StepPlan | None:
+) -> StepPlan:
     """Return the kernel's plan of a step on two layouts of keys, whose heads attend in ``pieces`` and in ``few``.
 
-    None where these are too many for the kernel. The slots of ``held`` follow those of ``layout``.
+    The slots of ``held`` follow those of ``layout``.
     """
-    if len(pieces) + len(few) > MOST_PIECES:
-        return None
-    far, near = served_by(layout, pieces), served_by(held, few)
-    near = torch.where(near == HIDDEN, HIDDEN, near + len(pieces))
+    far, near = served_by(layout, pieces), served_by(held, few, len(pieces))
     sides, rows = (pad(far, (0, near.shape[3]), value=HIDDEN), pad(near, (far.shape[3], 0), value=HIDDEN)), q.shape[0]
     numbers = torch.cat([x.expand(rows, -1, -1, -1) if far.shape[0] != near.shape[0] else x for x in sides], 1)
     return _for_kernel((*pieces, *few), numbers, q)
@@ -162,9 +150,13 @@ def attend_split(
     return _rows(q, *far, plan.numbers, *plan.for_kernel, form=plan.form, near=near, **how)
 
 
-def takes_kernel(q: Tensor) -> bool:
-    """Return whether the Triton kernel computes a step of these queries, on whatever keys the cache has rotated."""
-    return runs_triton(q.device) and q.dtype is not torch.float64
+def takes_kernel(q: Tensor, pieces: Sequence[Piece | TurnedPiece]) -> bool:
+    """Return whether the Triton kernel computes a step in these pieces, on whatever keys the cache has rotated.
+
+    It has no gradient, knows ``MOST_PIECES`` pieces, and rotates keys in one way, as keys ahead of a query are not.
+    """
+    fits = len(pieces) <= MOST_PIECES and not any(isinstance(piece.region, Ahead) for piece in pieces)
+    return fits and runs_triton(q.device) and q.dtype is not torch.float64 and not torch.is_grad_enabled()
 
 
 def _for_kernel(pieces: tuple[TurnedPiece, ...], numbers: Tensor, q: Tensor) -> StepPlan:

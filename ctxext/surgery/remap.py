@@ -188,7 +188,8 @@ class RemapAttend:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **how: Any) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        if torch.compiler.is_compiling() and takes_step(q, k):
+        is_usual = not how["dropout"] and mask.layout.sees == self.far.sees  # else refused outside of the graph
+        if torch.compiler.is_compiling() and takes_step(q, k) and is_usual:
             more = {"softcap": how["given"].get("softcap"), "sinks": how["given"].get("s_aux")}
             return self._step(q, k, v, mask.layout, scale=how["scale"], **more)
         return self._outside(q, k, v, mask, **how)
@@ -204,18 +205,14 @@ class RemapAttend:
         call = Call.of(q, k, v, layout, lse=True, **how)
         return attend_step(call, plan, sinks=sinks)
 
-    def _step_of_split(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: SplitLayer, **how: Any
-    ) -> Tensor | None:
-        """Compute a few queries of all heads by the kernel, from a layer that is split; None if it cannot."""
+    def _step_of_split(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: SplitLayer, **how: Any) -> Tensor:
+        """Compute a few queries of all heads by the kernel, from a layer that is split."""
         assert self.heads is not None
         assert self.near is not None
         assert cached.near is not None
         precise, held = torch.promote_types(k.dtype, torch.float32), cached.near.held(layout)
         far, near = (heads.turned(at, precise, form=self.form) for heads, at in ((self.far, layout), (self.near, held)))
         plan = layout.memo(("step", self.far, self.near), lambda: plan_split(layout, far, held, near, q))
-        if plan is None:
-            return None
         q, *kv = as_autocast_wants(self._sharpened(q, layout, precise), k, v, cached.near.keys, cached.near.values)
         how |= {"settled": _settled_before(cached, layout)}
         return attend_split(q, (kv[0], kv[1]), (kv[2], kv[3], self.heads.places(q.device)), plan, **how)
@@ -227,7 +224,8 @@ class RemapAttend:
 
     def _takes_kernel(self, q: Tensor, k: Tensor) -> bool:
         """Return whether the kernel of a step computes a call, for which no key is rotated in the cache."""
-        return takes_step(q, k) and takes_kernel(q) and not torch.is_grad_enabled() and not self.far.ahead
+        near = () if self.near is None else self.near.pieces
+        return takes_step(q, k) and takes_kernel(q, (*self.far.pieces, *self.far.ahead, *near))
 
     def _plan(self, q: Tensor, layout: Layout, precise: torch.dtype) -> StepPlan:
         """Return the plan of a step of a layer."""
@@ -271,16 +269,17 @@ class RemapAttend:
             )
         how: dict[str, Any] = {"scale": scale, "softcap": given.get("softcap"), "sinks": given.get("s_aux")}
         if self.heads is not None:
-            self.heads.far_groups(q.device)
+            self.heads.far_groups(q.device)  # before a graph, which may not keep what it makes
         by_kernel = self._takes_kernel(q, k)
         layout = mask.layout if by_kernel else mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         if self.heads is None:
             out = self._attend(self.far, q, k, v, layout, cached, **how)
-        elif by_kernel and getattr(cached, "near", None) is None:
+        elif not by_kernel:
+            out = self._attend_split(q, k, v, layout, cached, **how)
+        elif getattr(cached, "near", None) is None:
             out = self._step(q, k, v, layout, **how)
         else:
-            found = self._step_of_split(q, k, v, layout, cached, **how) if by_kernel else None
-            out = self._attend_split(q, k, v, layout, cached, **how) if found is None else found
+            out = self._step_of_split(q, k, v, layout, cached, **how)
         if cached is None:
             change_later(k, functools.partial(self._drop_unseen, layout=layout))
         self._drop_unseen(cached, layout)

@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from ctxext.attention import _step_kernel as step_kernel
 from ctxext.attention.pieces import RotationForm
+from ctxext.attention.regions import HIDDEN
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Dimensions of a head, those of a value, and pairs that rotate: all of a head, a part, odd numbers, latent attention.
@@ -85,16 +86,16 @@ class Case:
         distance = torch.arange(filled - tokens, filled)[:, None] - torch.arange(slots)
         piece = (distance * pieces // filled).clamp(max=pieces - 1)
         piece[:, : setting["settled"]] = pieces - 1  # only a piece with rotated keys reads those that are settled
-        self.where = piece.masked_fill(distance < 0, step_kernel.HIDDEN).to(torch.uint8)
+        self.where = piece.masked_fill(distance < 0, HIDDEN).to(torch.uint8)
         self.where = self.where.repeat(rows, key_heads if setting["split"] else 1, 1, 1)
         if setting["split"]:  # every second key head has no first piece
             odd = self.where[:, 1::2]
-            odd[odd == 0] = step_kernel.HIDDEN
+            odd[odd == 0] = HIDDEN
         if setting["padded"]:
-            self.where[-1, :, :, : slots // 4] = step_kernel.HIDDEN
+            self.where[-1, :, :, : slots // 4] = HIDDEN
         if setting["blind"]:
-            self.where[0, :, 0] = step_kernel.HIDDEN
-        hidden = (self.where == step_kernel.HIDDEN).all(2).expand(2, -1, -1)[..., None]
+            self.where[0, :, 0] = HIDDEN
+        hidden = (self.where == HIDDEN).all(2).expand(2, -1, -1)[..., None]
         self.k, self.v = (x.masked_fill(hidden, math.nan) for x in (k, v))
 
     def kernels(self) -> Tensor:
@@ -165,7 +166,7 @@ def measured(seed: int) -> dict[str, Any]:
     """Return the setting of a seed with the errors of kernels and of naive attention, and if two calls are equal."""
     case = Case(drawn(seed))
     right, plain, found = case.dense(torch.float64), case.dense(case.q.dtype), case.kernels()
-    blind = (case.where == step_kernel.HIDDEN).all(-1, keepdim=True)
+    blind = (case.where == HIDDEN).all(-1, keepdim=True)
     shared = found.shape[1] // blind.shape[1]
     blind = blind.repeat_interleave(shared, 1).expand_as(found)
     return case.setting | {

@@ -14,7 +14,7 @@ from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, Need, nam
 from ctxext.attention.flash import INSTALLED, Flash
 from ctxext.attention.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.attention.reference import Reference
-from ctxext.attention.step import attend_step, plan_step
+from ctxext.attention.step import attend_step, plan_step, takes_kernel
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
@@ -195,6 +195,21 @@ def test_a_step_is_dense_attention(variant: str | None, method: str, layout: str
     call = Call.of(queries, keys, v, where, scale=SCALE, softcap=how.softcap, lse=True)
     found = attend_step(call, plan_step(where, turned, queries), sinks=sinks)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
+
+
+@torch.no_grad()
+def test_the_kernel_of_a_step_is_left_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no gradient and no float64, rotates keys in one way, and knows six pieces."""
+    monkeypatch.setattr("ctxext.attention.step.runs_triton", lambda device: True)
+    pieces = METHODS["self_extend"].pieces(ROPE, 4 * ROPE.trained_length)
+    ahead = [piece.ahead for piece in pieces if piece.ahead is not None]
+    q = torch.zeros(1, HEADS, 1, HEAD_DIM)
+    assert takes_kernel(q, pieces)
+    assert not takes_kernel(q, (*pieces, *ahead))
+    assert not takes_kernel(q, (*pieces, *pieces, *pieces))
+    assert not takes_kernel(q.double(), pieces)
+    with torch.enable_grad():
+        assert not takes_kernel(q, pieces)
 
 
 @pytest.mark.slow

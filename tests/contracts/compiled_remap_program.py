@@ -74,10 +74,17 @@ def texts() -> None:
     compiled = torch.compile(model, backend="eager")
     for length in (150, 101, 40):
         torch.testing.assert_close(logits(compiled, tokens(length)), logits(model, tokens(length)))
+    refused(model, tokens(150))
+    # Few tokens, too, where a step would leave out the dropout.
+    refused(ctxext.patch(tiny(attention_dropout=0.1), "self_extend", factor=4, window=16).train(), tokens(3))
+
+
+def refused(model: Any, ids: torch.Tensor) -> None:
+    """Hear why a call is not one graph."""
     torch._dynamo.reset()
     said = "one graph was made of attention in pieces"
     try:
-        logits(torch.compile(model, backend="eager", fullgraph=True), tokens(150))
+        logits(torch.compile(model, backend="eager", fullgraph=True), ids)
     except torch._dynamo.exc.Unsupported as error:
         said = str(error)
     assert "ctxext: attention in pieces reads the values of position_ids" in said, said

@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[dict[str, Any], int]] = {
     "dual_chunk": ({"chunk": 24, "local": 4}, 1),
     "rerope": ({"window": 16}, 1),
     "streaming": ({"window": 24}, 1),
-    "retrieval_heads": ({"window": 20}, 10),  # its two kinds of heads are picked, appended and joined
+    "retrieval_heads": ({"window": 20}, 3),  # it writes keys and values of two kinds of heads
 }
 
 
