@@ -21,13 +21,13 @@ from ctxext.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
     from ctxext import training
+    from ctxext.attention.heads import heads
     from ctxext.checkpoints.export import export
     from ctxext.checkpoints.load import load
     from ctxext.checkpoints.save import save
     from ctxext.choosing.choose import choose
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, patched, unpatch
-    from ctxext.surgery.heads import heads
 
 __all__ = [
     "choose",
@@ -56,7 +56,7 @@ _VERBS = {
     "save": "checkpoints.save",
 }
 # What a program that only extends a model need not wait for.
-_MEASURING = {"choose": "choosing.choose", "heads": "surgery.heads"}
+_MEASURING = {"choose": "choosing.choose", "heads": "attention.heads"}
 _PACKAGES = ("methods", "training")
 
 

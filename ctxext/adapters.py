@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ctxext.attention.encodings import ENCODING, encoding_weights, put_encoding_weights
+from ctxext.core.edits import Edits
+from ctxext.core.saved import checked_extension, differences
+from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import hidden_beside, read_json, write_whole
-from ctxext.saved import checked_extension, differences
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
-from ctxext.surgery.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

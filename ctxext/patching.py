@@ -11,34 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension
-from ctxext.architectures import Architecture, architecture_of, find_architecture
-from ctxext.attention import Call, select
-from ctxext.errors import (
-    BackendUnavailableError,
-    IncompatibleError,
-    InvalidParameterError,
-    PatchStateError,
-    UnknownNameError,
-    no_reach,
-)
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, known_methods, method_class, method_in
-from ctxext.methods.encoding import EncodingMethod
-from ctxext.methods.parameters import checked_tokens, parameters_of
-from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.saved import (
-    arguments_in_place_of,
-    checked_trained_length,
-    choices,
-    identity,
-    saved_extension,
-    saved_form,
-    saved_sides,
-    saved_sides_form,
-    untested_versions,
-)
-from ctxext.spec import Description, Extension, ExtensionArguments, Request
-from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
-from ctxext.surgery.config import (
+from ctxext.attention.heads import with_heads
+from ctxext.caches.continuous import batch_continuously
+from ctxext.caches.generation import LengthRule, recompute_in_generate
+from ctxext.caches.records import FilledUnder, guard_caches, guards_of
+from ctxext.core.config import (
     checked_scaling,
     heads_of,
     published_json,
@@ -49,13 +26,36 @@ from ctxext.surgery.config import (
     stated_length,
     write_old_form,
 )
-from ctxext.surgery.continuous import batch_continuously
-from ctxext.surgery.edits import Edits, follow_replicas
-from ctxext.surgery.generation import LengthRule, recompute_in_generate
-from ctxext.surgery.heads import with_heads
-from ctxext.surgery.published import refuse_lost_fields, refuse_lost_share
-from ctxext.surgery.rebuild import own_defaults
-from ctxext.surgery.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
+from ctxext.core.edits import Edits, follow_replicas
+from ctxext.core.published import refuse_lost_fields, refuse_lost_share
+from ctxext.core.rebuild import own_defaults
+from ctxext.core.saved import (
+    arguments_in_place_of,
+    checked_trained_length,
+    choices,
+    identity,
+    saved_extension,
+    saved_form,
+    saved_sides,
+    saved_sides_form,
+    untested_versions,
+)
+from ctxext.core.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
+from ctxext.errors import (
+    BackendUnavailableError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+    no_reach,
+)
+from ctxext.kernels import Call, select
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, known_methods, method_class, method_in
+from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.parameters import checked_tokens, parameters_of
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.models import Architecture, architecture_of, find_architecture
+from ctxext.spec import Description, Extension, ExtensionArguments, Request
 
 ModelT = TypeVar("ModelT")
 JOURNAL = "_ctxext_journal"

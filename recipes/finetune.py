@@ -51,8 +51,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 import ctxext
 from ctxext.checkpoints.save import require_padding
-from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json
+from ctxext.measuring.provenance import command, git_state, machine, now, versions
 from ctxext.progress import saying_what_is_left_out
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary

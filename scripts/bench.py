@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig
 from typer import BadParameter, Option
 
-from ctxext.evaluation import provenance
-from ctxext.evaluation.checkpoint import DTYPES
+from ctxext.measuring import provenance
+from ctxext.measuring.checkpoint import DTYPES
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

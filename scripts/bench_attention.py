@@ -23,9 +23,9 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need
-from ctxext.attention.flex import Flex
-from ctxext.evaluation.checkpoint import DTYPES
+from ctxext.kernels import BACKENDS, AttentionBackend, Layout, Need
+from ctxext.kernels.flex import Flex
+from ctxext.measuring.checkpoint import DTYPES
 from ctxext.methods.formulas import alibi_slopes
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +34,7 @@ PLAIN = "plain causal SDPA"
 DENSE = "dense bias, prepared"
 EAGER = "eager ALiBi, as stock BLOOM"
 CUTOFF = 60.0
-"""Of the window per head: what lies farther than this over the slope is dropped (see ``ctxext.attention.flex``)."""
+"""Of the window per head: what lies farther than this over the slope is dropped (see ``ctxext.kernels.flex``)."""
 DENSE_LIMIT = 8 << 30
 """Bytes of bias or scores beyond which what holds them all is left out: it says so in the table."""
 

@@ -19,7 +19,7 @@ import typer
 from transformers import DynamicCache
 
 import ctxext
-from ctxext.evaluation.checkpoint import DTYPES
+from ctxext.measuring.checkpoint import DTYPES
 from ctxext.methods import EncodingMethod, known_methods
 
 COLUMNS = ("encoding", "dtype", "training step", "text", "new token", "memory", "to half the text")

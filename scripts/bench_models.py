@@ -31,7 +31,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 import ctxext
 from ctxext.errors import CtxextError
-from ctxext.evaluation.checkpoint import DTYPES
+from ctxext.measuring.checkpoint import DTYPES
 from tests._steps import compiled_step, launches_a_layer
 
 STOCK = "stock"

@@ -5,7 +5,7 @@
     python scripts/bench_perplexity.py --lengths 4096 --protocols run         # small enough to run those as well
 
 Each length is a process of its own. "bare" runs the layers and no head; "referee" is `loss_by_position`, which gives
-the loss at every position up to the length. The protocols are those of `ctxext.evaluation.loss` on one document of
+the loss at every position up to the length. The protocols are those of `ctxext.measuring.loss` on one document of
 twice the length: windows every 256 tokens, and YaRN's sweep of such windows over eight lengths. Their time is computed
 from their passes and the time of a pass of each size, or, with `--protocols run`, measured.
 """
@@ -20,7 +20,7 @@ import bench
 import torch
 import typer
 
-from ctxext.evaluation.loss import STRIDE, Window, loss_by_position, truncation_windows, yarn_windows
+from ctxext.measuring.loss import STRIDE, Window, loss_by_position, truncation_windows, yarn_windows
 
 STEPS = 8
 Protocols = Literal["compute", "run", "skip"]

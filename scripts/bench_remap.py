@@ -20,10 +20,10 @@ import typer
 from transformers import DynamicCache
 
 import ctxext
-from ctxext.evaluation.checkpoint import DTYPES
-from ctxext.evaluation.readings import named_method
+from ctxext.caches.bounded import SplitLayer
+from ctxext.measuring.checkpoint import DTYPES
+from ctxext.measuring.readings import named_method
 from ctxext.methods import RetrievalHeads
-from ctxext.surgery.bounded import SplitLayer
 
 TRAINED = 8192
 METHODS = "self_extend,rerope,dual_chunk,streaming,retrieval_heads"

@@ -19,9 +19,9 @@ import typer
 
 import ctxext
 from ctxext.choosing.landscape import Example, Landscape, as_method
-from ctxext.evaluation.checkpoint import DTYPES
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
+from ctxext.measuring.checkpoint import DTYPES
 from ctxext.training.loss import Pieces
 from ctxext.training.memory import Memory, return_freed_memory
 

@@ -31,7 +31,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.utils import logging
 
 import ctxext
-from ctxext.evaluation.checkpoint import DTYPES
+from ctxext.measuring.checkpoint import DTYPES
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT

@@ -22,7 +22,7 @@ import typer
 from bench_training import Setting, build, in_a_process
 
 from ctxext.checkpoints.load import extended_config
-from ctxext.evaluation.checkpoint import DTYPES
+from ctxext.measuring.checkpoint import DTYPES
 from ctxext.planning.plan import plan_serving, plan_training
 from ctxext.training import return_freed_memory
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import Layout, named, sdpa
+from ctxext.kernels import Layout, named, sdpa
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
 

@@ -23,7 +23,7 @@ LAUNCH = [
 # ctxext, killed in the middle of the line of its journal whose number is the first argument.
 KILLED = """
 import json, os, signal, sys
-from ctxext.evaluation.journal import Journal
+from ctxext.measuring.journal import Journal
 append, count, last = Journal.append, 0, int(sys.argv[1])
 def dying(self, entry):
     global count

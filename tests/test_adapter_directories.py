@@ -21,7 +21,7 @@ from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
-from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.measuring.checkpoint import load_checkpoint
 from tests._models import logits, tiny, tokens
 from tests._tokenizer import make_tokenizer
 

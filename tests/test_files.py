@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import ctxext
+from ctxext.attention.heads import HeadScores
 from ctxext.checkpoints.source import read_tokenizer
 from ctxext.errors import CtxextError, InvalidParameterError
-from ctxext.evaluation.journal import _parsed
 from ctxext.evaluation.key_tokens import KeyTokens
 from ctxext.files import LEVELS, parse_json, read_json, read_json_as
+from ctxext.measuring.journal import _parsed
 from ctxext.methods.base import method_in
 from ctxext.quantities import parameter_of
-from ctxext.surgery.heads import HeadScores
 from ctxext.texts.documents import read_documents
 from tests._models import byte_model
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import ctxext
+from ctxext.core.saved import TESTED
 from ctxext.errors import (
     CtxextError,
     IncompatibleError,
@@ -28,7 +29,6 @@ from ctxext.errors import (
 )
 from ctxext.methods import METHODS, Method, YaRN, known_methods
 from ctxext.registry import discover
-from ctxext.saved import TESTED
 from ctxext.spec import ExtensionArguments
 from tests._models import logits, tiny, tokens
 from tests.walk.check import State
@@ -118,7 +118,8 @@ def test_factor_from_the_target_length(lengths: dict[str, Any], factor: float) -
 
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctxext.saved.TESTED", {"transformers": transformers.__version__, "torch": torch.__version__})
+    installed = {"transformers": transformers.__version__, "torch": torch.__version__}
+    monkeypatch.setattr("ctxext.core.saved.TESTED", installed)
     model = tiny()
     plain = ctxext.describe(model)
     assert (plain.method, plain.trained_length, plain.target_length) == (None, TRAINED_LENGTH, TRAINED_LENGTH)
@@ -145,11 +146,11 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_version_that_was_never_tested_is_a_sentence(name: str, newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ctxext.patch(tiny(), "yarn", factor=4)
     for installed, says in ((newer, True), (TESTED[name] + "+cpu", False), (TESTED[name] + ".post1", False)):
-        monkeypatch.setattr(f"ctxext.saved.{name}.__version__", installed)
+        monkeypatch.setattr(f"ctxext.core.saved.{name}.__version__", installed)
         for described in (model, tiny()):
             note = f"  note         ctxext 0.1.0 was tested with {name} up to {TESTED[name]}, and this is {installed}."
             assert (note in str(ctxext.describe(described))) is says
-    monkeypatch.setattr(f"ctxext.saved.{name}.__version__", newer)
+    monkeypatch.setattr(f"ctxext.core.saved.{name}.__version__", newer)
     assert any(name in note for note in ctxext.describe(model).notes)
     assert not any(name in note for note in model.config.ctxext["notes"])  # of this machine, not of the checkpoint
 

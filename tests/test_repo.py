@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ctxext.architectures import ARCHITECTURES
-from ctxext.attention import BACKENDS
+from ctxext.kernels import BACKENDS
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods import METHODS
+from ctxext.models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -54,8 +54,8 @@ def test_no_path_of_a_machine() -> None:
     [
         ("methods", METHODS),
         ("laboratory/encodings", ENCODINGS),
-        ("architectures", ARCHITECTURES),
-        ("attention", BACKENDS),
+        ("models", ARCHITECTURES),
+        ("kernels", BACKENDS),
     ],
 )
 def test_every_part_has_a_test_file(folder: str, registry: dict[str, type[object]]) -> None:

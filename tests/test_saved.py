@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import ctxext
+from ctxext.core.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
 from ctxext.errors import CheckpointError
 from ctxext.methods import known_methods
-from ctxext.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
 from ctxext.spec import Extension
 from tests._models import tiny
 

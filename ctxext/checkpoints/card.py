@@ -16,10 +16,10 @@ from huggingface_hub import RepoCard
 from transformers import PreTrainedModel
 
 from ctxext.checkpoints.export import exports_of
+from ctxext.core.saved import saved_sides
 from ctxext.errors import CheckpointError
 from ctxext.methods import known_methods
 from ctxext.patching import describe_saved
-from ctxext.saved import saved_sides
 
 MODEL_CARD = "README.md"
 BEGIN, END = "<!-- ctxext: written anew whenever the checkpoint is saved -->", "<!-- /ctxext -->"

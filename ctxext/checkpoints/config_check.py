@@ -12,12 +12,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ctxext.core.config import rope_dicts
+from ctxext.core.guard import GUARD
+from ctxext.core.rebuild import FAILURES
+from ctxext.core.saved import extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
-from ctxext.saved import extended_texts, saved_extension, saved_method, saved_sides
-from ctxext.surgery.config import rope_dicts
-from ctxext.surgery.guard import GUARD
-from ctxext.surgery.rebuild import FAILURES
 
 # What code ends in when a value is of another kind than it takes for granted.
 UNFIT = (*FAILURES, StrictDataclassError)

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from ctxext.checkpoints.gguf_file import GGUFFile
+from ctxext.core.config import heads_of, is_windowed, rope_dicts
+from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError
-from ctxext.surgery.config import heads_of, is_windowed, rope_dicts
-from ctxext.surgery.subject import text_of
 
 DIVISORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

@@ -11,29 +11,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.adapters import EXTENSION_FILE, is_adapter, read_beside
-from ctxext.architectures import architecture_of
-from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.architectures.buckets import Buckets
-from ctxext.architectures.rope_replaced import TRAIN_FIRST
-from ctxext.architectures.sinusoid import Sinusoids
-from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.export import exports_of
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
+from ctxext.core.config import published_json, shortened, window_fields, window_note
+from ctxext.core.edits import own_attributes
+from ctxext.core.published import foreign_fields, refuse_lost_share, unstated_base
+from ctxext.core.rebuild import Scalar
+from ctxext.core.rotary import find_sites
+from ctxext.core.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
+from ctxext.core.subject import Subject, owns_its_config
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
 from ctxext.methods.parameters import checked_tokens
+from ctxext.models import architecture_of
+from ctxext.models.alibi import AlibiArchitecture
+from ctxext.models.buckets import Buckets
+from ctxext.models.rope_replaced import TRAIN_FIRST
+from ctxext.models.sinusoid import Sinusoids
+from ctxext.models.table import LearnedTable
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes.base import Export
-from ctxext.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
 from ctxext.spec import LLAMA, Description, RopeSpec
-from ctxext.surgery.config import published_json, shortened, window_fields, window_note
-from ctxext.surgery.edits import own_attributes
-from ctxext.surgery.published import foreign_fields, refuse_lost_share, unstated_base
-from ctxext.surgery.rebuild import Scalar
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, owns_its_config
 
 FEW = 8
 """The fewest layers to try where layers differ: no pattern that a config gives by a number is longer."""

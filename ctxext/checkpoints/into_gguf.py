@@ -13,11 +13,11 @@ from jaxtyping import Float
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.checkpoints.gguf_file import SCALING_TENSORS, GGUFFile
+from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError
 from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import ExtensionInConfig
 from ctxext.runtimes.llama_cpp import DIVISORS, holds_divisors, is_scaling, keys_of
-from ctxext.surgery.subject import text_of
 
 # What llama.cpp takes where a file does not say it.
 USUAL_BASE = 10000.0

@@ -24,7 +24,7 @@ from ctxext.adapters import (
     read_extension,
     require_trained_on,
 )
-from ctxext.architectures import architecture_of, find_architecture
+from ctxext.attention.encodings import building_encodings
 from ctxext.checkpoints.config_check import building, running_code
 from ctxext.checkpoints.source import (
     check_weights,
@@ -34,19 +34,11 @@ from ctxext.checkpoints.source import (
     quantised_beside,
     read_any_config,
 )
-from ctxext.errors import (
-    CheckpointError,
-    IncompatibleError,
-    InvalidParameterError,
-    UnknownNameError,
-    VerificationError,
-    require_package,
-    unwritable,
-)
-from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
-from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.patching import extend, patch, patched_state
-from ctxext.saved import (
+from ctxext.core.config import drop_old_form, same_rope
+from ctxext.core.edits import Edits
+from ctxext.core.guard import without_guard
+from ctxext.core.rebuild import own_defaults, restoring
+from ctxext.core.saved import (
     already_extended,
     arguments_in_place_of,
     arguments_of,
@@ -58,14 +50,22 @@ from ctxext.saved import (
     saved_sides,
     version_of,
 )
+from ctxext.core.subject import Subject, base_model
+from ctxext.errors import (
+    CheckpointError,
+    IncompatibleError,
+    InvalidParameterError,
+    UnknownNameError,
+    VerificationError,
+    require_package,
+    unwritable,
+)
+from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.models import architecture_of, find_architecture
+from ctxext.models.table_rows import put_weights
+from ctxext.patching import extend, patch, patched_state
 from ctxext.spec import ExtensionArguments
-from ctxext.surgery.config import drop_old_form, same_rope
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.encodings import building_encodings
-from ctxext.surgery.guard import without_guard
-from ctxext.surgery.rebuild import own_defaults, restoring
-from ctxext.surgery.subject import Subject, base_model
-from ctxext.surgery.tables import put_weights
 
 if TYPE_CHECKING:
     from transformers import GenerationMixin

@@ -15,21 +15,21 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ctxext.adapters import ADAPTER_FILE, ENCODING_FILE, EXTENSION_FILE, save_adapters
-from ctxext.architectures import find_architecture
-from ctxext.architectures.sinusoid import Sinusoids
-from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.card import MODEL_CARD, write_card
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import REMOTE_MODULE
+from ctxext.core.edits import Edits
+from ctxext.core.rebuild import own_defaults
+from ctxext.core.rotary import require_as_patched
+from ctxext.core.saved import put_old_form, saved_sides
+from ctxext.core.subject import Subject, base_model, unwrapped
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import whole_files
 from ctxext.methods import RopeMethod, saved_class
-from ctxext.saved import put_old_form, saved_sides
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.rebuild import own_defaults
-from ctxext.surgery.rotary import require_as_patched
-from ctxext.surgery.subject import Subject, base_model, unwrapped
+from ctxext.models import find_architecture
+from ctxext.models.sinusoid import Sinusoids
+from ctxext.models.table import LearnedTable
 
 HUB_OPTIONS = ("repo_id", "commit_message", "create_pr", "private", "token")
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)

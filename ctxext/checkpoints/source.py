@@ -21,12 +21,12 @@ from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, running_code
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
+from ctxext.core.config import OLD_GUARD, refuse_idle_scaling, same_rope
+from ctxext.core.guard import GUARD
+from ctxext.core.published import refuse_lost_fields
+from ctxext.core.saved import checked_extension, extended_texts
 from ctxext.errors import CheckpointError, CtxextError, VerificationError, unwritable
 from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
-from ctxext.saved import checked_extension, extended_texts
-from ctxext.surgery.config import OLD_GUARD, refuse_idle_scaling, same_rope
-from ctxext.surgery.guard import GUARD
-from ctxext.surgery.published import refuse_lost_fields
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})

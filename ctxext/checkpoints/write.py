@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
+from ctxext.attention.encodings import encoding_weights
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import attached, load, meta_model, refuse_lacking, replaces_weights
@@ -30,14 +31,13 @@ from ctxext.checkpoints.source import (
     read_tokenizer,
     refuse_source,
 )
+from ctxext.core.config import same_rope
+from ctxext.core.saved import extended_texts, with_old_form
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
-from ctxext.saved import extended_texts, with_old_form
 from ctxext.spec import Description
-from ctxext.surgery.config import same_rope
-from ctxext.surgery.encodings import encoding_weights
 
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
 FICLONE = 0x40049409

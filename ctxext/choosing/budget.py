@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ctxext.choosing.halving import Sizes
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.forward import pass_cost
-from ctxext.evaluation.truncation import tails_cost
+from ctxext.measuring.forward import pass_cost
+from ctxext.measuring.truncation import tails_cost
 from ctxext.quantities import duration
 
 # Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.

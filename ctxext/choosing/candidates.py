@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.readings import TIMES, Reading, ignores_factor, label_for
+from ctxext.measuring.readings import TIMES, Reading, ignores_factor, label_for
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.longrope import LongRoPE

@@ -12,9 +12,9 @@ from ctxext.choosing.candidates import CandidateReach, short_label
 from ctxext.choosing.halving import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
 from ctxext.choosing.search import SearchResult
 from ctxext.choosing.verdict import HeldOut
-from ctxext.evaluation.labels import few_of, tokens_label
-from ctxext.evaluation.readings import Reading, Refusal
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.measuring.labels import few_of, tokens_label
+from ctxext.measuring.readings import Reading, Refusal
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.methods import Method, saved_class
 from ctxext.quantities import duration, parse_budget
 from ctxext.spec import RopeSpec

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctxext.architectures import architecture_of
-from ctxext.architectures.rope import Rope
 from ctxext.checkpoints.export import export_config
 from ctxext.choosing.budget import Costs, SearchSizes
 from ctxext.choosing.candidates import candidates, distinct
@@ -22,22 +20,24 @@ from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.search import Search, SearchResult
 from ctxext.choosing.texts import TextStretch, corpus_from, split_texts
 from ctxext.choosing.verdict import HeldOut, judge_held_out
+from ctxext.core.rotary import find_sites
+from ctxext.core.saved import already_extended
+from ctxext.core.subject import Subject, base_model, text_of
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import Progress, turning_point
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import make_prompts
-from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import Reading, Readings, Refusal
-from ctxext.evaluation.survey import Job, ProcessGroup, Survey
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import Progress, turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.provenance import provenance_of
+from ctxext.measuring.readings import Reading, Readings, Refusal
+from ctxext.measuring.survey import Job, ProcessGroup, Survey
 from ctxext.methods import RopeMethod
 from ctxext.methods.parameters import checked_tokens
+from ctxext.models import architecture_of
+from ctxext.models.rope import Rope
 from ctxext.patching import patched_state
 from ctxext.quantities import parse_budget
 from ctxext.runtimes import RUNTIMES
-from ctxext.saved import already_extended
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, base_model, text_of
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
 

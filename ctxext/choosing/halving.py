@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.choosing.candidates import CandidateReach
-from ctxext.evaluation.statistics import CHANCE, PairedDifference, block_difference, students_quantile
+from ctxext.measuring.statistics import CHANCE, PairedDifference, block_difference, students_quantile
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
 # The round of a candidate that a search found after the three rounds.

@@ -10,17 +10,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ctxext.choosing.learned import LearnedRotation, learn_rotation, turns
+from ctxext.core.edits import Edits
+from ctxext.core.rotary import RotarySite
+from ctxext.core.subject import base_model, text_of
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.forward import head_chunk
-from ctxext.evaluation.statistics import check_finite
+from ctxext.measuring.forward import head_chunk
+from ctxext.measuring.statistics import check_finite
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
 from ctxext.spec import RopeSpec
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.learned import LearnedRotation, learn_rotation, turns
-from ctxext.surgery.rotary import RotarySite
-from ctxext.surgery.subject import base_model, text_of
 from ctxext.training.loss import Pieces
 from ctxext.training.memory import recompute_layers
 

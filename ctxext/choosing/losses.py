@@ -15,14 +15,14 @@ from ctxext.choosing.budget import Costs
 from ctxext.choosing.halving import PIECES, Sizes
 from ctxext.choosing.texts import SplitTexts, TextStretch
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.forward import Progress, pass_cost, ticking
-from ctxext.evaluation.loss import Window, loss_while
 from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
-from ctxext.evaluation.readings import Reader, Reading, Readings
-from ctxext.evaluation.statistics import check_finite
-from ctxext.evaluation.survey import Answer, Job, LossJob, Survey, jobs_of
-from ctxext.evaluation.truncation import UNPATCHED, tail_windows, window_name
 from ctxext.files import digest
+from ctxext.measuring.forward import Progress, pass_cost, ticking
+from ctxext.measuring.loss import Window, loss_while
+from ctxext.measuring.readings import Reader, Reading, Readings
+from ctxext.measuring.statistics import check_finite
+from ctxext.measuring.survey import Answer, Job, LossJob, Survey, jobs_of
+from ctxext.measuring.truncation import UNPATCHED, tail_windows, window_name
 from ctxext.texts.corpus import TokenisedDocument
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.

@@ -9,10 +9,10 @@ from typing import Any
 from ctxext.choosing.choice import Candidate, Choice, sentences
 from ctxext.choosing.halving import INSIDE, MORE, SEARCH, WHOLE
 from ctxext.choosing.search import SearchResult
-from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, OTHERS, Figure, draw_grid
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, Part, TextTable, provenance_table
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.measuring.labels import few_of, tokens_label
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.methods import known_methods
 from ctxext.quantities import duration
 from ctxext.recommended import to_take

@@ -24,19 +24,19 @@ from torch import nn
 from ctxext.choosing.budget import STEP_COST, SearchSizes
 from ctxext.choosing.halving import READ, SEARCH, Course, Finish, is_worse, keys_lost
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale
+from ctxext.choosing.learned import turns
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.texts import SplitTexts, TextStretch
 from ctxext.choosing.verdict import by_document
+from ctxext.core.rotary import RotarySite
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.passkey import ANSWER_ROOM, build
-from ctxext.evaluation.provenance import from_json
-from ctxext.evaluation.readings import Reading
-from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference
-from ctxext.evaluation.survey import Answer, Job
 from ctxext.files import digest
-from ctxext.surgery.learned import turns
-from ctxext.surgery.rotary import RotarySite
+from ctxext.measuring.forward import Progress, pass_cost, ticking
+from ctxext.measuring.provenance import from_json
+from ctxext.measuring.readings import Reading
+from ctxext.measuring.statistics import CHANCE, PairedDifference, document_difference
+from ctxext.measuring.survey import Answer, Job
 from ctxext.texts.haystack import Haystack
 
 # What the digits of a hidden key add to the mean loss of all tokens, as a share of their own mean.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ctxext.choosing.halving import end_of
-from ctxext.evaluation.statistics import PairedDifference, document_difference, mean_loss
-from ctxext.evaluation.truncation import best_window
+from ctxext.measuring.statistics import PairedDifference, document_difference, mean_loss
+from ctxext.measuring.truncation import best_window
 
 # The choice is compared with two: the published YaRN and the runner-up.
 COMPARED = 2

@@ -137,8 +137,8 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
 
 
 def _run(session: Session, planned: PlannedChoice) -> Choice:
-    from ctxext.evaluation.forward import pass_cost
-    from ctxext.evaluation.labels import tokens_label
+    from ctxext.measuring.forward import pass_cost
+    from ctxext.measuring.labels import tokens_label
 
     split, console = planned.split, session.console
     kept_back = f"{len(split.accepting)} to accept what is searched on, " if split.accepting else ""

@@ -19,28 +19,28 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
+from ctxext.caches.records import cache_argument
 from ctxext.checkpoints.save import save
 from ctxext.cli.eval.common import cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
-from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
-from ctxext.evaluation.forward import Progress, follows_length, layers_of, ticking
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.labels import all_of, perplexity_label, tokens_label
-from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
-from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
-from ctxext.evaluation.survey import Answer, Job, Survey
-from ctxext.evaluation.truncation import best_window
 from ctxext.files import parse_json
+from ctxext.measuring.checkpoint import Checkpoint, checked_device, load_checkpoint
+from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
+from ctxext.measuring.provenance import provenance_of
+from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference
+from ctxext.measuring.survey import Answer, Job, Survey
+from ctxext.measuring.truncation import best_window
 from ctxext.methods import saved_class
 from ctxext.patching import patch, unpatch
 from ctxext.progress import StageBar, status, terminal
 from ctxext.quantities import duration
-from ctxext.surgery.caches import cache_argument
-from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind
 from ctxext.texts.documents import Document, package_folders, read_documents
 

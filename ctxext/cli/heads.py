@@ -34,9 +34,9 @@ def heads(*, haystack: HeadsTextOptions, source: SourceOptions, results: OutputO
     document = haystack.document()  # before torch is imported: a mistake is answered quickly
     session = Session(source, results)
 
+    from ctxext.attention.heads import heads as score
     from ctxext.evaluation.report.heads import heads_page
     from ctxext.patching import patched_state, unpatch
-    from ctxext.surgery.heads import heads as score
 
     model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
     if patched_state(model) is not None:

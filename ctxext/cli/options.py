@@ -25,8 +25,8 @@ from ctxext.registry import method_names
 from ctxext.texts.documents import require_sources
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.report.page import Page
+    from ctxext.measuring.checkpoint import Checkpoint as Loaded
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 

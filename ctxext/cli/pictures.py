@@ -136,8 +136,8 @@ def frequencies(
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
     output = picture.file("frequencies")
-    from ctxext.evaluation.readings import named_method
     from ctxext.laboratory.pictures.frequencies import SpectrumPicture, shown_by_default
+    from ctxext.measuring.readings import named_method
 
     rope, factor = rotation.rope(picture.trained_length, picture.trust), picture.factor
     chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor, rope)
@@ -181,10 +181,10 @@ def positions(
     [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
     """
     output = picture.file("positions")
-    from ctxext.evaluation.readings import named_method
     from ctxext.laboratory.pictures.of_method import rope_for
     from ctxext.laboratory.pictures.positions import PositionsPicture
     from ctxext.laboratory.pictures.request import PictureRequest
+    from ctxext.measuring.readings import named_method
 
     request = PictureRequest(checkpoint=checkpoint, trained_length=picture.trained_length, trust=picture.trust)
     asked = method or ("self_extend", "rerope", "dual_chunk", "streaming")
@@ -219,9 +219,9 @@ def show(
     text = None if shown.sentence is None else _text_of(shown.sentence)
     from transformers.utils.logging import disable_progress_bar
 
-    from ctxext.evaluation.readings import named_method
     from ctxext.laboratory.pictures.of_method import picture_of
     from ctxext.laboratory.pictures.request import PictureRequest
+    from ctxext.measuring.readings import named_method
 
     request = PictureRequest(
         checkpoint=shown.model,

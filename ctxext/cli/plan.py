@@ -180,7 +180,7 @@ def _planned(plan: TrainingPlan | Serving, size: int | None, length: int | None)
 
 def _dtype(config: Any, dtype: str) -> tuple[Any, str]:
     """Return the dtype that a config and a user mean, and its name."""
-    from ctxext.evaluation.checkpoint import DTYPES
+    from ctxext.measuring.checkpoint import DTYPES
 
     if dtype == "auto":
         dtype = "fp16" if getattr(config, "dtype", None) == DTYPES["fp16"] else "bf16"

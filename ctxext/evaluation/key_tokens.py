@@ -24,15 +24,15 @@ from torch import Tensor
 
 from ctxext import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import turning_point
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import Window
-from ctxext.evaluation.provenance import Report
-from ctxext.evaluation.readings import Reader, Reading, Readings
-from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
-from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.files import digest, parse_json
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import Window
+from ctxext.measuring.provenance import Report
+from ctxext.measuring.readings import Reader, Reading, Readings
+from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
+from ctxext.measuring.truncation import UNPATCHED
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # The thresholds of the paper.

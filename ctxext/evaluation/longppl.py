@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import turning_point
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import KeyTokens, ending
-from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import Window
-from ctxext.evaluation.provenance import Provenance, Report, provenance_of
-from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, name_for
-from ctxext.evaluation.statistics import PairedDifference, document_difference
-from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
-from ctxext.evaluation.truncation import (
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.labels import label_of
+from ctxext.measuring.loss import Window
+from ctxext.measuring.provenance import Provenance, Report, provenance_of
+from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, name_for
+from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
+from ctxext.measuring.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,

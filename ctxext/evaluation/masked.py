@@ -16,7 +16,7 @@ the distance to the end is how many tokens stand behind it. A token near the end
 same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
 trained length. A window is asked for the masked tokens in its middle half, so that each sees at least a quarter of it
 to either side, or all that there is. The best of the four counts, chosen on the very tokens that are compared, as in
-``ctxext.evaluation.truncation``. Within the trained length nothing has to be cut: the unextended model reads it all.
+``ctxext.measuring.truncation``. Within the trained length nothing has to be cut: the unextended model reads it all.
 
 Source: Devlin et al., arXiv:1810.04805, section 3.1 (masks); Salazar et al., arXiv:1910.14659, section 2
 (pseudo-log-likelihood).
@@ -35,16 +35,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.architectures import find_architecture
-from ctxext.architectures.table import LearnedTable
+from ctxext.core.subject import Subject, base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import Progress, head_chunk, pass_cost, ticking, turning_point
-from ctxext.evaluation.provenance import Provenance, Report
-from ctxext.evaluation.readings import Reader, find_readers, known_trained_length
-from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
-from ctxext.evaluation.survey import Answer, Job, Survey
-from ctxext.evaluation.truncation import (
+from ctxext.files import digest
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import Progress, head_chunk, pass_cost, ticking, turning_point
+from ctxext.measuring.head import require_pieces, shell_of
+from ctxext.measuring.provenance import Provenance, Report
+from ctxext.measuring.readings import Reader, find_readers, known_trained_length
+from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference
+from ctxext.measuring.survey import Answer, Job, Survey
+from ctxext.measuring.truncation import (
     TRUNCATED,
     UNPATCHED,
     best_window,
@@ -53,9 +54,8 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.files import digest
-from ctxext.surgery.head import require_pieces, shell_of
-from ctxext.surgery.subject import Subject, base_model
+from ctxext.models import find_architecture
+from ctxext.models.table import LearnedTable
 from ctxext.texts.corpus import Corpus, special_suffix
 
 EVERY = 7

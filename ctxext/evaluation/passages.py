@@ -26,14 +26,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
-from ctxext.evaluation.checkpoint import DTYPES, Checkpoint, checked_device
-from ctxext.evaluation.forward import Progress
-from ctxext.evaluation.provenance import Provenance, Report, from_json
-from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods, require_reached
-from ctxext.evaluation.statistics import PairedDifference, score_difference, wilson_interval
-from ctxext.evaluation.survey import Answer, Job, Survey
-from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.files import digest
+from ctxext.measuring.checkpoint import DTYPES, Checkpoint, checked_device
+from ctxext.measuring.forward import Progress
+from ctxext.measuring.provenance import Provenance, Report, from_json
+from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods, require_reached
+from ctxext.measuring.statistics import PairedDifference, score_difference, wilson_interval
+from ctxext.measuring.survey import Answer, Job, Survey
+from ctxext.measuring.truncation import TRUNCATED
 from ctxext.texts.haystack import Haystack, nearest_boundary, noise, split_sentences
 
 AVERAGED, NEAREST = "chunks, averaged", "chunks, nearest"

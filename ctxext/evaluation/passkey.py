@@ -23,9 +23,11 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ctxext.core.subject import base_model
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import (
+from ctxext.files import digest
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import (
     SMALL_MODEL,
     Progress,
     check_reach,
@@ -35,13 +37,11 @@ from ctxext.evaluation.forward import (
     ticking,
     turning_point,
 )
-from ctxext.evaluation.provenance import Provenance, Report
-from ctxext.evaluation.readings import Reader, Reading, Readings
-from ctxext.evaluation.statistics import check_finite, wilson_interval
-from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, jobs_of
-from ctxext.evaluation.truncation import UNPATCHED
-from ctxext.files import digest
-from ctxext.surgery.subject import base_model
+from ctxext.measuring.provenance import Provenance, Report
+from ctxext.measuring.readings import Reader, Reading, Readings
+from ctxext.measuring.statistics import check_finite, wilson_interval
+from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial, jobs_of
+from ctxext.measuring.truncation import UNPATCHED
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
 

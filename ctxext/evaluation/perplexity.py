@@ -13,19 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import patching
-from ctxext.architectures import architecture_of
+from ctxext.core.saved import already_extended
+from ctxext.core.subject import Subject, base_model
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import STRIDE, Window, longlora_starts, mean_of_windows, truncation_windows, yarn_windows
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
-from ctxext.evaluation.provenance import ExtensionRecord, Provenance, provenance_of
-from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, known_trained_length
-from ctxext.evaluation.statistics import PairedDifference, document_difference
-from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
-from ctxext.evaluation.truncation import (
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.labels import label_of
+from ctxext.measuring.loss import STRIDE, Window, longlora_starts, mean_of_windows, truncation_windows, yarn_windows
+from ctxext.measuring.provenance import ExtensionRecord, Provenance, provenance_of
+from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, known_trained_length
+from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
+from ctxext.measuring.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,
@@ -35,9 +36,8 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
+from ctxext.models import architecture_of
 from ctxext.patching import patched_state
-from ctxext.saved import already_extended
-from ctxext.surgery.subject import Subject, base_model
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 MODES = ("position", "sliding", "yarn", "longlora")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ctxext.evaluation.provenance import Provenance, Report
-from ctxext.evaluation.statistics import PairedDifference
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
+from ctxext.measuring.provenance import Provenance, Report
+from ctxext.measuring.statistics import PairedDifference
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, is_reference
 
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
@@ -74,7 +74,7 @@ class PerplexityResult(Report):
     """A whole measurement.
 
     Args:
-        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.loss``.
+        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.measuring.loss``.
         trained_length: tokens of the longest truncation.
         stride: of the windows, in tokens; None in position mode.
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.statistics import wilson_interval
-from ctxext.evaluation.truncation import UNPATCHED
+from ctxext.measuring.statistics import wilson_interval
+from ctxext.measuring.truncation import UNPATCHED
 
 KEPT = 0.85
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.statistics import PairedDifference
 from ctxext.laboratory.result import LabReading, LabResult, paired
 from ctxext.laboratory.tasks import TEXT
+from ctxext.measuring.labels import label_of
+from ctxext.measuring.statistics import PairedDifference
 
 REPRODUCED, TOO_SMALL, CONTRADICTED, UNKNOWN = "reproduced", "not at this size", "contradicted", "not measured"
 ITSELF_TRUNCATED = "itself, truncated"

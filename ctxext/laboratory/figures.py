@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.report.figures import INK, Figure, Line, Panel, lines_panel, paneled
-from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
+from ctxext.measuring.labels import label_of
+from ctxext.measuring.truncation import TRUNCATED
 
 CLASSIC = ("sinusoidal", "learned", "t5_bias", ROPE, "alibi", "nope")
 """The kinds that textbooks compare."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.laboratory.claims import LabVerdict, verdicts
 from ctxext.laboratory.figures import CLASSIC, figures, name_of
 from ctxext.laboratory.result import LEAST, LabReading, LabResult, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
+from ctxext.measuring.labels import label_of
 
 LONGER = (1, 2, 4, REACH)
 # Perplexity at 3512 words of WikiText-103 after training on 512: Press et al., arXiv:2108.12409.

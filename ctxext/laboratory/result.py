@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.provenance import Report
-from ctxext.evaluation.statistics import PairedDifference
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
+from ctxext.measuring.provenance import Report
+from ctxext.measuring.statistics import PairedDifference
 
 LEAST = 0.05
 """Least that counts as learned: so many nats, or so large a share of the answers above chance."""

@@ -21,15 +21,15 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, loggi
 
 from ctxext import patching
 from ctxext.errors import InvalidParameterError, ResultsError, UnknownNameError
-from ctxext.evaluation.forward import Progress
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.provenance import command, machine, now, versions
-from ctxext.evaluation.statistics import check_finite
-from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subject_named, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
+from ctxext.measuring.forward import Progress
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import loss_by_position, truncated_loss
+from ctxext.measuring.provenance import command, machine, now, versions
+from ctxext.measuring.statistics import check_finite
+from ctxext.measuring.survey import Answer, Job, Survey
 from ctxext.texts.documents import read_documents
 from ctxext.version import __version__
 

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.checkpoints.load import attached, meta_model
+from ctxext.core.config import rope_dicts, scaling_of, stated_length
+from ctxext.core.saved import plain_config, saved_extension
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
-from ctxext.saved import plain_config, saved_extension
-from ctxext.surgery.config import rope_dicts, scaling_of, stated_length
 from ctxext.training.memory import Memory
 
 STEP = 256

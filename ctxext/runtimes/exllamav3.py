@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from ctxext.core.config import window_of
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, longrope_scale_of, require_known_type
-from ctxext.surgery.config import window_of
 
 VERSION = "1.6.5"
 # Model types whose classes pass the result of that function on to every layer.

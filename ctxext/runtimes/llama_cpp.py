@@ -27,6 +27,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ctxext.core.config import window_of
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,
@@ -38,7 +39,6 @@ from ctxext.runtimes.base import (
     longrope_scale_of,
     read_table,
 )
-from ctxext.surgery.config import window_of
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
 # The model types whose ALiBi llama.cpp computes and its converter knows, named as their architectures.

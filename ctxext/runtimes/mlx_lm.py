@@ -16,6 +16,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ctxext.core.config import window_of
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,
@@ -26,7 +27,6 @@ from ctxext.runtimes.base import (
     read_table,
     require_known_type,
 )
-from ctxext.surgery.config import window_of
 
 TABLE = Path(__file__).with_name("mlx_lm.json")
 

@@ -16,6 +16,7 @@ import json
 import math
 from typing import Any, ClassVar
 
+from ctxext.core.config import window_of
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     USUAL_YARN,
@@ -29,7 +30,6 @@ from ctxext.runtimes.base import (
     whole,
     without_endless_table,
 )
-from ctxext.surgery.config import window_of
 
 VERSION = "0.5.23"
 # Model types whose classes pass the config's rope parameters on unchanged.

@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from ctxext.errors import InvalidParameterError, require_package
-from ctxext.evaluation.forward import logits_in_chunks
+from ctxext.measuring.forward import logits_in_chunks
 from ctxext.serving.requests import Sampling, refusal
 
 COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow

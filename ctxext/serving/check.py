@@ -20,18 +20,18 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 import torch
 from torch import Tensor, nn
 
+from ctxext.core.config import scaling_of
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject, base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
-from ctxext.evaluation.forward import Progress, follows_length, logits_in_chunks, ticking
 from ctxext.files import parse_json
+from ctxext.measuring.forward import Progress, follows_length, logits_in_chunks, ticking
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import describe, patched, patched_state, unpatch
 from ctxext.spec import Frequencies, RopeSpec
-from ctxext.surgery.config import scaling_of
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject, base_model
 
 TOP = 5  # log-probabilities of the next token that every server gives
 ANSWER = 12  # tokens of an answer, where a server gives text alone

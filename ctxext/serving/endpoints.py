@@ -26,6 +26,7 @@ from transformers.cli.serving.utils import (
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from ctxext.core.subject import base_model
 from ctxext.serving.answers import AnswerPiece, Draw, OneByOne, Together, TokenText, pieces_of
 from ctxext.serving.gate import unknown_model
 from ctxext.serving.load import Served
@@ -39,7 +40,6 @@ from ctxext.serving.requests import (
     checked,
     refusal,
 )
-from ctxext.surgery.subject import base_model
 
 ANSWER = 1024  # tokens of an answer whose request does not say how many; as many as transformers' own server gives
 # What a chat template may raise, given values that it was not written for.

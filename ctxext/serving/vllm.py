@@ -23,14 +23,14 @@ from typing import Any
 
 from packaging.version import Version
 
+from ctxext.core.config import CHUNKED, heads_of, rope_dicts
+from ctxext.core.saved import checked_extension, plain_config, saved_method, saved_sides
+from ctxext.core.stored_form import method_rope_parameters
+from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
-from ctxext.saved import checked_extension, plain_config, saved_method, saved_sides
 from ctxext.spec import RopeSpec
-from ctxext.surgery.config import CHUNKED, heads_of, rope_dicts
-from ctxext.surgery.stored_form import method_rope_parameters
-from ctxext.surgery.subject import text_of
 
 TRAINED = ("default", "linear", "llama3", "yarn")
 """Rope types of the training under which vLLM rotates as transformers does."""

@@ -19,14 +19,14 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from ctxext.attention import Call, Layout
-from ctxext.attention.pieces import RotationForm, attend_pieces, need_in_pieces
+from ctxext.attention.attend import Backends
+from ctxext.attention.remap import HeadPieces
+from ctxext.core.stored_form import stored_method
 from ctxext.errors import IncompatibleError
+from ctxext.kernels import Call, Layout
+from ctxext.kernels.pieces import RotationForm, attend_pieces, need_in_pieces
 from ctxext.methods.remap import RemapMethod
 from ctxext.serving.vllm import REMAP
-from ctxext.surgery.attend import Backends
-from ctxext.surgery.remap import HeadPieces
-from ctxext.surgery.stored_form import stored_method
 
 
 class RemapBackend(CPUAttentionBackend):  # type: ignore[misc]

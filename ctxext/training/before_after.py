@@ -11,15 +11,15 @@ from accelerate import PartialState
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
-from ctxext.evaluation.survey import Survey
 from ctxext.files import read_json, write_json
+from ctxext.measuring.checkpoint import DTYPES, Checkpoint
+from ctxext.measuring.survey import Survey
 from ctxext.progress import StageBar, terminal
-from ctxext.surgery.subject import base_model
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import read_documents
 from ctxext.training.figure import Gain

@@ -17,9 +17,9 @@ from transformers.integrations import deepspeed as zero
 from ctxext import patching
 from ctxext.adapters import base_of, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config
+from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.saved import checked_trained_length, saved_extension, saved_method
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings

@@ -13,11 +13,11 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ctxext.adapters import encoding_digest, keep_extension
+from ctxext.core.edits import Edits
+from ctxext.core.saved import checked_extension, differences
+from ctxext.core.subject import Subject, base_model
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import read_json, write_json
-from ctxext.saved import checked_extension, differences
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.subject import Subject, base_model
 from ctxext.training.settings import Settings, checked_settings
 
 COMPLETE = "complete"

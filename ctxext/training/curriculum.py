@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ctxext import patching
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state, resolve
-from ctxext.surgery.subject import base_model
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.lora import encodings
 from ctxext.training.memory import Memory

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.figures import Line, differences_panel, lines_panel, paneled
-from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.statistics import PairedDifference
 
 # Loss minus the best truncation's, by positions (first, stop).
 Gain = Sequence[tuple[tuple[int, int], PairedDifference]]

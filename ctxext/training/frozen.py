@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from ctxext.core.subject import base_model
 from ctxext.errors import PatchStateError
-from ctxext.surgery.subject import base_model
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension, put_adapter, read_extension, require_trained_on
+from ctxext.core.code import own_bases, source_of
+from ctxext.core.edits import Edits
+from ctxext.core.subject import Subject, base_model
 from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
-from ctxext.surgery.code import own_bases, source_of
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.subject import Subject, base_model
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then

@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ctxext.core.edits import Edits
+from ctxext.core.override import ForwardOverride
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.head import box_inputs_of_head, require_head, require_pieces, shell_of
-from ctxext.surgery.override import ForwardOverride
-from ctxext.surgery.subject import base_model
+from ctxext.measuring.head import box_inputs_of_head, require_head, require_pieces, shell_of
 from ctxext.training.parallel import is_fsdp, is_sharded
 from ctxext.training.sequences import IGNORED
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
-from ctxext.architectures import find_architecture
-from ctxext.architectures.table import LearnedTable
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.surgery.subject import Subject
+from ctxext.models import find_architecture
+from ctxext.models.table import LearnedTable
 from ctxext.texts.corpus import special_prefix, special_suffix
 from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
 

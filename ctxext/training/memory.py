@@ -20,10 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ctxext.core.edits import Edits
+from ctxext.core.override import ForwardOverride
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.override import ForwardOverride
-from ctxext.surgery.subject import base_model
 from ctxext.training.loss import chunk_loss
 
 ATTENTION_KERNELS = frozenset(

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ctxext.caches.call import ATTENTION
+from ctxext.core.config import of_layers
+from ctxext.core.subject import base_model, is_zero3
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state
-from ctxext.surgery.config import of_layers
-from ctxext.surgery.positions import ATTENTION
-from ctxext.surgery.subject import base_model, is_zero3
 
 CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 

@@ -19,8 +19,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.surgery.subject import base_model
 from ctxext.training.documents import TokenisedDocuments
 
 IGNORED = -100

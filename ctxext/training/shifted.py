@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctxext.attention.attend import attention_layers
+from ctxext.caches.call import ATTENTION
+from ctxext.core.code import names_of
+from ctxext.core.config import heads_of, is_windowed, of_layers
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
-from ctxext.surgery.attend import attention_layers
-from ctxext.surgery.code import names_of
-from ctxext.surgery.config import heads_of, is_windowed, of_layers
-from ctxext.surgery.positions import ATTENTION
-from ctxext.surgery.subject import base_model
 
 Attention = Callable[..., tuple[Tensor, Any]]
 

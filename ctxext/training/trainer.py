@@ -16,9 +16,9 @@ from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ctxext.caches.call import ATTENTION
+from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError
-from ctxext.surgery.positions import ATTENTION
-from ctxext.surgery.subject import base_model
 from ctxext.training.parallel import release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
 from ctxext.training.shifted import ShiftedAttention

@@ -26,12 +26,12 @@ from ctxext.choosing.choice import Choice
 from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import Window
-from ctxext.evaluation.readings import Reader, Reading
-from ctxext.evaluation.statistics import PairedDifference, grouped_difference, mean_loss
-from ctxext.evaluation.survey import LossJob, Survey
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.loss import Window
+from ctxext.measuring.readings import Reader, Reading
+from ctxext.measuring.statistics import PairedDifference, grouped_difference, mean_loss
+from ctxext.measuring.survey import LossJob, Survey
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents

@@ -32,12 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.checkpoints.source import checked_path, gguf_inside
 from ctxext.cli.options import TextOptions, grouped, run_script
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.forward import check_reach, pass_cost, ticking, turning_point
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import Window
-from ctxext.evaluation.readings import known_trained_length
 from ctxext.evaluation.report.figures import (
     COLOURS,
     DASHED,
@@ -47,8 +41,14 @@ from ctxext.evaluation.report.figures import (
     require_matplotlib,
     saved_figure,
 )
-from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, edges_for
-from ctxext.evaluation.truncation import best_window, tail_windows, windows_of
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.forward import check_reach, pass_cost, ticking, turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.loss import Window
+from ctxext.measuring.readings import known_trained_length
+from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference, edges_for
+from ctxext.measuring.truncation import best_window, tail_windows, windows_of
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table

@@ -9,7 +9,7 @@ Satterthwaite's degrees of freedom); and what ctxext does (``document_difference
 Of fewer than five documents the verdict is about these texts: nothing differs between them, and a token shares a part
 with the one before it.
 
-Source: Bell & McCaffrey, Survey Methodology 28 (2002), 169-181, for CR2; of the rest ``ctxext.evaluation.statistics``.
+Source: Bell & McCaffrey, Survey Methodology 28 (2002), 169-181, for CR2; of the rest ``ctxext.measuring.statistics``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 from torch import Tensor
 from typer import Option
 
-from ctxext.evaluation.statistics import document_difference, students_quantile
+from ctxext.measuring.statistics import document_difference, students_quantile
 
 SETTINGS = {
     "nine equal novels": [200] * 9,

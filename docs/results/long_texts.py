@@ -31,7 +31,7 @@ from typer import BadParameter, Option
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.options import run_script
-from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.texts.documents import TEXT_PACKAGE, installed_texts
 from ctxext.texts.repeats import far_repeats
 

@@ -28,9 +28,9 @@ from typer import Argument, Option
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.options import run_script
-from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, draw_grid, saved_figure
-from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, grouped_difference
+from ctxext.measuring.checkpoint import load_checkpoint
+from ctxext.measuring.statistics import ENOUGH_DOCUMENTS, grouped_difference
 from ctxext.texts.repeats import far_repeats
 from scripts.bench import markdown_table
 

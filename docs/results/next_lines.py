@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ctxext
 from ctxext.cli.eval.common import Session
 from ctxext.cli.options import SourceOptions, grouped, run_script
-from ctxext.evaluation.statistics import grouped_difference
 from ctxext.files import write_whole
+from ctxext.measuring.statistics import grouped_difference
 from ctxext.methods import saved_class
 from ctxext.texts.documents import read_documents
 from scripts.bench import machine, markdown_table

@@ -33,10 +33,10 @@ from transformers.masking_utils import sdpa_mask
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.attention.heads import HeadScores, heads, induction_scores
+from ctxext.core.subject import Subject
 from ctxext.evaluation.passkey import make_prompts
-from ctxext.surgery.heads import HeadScores, heads, induction_scores
-from ctxext.surgery.subject import Subject
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.texts.documents import read_documents
 from ctxext.texts.haystack import of_text
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import ctxext
 from ctxext.cli.options import run_script
-from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import make_prompts
+from ctxext.measuring.checkpoint import load_checkpoint
+from ctxext.measuring.loss import loss_by_position
 from scripts.bench import machine, markdown_table
 
 BLOCK = 1024

@@ -31,17 +31,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, ending_on_interrupt
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.forward import turning_point
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import ALPHA, BETA
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import Window
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
-from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
-from ctxext.evaluation.statistics import PairedDifference, document_difference, grouped_difference
-from ctxext.evaluation.survey import LossJob, PromptJob, Survey, jobs_of
-from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_windows
+from ctxext.measuring.forward import turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.loss import Window
+from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.measuring.statistics import PairedDifference, document_difference, grouped_difference
+from ctxext.measuring.survey import LossJob, PromptJob, Survey, jobs_of
+from ctxext.measuring.truncation import UNPATCHED, best_window, tail_windows
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.core.subject import base_model
 from ctxext.errors import CheckpointError, PatchStateError
-from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.surgery.subject import base_model
+from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 

@@ -20,11 +20,11 @@ from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.inspect import Inspection, inspect_adapter, inspect_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
 from ctxext.spec import LLAMA
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
 from tests._gguf import write_gguf
 from tests._models import FOR_LLAMA, MODELS, bert, tiny
 from tests._products import some

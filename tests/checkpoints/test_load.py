@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import ctxext
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.source import read_any_config
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from ctxext.errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -28,10 +30,8 @@ from ctxext.errors import (
     InvalidParameterError,
     PatchStateError,
 )
-from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RetrievalHeads, RopeMethod, YaRN
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.check import State, Stock
 from tests.walk.tiny import TRAINED_LENGTH

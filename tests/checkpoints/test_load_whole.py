@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.measuring.checkpoint import load_checkpoint
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
 from tests._tokenizer import make_tokenizer

@@ -24,9 +24,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import ctxext
+from ctxext.core.subject import base_model, weights_digest
 from ctxext.errors import CheckpointError, IncompatibleError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.surgery.subject import base_model, weights_digest
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training import checkpoint as training
 from ctxext.training.settings import Settings, read_settings
 from tests._gguf import write_gguf

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ctxext.architectures.rope import fingerprint
 from ctxext.choosing.candidates import CandidateReach, candidates, critical, distinct, grid, short_label
-from ctxext.evaluation.readings import TIMES, Reading, name_for
+from ctxext.measuring.readings import TIMES, Reading, name_for
 from ctxext.methods import METHODS, NTK, PI, Method, RetrievalHeads, RopeMethod, SelfExtend, YaRN
 from ctxext.methods.remap import RemapMethod
+from ctxext.models.rope import fingerprint
 from ctxext.spec import RopeSpec
 
 ROPE = RopeSpec(rotary_dim=64, base=1e5, trained_length=8192)

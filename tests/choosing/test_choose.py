@@ -19,10 +19,10 @@ from ctxext.choosing.choice import Choice
 from ctxext.choosing.report import choice_page
 from ctxext.choosing.texts import corpus_from, split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
-from ctxext.evaluation import loss
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.measuring import loss
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import loss_by_position
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.methods import PI, Clipped, SelfExtend, YaRN
 from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told

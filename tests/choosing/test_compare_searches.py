@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.choosing.landscape import Example, Landscape, as_method
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from docs.results import compare_searches
 from docs.results.compare_searches import Genetic, Problem
 from tests._models import byte_model, tiny, tokens

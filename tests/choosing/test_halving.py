@@ -15,8 +15,8 @@ import ctxext
 from ctxext.choosing.candidates import CandidateReach
 from ctxext.choosing.halving import LOOKS, PIECES, Finish, Halving, Sizes, chosen, is_worse, keys_lost
 from ctxext.choosing.verdict import HeldOut, judge_held_out
-from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.statistics import CHANCE, PairedDifference
+from ctxext.measuring.loss import loss_by_position
+from ctxext.measuring.statistics import CHANCE, PairedDifference
 from tests._models import byte_model
 
 TRAINED, LENGTH = 512, 1024

@@ -12,11 +12,11 @@ from torch import nn
 
 import ctxext
 from ctxext.choosing.landscape import PENALTY, Example, Landscape, as_method, require_searchable, vector_of
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.measuring.loss import loss_by_position
 from ctxext.methods import NTK, YaRN
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
 from tests._models import on_recent, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

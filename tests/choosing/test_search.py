@@ -19,13 +19,13 @@ from ctxext.choosing.choice import Choice
 from ctxext.choosing.losses import MeasuredLosses
 from ctxext.choosing.search import NEEDLE, Descent, State, hidden_key
 from ctxext.choosing.texts import TextStretch, split_texts
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import PasskeyPrompt
-from ctxext.evaluation.statistics import PairedDifference
-from ctxext.evaluation.truncation import UNPATCHED
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.statistics import PairedDifference
+from ctxext.measuring.truncation import UNPATCHED
 from ctxext.methods import PI, LongRoPE, YaRN
-from ctxext.surgery.subject import Subject
 from ctxext.texts.corpus import TokenisedDocument
 from tests._choices import on_disk, told
 from tests._models import byte_model

@@ -39,10 +39,10 @@ from ctxext.cli.demo import (
     sentences,
 )
 from ctxext.cli.options import DemoOptions
-from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.statistics import PairedDifference, edges_for
+from ctxext.measuring.checkpoint import load_checkpoint
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.loss import loss_by_position
+from ctxext.measuring.statistics import PairedDifference, edges_for
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
 from tests._models import byte_model

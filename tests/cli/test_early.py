@@ -20,11 +20,12 @@ from ctxext.cli.eval.ruler import TASKS as RULER
 from ctxext.cli.lab import BASELINES, TASKS
 from ctxext.cli.options import Dtype
 from ctxext.errors import NAMED_ELSEWHERE, CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation import checkpoint, ruler
-from ctxext.evaluation.checkpoint import DTYPES, load_checkpoint
+from ctxext.evaluation import ruler
 from ctxext.files import refuse_read_only
 from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
+from ctxext.measuring import checkpoint
+from ctxext.measuring.checkpoint import DTYPES, load_checkpoint
 from ctxext.methods import METHODS, RopeMethod, TableMethod, known_methods
 from ctxext.mistakes import DEVICES, refuse_mistakes, refuse_no_checkpoint, refuse_unknown_method
 from ctxext.registry import listed_methods, method_names, method_parameters, needs_reach

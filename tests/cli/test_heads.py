@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import ctxext
-from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.attention.heads import HeadScores, heads
 from ctxext.evaluation.report.heads import heads_page, sentences
-from ctxext.surgery.heads import HeadScores, heads
+from ctxext.measuring.checkpoint import load_checkpoint
 from tests._models import byte_model
 from tests._programs import command
 from tests._tokenizer import make_tokenizer

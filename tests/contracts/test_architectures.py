@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ctxext
-import ctxext.architectures.rope
+import ctxext.models.rope
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
 from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import crossed, some
 from tests.walk.check import State, Stock, check_model
@@ -132,7 +132,7 @@ def test_a_failure_in_the_middle_leaves_no_trace(
     def fail(*_: Any) -> None:
         raise RuntimeError("the power went out")
 
-    monkeypatch.setattr(ctxext.architectures.rope, place, fail)
+    monkeypatch.setattr(ctxext.models.rope, place, fail)
     with pytest.raises(RuntimeError, match="the power went out"):
         ctxext.patch(model, example(method, model))
     assert before.difference(model) is None

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 import ctxext
-from ctxext.attention import BACKENDS, Call, Layout, flex, named
-from ctxext.attention.pieces import RotationForm
+from ctxext.attention.alibi import AlibiAttend
+from ctxext.attention.attend import Backends
+from ctxext.attention.encodings import ENCODING, EncodingAttend
+from ctxext.attention.remap import HeadPieces, RemapAttend
+from ctxext.caches.layout_mask import LayoutMask
+from ctxext.caches.travelling import Travelling
+from ctxext.kernels import BACKENDS, Call, Layout, flex, named
+from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import BiasMethod, known_methods
 from ctxext.methods.base import Method
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
-from ctxext.surgery.alibi import AlibiAttend
-from ctxext.surgery.attend import Backends
-from ctxext.surgery.encodings import ENCODING, EncodingAttend
-from ctxext.surgery.layout_mask import LayoutMask
-from ctxext.surgery.remap import HeadPieces, RemapAttend
-from ctxext.surgery.travelling import Travelling
 from ctxext.training.lora import attach_lora
 from tests._encodings import SCALE, SPEC, carried_by, encoding_of
 from tests._models import tiny, tokens
-from tests.attention.cases import case
+from tests.kernels.cases import case
 
 ATTENDING = {
     name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod | RemapMethod | BiasMethod)

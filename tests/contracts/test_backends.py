@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
+from ctxext.kernels import BACKENDS, AttentionBackend, Call, Layout
 from tests._products import crossed
-from tests.attention.cases import LAYOUTS, Case, case, error, leave_flex_uncompiled, naive, torchs_own, truth
+from tests.kernels.cases import LAYOUTS, Case, case, error, leave_flex_uncompiled, naive, torchs_own, truth
 
 DEVICES = [
     "cpu",

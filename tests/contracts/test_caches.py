@@ -24,9 +24,9 @@ from transformers import (
 )
 
 import ctxext
+from ctxext.caches.records import cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import LongRoPE
-from ctxext.surgery.caches import cache_argument
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedModel
 
 import ctxext
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RetrievalHeads, known_methods
 from ctxext.spec import RopeSpec
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
 from tests._models import FOR_LLAMA, RECENT, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 

@@ -13,12 +13,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import ctxext
+from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods import METHODS, DynamicYaRN, LongRoPE, Method, RetrievalHeads
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
-from ctxext.surgery.caches import PAGED_IN_LAYERS
 from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

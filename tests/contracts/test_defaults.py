@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.attention import Layout
-from ctxext.attention.flash import token_indices
+from ctxext.kernels import Layout
+from ctxext.kernels.flash import token_indices
 from ctxext.methods import METHODS, RopeMethod, known_methods
 from ctxext.spec import RopeSpec
 from tests._models import FOR_LLAMA, logits, tiny, tokens

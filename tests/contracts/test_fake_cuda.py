@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.attention import base, sdpa, step
-from ctxext.attention.near_far import _WithFar
-from ctxext.attention.pieces import _Differentiable
+from ctxext.kernels import base, sdpa, step
+from ctxext.kernels.near_far import _WithFar
+from ctxext.kernels.pieces import _Differentiable
 from ctxext.methods import known_methods
 from ctxext.methods.base import BiasMethod, RopeMethod
 from ctxext.methods.encoding import EncodingMethod

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import ctxext
-from ctxext.attention import step
+from ctxext.kernels import step
 from tests._models import tiny, tokens
 from tests._steps import launches_a_layer
 

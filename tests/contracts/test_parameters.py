@@ -17,7 +17,7 @@ import torch
 
 import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError
-from ctxext.evaluation.readings import named_method
+from ctxext.measuring.readings import named_method
 from ctxext.methods import METHODS, Method, known_methods
 from ctxext.methods.parameters import MOST, Parameter, parameters_of
 from ctxext.quantities import parameter_of

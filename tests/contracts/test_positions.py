@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.attention import BACKENDS, flex
 from ctxext.errors import BackendUnavailableError
+from ctxext.kernels import BACKENDS, flex
 from ctxext.methods import METHODS, LongRoPE
 from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
@@ -109,7 +109,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling costs 10 s per layout on CPU; tests/attention/test_flex.py compiles a few."""
+    """Compiling costs 10 s per layout on CPU; tests/kernels/test_flex.py compiles a few."""
     monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
 
 

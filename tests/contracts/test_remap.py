@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ctxext
-from ctxext.attention.pieces import RotationForm
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
+from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import METHODS, DualChunk, ReRoPE, RetrievalHeads, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks

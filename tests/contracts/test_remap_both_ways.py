@@ -16,18 +16,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
+from ctxext.core.code import names_of
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, DualChunk, RetrievalHeads, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
-from ctxext.surgery.code import names_of
-from ctxext.surgery.subject import Subject
 from tests._models import RECENT, tokens
 from tests._products import crossed
 from tests._remap import ROPE, dense_attention, relative_positions, weights
+from tests.attention.test_both_ways import LENGTH, keep_of, logits, require_saved_and_undone
+from tests.attention.test_both_ways import encoder as encoder_of
 from tests.contracts.test_remap import unrotated
-from tests.surgery.test_both_ways import LENGTH, keep_of, logits, require_saved_and_undone
-from tests.surgery.test_both_ways import encoder as encoder_of
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 

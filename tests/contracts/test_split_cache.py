@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import ctxext
+from ctxext.caches.bounded import BoundedLayer, SplitLayer
+from ctxext.caches.records import empty
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import RetrievalHeads, Streaming
-from ctxext.surgery.bounded import BoundedLayer, SplitLayer
-from ctxext.surgery.caches import empty
 from tests._caches import OF_ROWS, read
 from tests._models import logits, tiny, tokens
 

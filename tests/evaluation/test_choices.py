@@ -17,9 +17,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import InvalidParameterError, ResultsError, UnknownNameError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import logits_of_answers
-from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.report.retrieval import retrieval_page, retrieval_sentences
 from ctxext.evaluation.retrieval import TASK_NAMES, choices
 from ctxext.evaluation.retrieval.associations import KINDS
@@ -31,6 +28,9 @@ from ctxext.evaluation.retrieval.choices import (
     make_prompts,
 )
 from ctxext.evaluation.retrieval.harness import write_tasks
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import logits_of_answers
+from ctxext.measuring.provenance import provenance_of
 from ctxext.texts.haystack import of_text
 from tests._programs import command
 

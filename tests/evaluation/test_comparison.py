@@ -18,15 +18,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.result import ComparisonResult, judge
 from ctxext.evaluation.comparison.run import Comparison, prepare
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.comparison import headline, sentences, verdict_line
-from ctxext.evaluation.statistics import PairedDifference, document_difference
-from ctxext.evaluation.survey import LossJob, PromptJob, my_share
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import loss_by_position, truncated_loss
+from ctxext.measuring.readings import TIMES, Readings, chosen_methods
+from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.survey import LossJob, PromptJob, my_share
 from ctxext.methods import PI, ALiBi, YaRN
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document

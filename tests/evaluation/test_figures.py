@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ctxext.evaluation.report.figures import differences_panel
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.measuring.statistics import PairedDifference
 
 
 def drawn(groups: dict[str, list[float]], **settings: Any) -> tuple[list[float], str]:

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.measuring.loss import loss_by_position
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm_eval")
 

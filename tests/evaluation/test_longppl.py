@@ -19,11 +19,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation import key_tokens, longppl
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import KeyTokens, ending, prepare_search
 from ctxext.evaluation.longppl import LongPplResult
-from ctxext.evaluation.loss import truncated_loss
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import truncated_loss
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
 from tests._programs import command

@@ -15,7 +15,6 @@ from transformers import BertForMaskedLM, BertModel
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.masked import (
     END,
     EVERY,
@@ -30,10 +29,11 @@ from ctxext.evaluation.masked import (
     masked_texts,
     tokens_needed,
 )
-from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.report.masked import masked_sentences
-from ctxext.evaluation.survey import Survey
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.provenance import provenance_of
+from ctxext.measuring.survey import Survey
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
 from tests._models import bert, tiny

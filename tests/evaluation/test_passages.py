@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import BertModel
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.passages import (
     AVERAGED,
     FIRST,
@@ -28,10 +27,11 @@ from ctxext.evaluation.passages import (
     passage_readers,
     passage_report,
 )
-from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.report.passages import passage_sentences
-from ctxext.evaluation.survey import Survey
-from ctxext.evaluation.truncation import TRUNCATED
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.provenance import provenance_of
+from ctxext.measuring.survey import Survey
+from ctxext.measuring.truncation import TRUNCATED
 from tests._models import bert
 from tests._programs import command
 from tests._tokenizer import make_tokenizer

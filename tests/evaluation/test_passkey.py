@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.passkey import PasskeyResult, PasskeyTrial, build, measure, passkey_results, prepare
-from ctxext.evaluation.statistics import wilson_interval
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.haystack import of_text, split_sentences
 from tests._models import tiny
 

@@ -16,8 +16,8 @@ from transformers import (
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.forward import check_token_ids
-from ctxext.evaluation.loss import loss_by_position, loss_while, truncated_loss
+from ctxext.measuring.forward import check_token_ids
+from ctxext.measuring.loss import loss_by_position, loss_while, truncated_loss
 from tests._models import byte_model
 
 # Two fp32 evaluations of the same function that differ in the blocking of their matrix products.

@@ -23,9 +23,12 @@ import ctxext
 from ctxext.cli.app import app
 from ctxext.cli.options import OutputOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import (
+from ctxext.evaluation.perplexity import inside_survey, make_plan, prepare
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
+from ctxext.evaluation.report.perplexity import perplexity_page
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import (
     Window,
     longlora_starts,
     loss_by_position,
@@ -34,9 +37,6 @@ from ctxext.evaluation.loss import (
     truncation_windows,
     yarn_windows,
 )
-from ctxext.evaluation.perplexity import inside_survey, make_plan, prepare
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
-from ctxext.evaluation.report.perplexity import perplexity_page
 from ctxext.progress import terminal
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document, read_documents

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from ctxext.evaluation.survey import launched_processes
+from ctxext.measuring.survey import launched_processes
 
 
 @pytest.mark.parametrize(("present", "device"), [(2, "cuda:1"), (0, "cpu")])

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.forward import cached_tokens_for, pass_bytes
-from ctxext.evaluation.loss import (
+from ctxext.measuring.forward import cached_tokens_for, pass_bytes
+from ctxext.measuring.loss import (
     Window,
     longlora_starts,
     loss_by_position,

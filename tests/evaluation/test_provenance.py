@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
+from ctxext.core.subject import weights_digest
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype
-from ctxext.evaluation.provenance import ExtensionRecord, Provenance, command, git_state, provenance_of
-from ctxext.surgery.subject import weights_digest
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint, safe_dtype
+from ctxext.measuring.provenance import ExtensionRecord, Provenance, command, git_state, provenance_of
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
 

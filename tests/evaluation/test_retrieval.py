@@ -20,14 +20,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
 from ctxext.evaluation import passkey, ruler
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
-from ctxext.evaluation.provenance import from_json, provenance_of
-from ctxext.evaluation.readings import find_readers
 from ctxext.evaluation.report.retrieval import passkey_page, passkey_sentences, ruler_sentences
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
-from ctxext.evaluation.statistics import wilson_interval
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.provenance import from_json, provenance_of
+from ctxext.measuring.readings import find_readers
+from ctxext.measuring.statistics import wilson_interval
 from tests._programs import command, killed_at, launched
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")

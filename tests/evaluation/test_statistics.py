@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctxext.choosing.verdict import by_document, judge_held_out
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.statistics import (
+from ctxext.measuring.statistics import (
     PairedDifference,
     block_difference,
     bucketed,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from ctxext.evaluation.forward import pass_cost, ticking
-from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import truncated_loss
-from ctxext.evaluation.truncation import (
+from ctxext.measuring.forward import pass_cost, ticking
+from ctxext.measuring.labels import label_of
+from ctxext.measuring.loss import truncated_loss
+from ctxext.measuring.truncation import (
     best_window,
     is_reference,
     join_best,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctxext.evaluation.readings import TIMES
+from ctxext.measuring.readings import TIMES
 from tests._programs import ROOT, ran
 
 

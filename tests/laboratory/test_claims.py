@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.evaluation.statistics import PairedDifference, students_quantile
 from ctxext.laboratory.claims import CLAIMS, EVERY_OTHER, ITSELF_TRUNCATED, Claim, judge, verdicts
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, paired
 from ctxext.laboratory.subjects import subjects
+from ctxext.measuring.statistics import PairedDifference, students_quantile
 
 BLOCKS = len(blocks_of(64)) - 1
 SEEDS, WINDOWS = 3, 10

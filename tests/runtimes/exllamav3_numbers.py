@@ -21,9 +21,9 @@ import typer
 
 import ctxext
 from ctxext.checkpoints.load import meta_model
+from ctxext.core.saved import with_old_form
 from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method
-from ctxext.saved import with_old_form
 from tests.runtimes.vllm_numbers import TRAINED, configs, methods, spec_of, write_golden
 
 GOLDEN = Path(__file__).with_name("exllamav3.json")

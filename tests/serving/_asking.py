@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
 from ctxext.serving.server import application
 

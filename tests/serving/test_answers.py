@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
-from ctxext.surgery.caches import PAGED_IN_LAYERS
+from ctxext.caches.records import PAGED_IN_LAYERS
 from tests.serving._asking import CHAT, RESPONSES, SILENT, TEXT, Asking, asking, bytewise, letters
 
 PROMPT = "once upon a time"

@@ -21,7 +21,7 @@ import torch
 import uvicorn
 
 import ctxext
-from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.gate import Gate
 from ctxext.serving.load import Served, load_served
 from ctxext.serving.server import application

@@ -15,8 +15,8 @@ from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
 
+from ctxext.caches.continuous import PAGED_IN_LAYERS
 from ctxext.serving.requests import LABELS, NEUTRAL, Answered, Completion, Conversation
-from ctxext.surgery.continuous import PAGED_IN_LAYERS
 from tests._programs import ROOT
 from tests.serving._asking import CHAT, RESPONSES, TEXT, Asking, asking, letters
 

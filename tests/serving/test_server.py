@@ -21,9 +21,9 @@ import torch
 from starlette.exceptions import HTTPException
 
 import ctxext
+from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.serving.endpoints import fit
 from ctxext.serving.gate import Gate
-from ctxext.surgery.caches import PAGED_IN_LAYERS
 from tests._models import byte_model
 from tests._products import some
 from tests._programs import command

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
+from ctxext.core.stored_form import method_rope_parameters, stored_method
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
 from ctxext.serving.vllm import REMAP, register, served_config
 from ctxext.spec import RopeSpec
-from ctxext.surgery.stored_form import method_rope_parameters, stored_method
 from tests._remap import ROPE, dense_attention, relative_positions, weights
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 

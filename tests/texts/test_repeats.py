@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.statistics import students_quantile
+from ctxext.measuring.statistics import students_quantile
 from ctxext.texts.repeats import MEAN, SLOPE, SQUARES, START, STRING, TEXTS, WIDTH, Repeats, far_repeats, repeats_of
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "need.csv"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import ctxext
+from ctxext.core.subject import weights_digest
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.surgery.subject import weights_digest
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.training import before_after
 from ctxext.training.before_after import BeforeAndAfter
 from tests.training._recipe import recipe

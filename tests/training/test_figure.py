@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.training.figure import save_training_figure, smoothed
 
 

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.architectures import architecture_of
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.surgery.subject import Subject
+from ctxext.models import architecture_of
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.masked import MaskedSequences, shift_of

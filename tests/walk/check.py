@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.architectures import find_architecture
-from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.architectures.buckets import Buckets
+from ctxext.core.probe import look
+from ctxext.core.rebuild import FAILURES
+from ctxext.core.rotary import find_sites
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, RetrievalHeads, TableMethod, known_methods
+from ctxext.models import find_architecture
+from ctxext.models.alibi import AlibiArchitecture
+from ctxext.models.buckets import Buckets
 from ctxext.spec import RopeSpec
-from ctxext.surgery.probe import look
-from ctxext.surgery.rebuild import FAILURES
-from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.subject import Subject
 from tests.walk.kinds import group_of, groups_for
 from tests.walk.stock import logits_of, output_of
 from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY

@@ -43,8 +43,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ctxext.surgery.probe import look
-from ctxext.surgery.subject import Subject
+from ctxext.core.probe import look
+from ctxext.core.subject import Subject
 from tests.walk.check import Finding, Stock, check_model, walked_methods
 from tests.walk.kinds import OTHER, positions_of
 from tests.walk.pages import coverage as coverage_of
@@ -162,7 +162,7 @@ def _reason(findings: list[dict[str, Any]], outcome: str) -> str:
 def code_version() -> str:
     """A digest of everything that a result depends on."""
     digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
-    rooms = ("methods", "architectures", "surgery", "attention", "checkpoints")
+    rooms = ("methods", "core", "kernels", "caches", "attention", "models", "checkpoints")
     places = [ROOT / "ctxext", *(ROOT / "ctxext" / room for room in rooms), ROOT / "tests/walk"]
     for path in sorted(path for place in places for path in place.glob("*.py") if path.name != "pages.py"):
         digest.update(path.read_bytes())

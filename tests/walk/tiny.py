@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ctxext.surgery.tables import is_sinusoidal
+from ctxext.models.table_rows import is_sinusoidal
 from tests.walk.special import SPECIAL
 
 TRAINED_LENGTH = 64

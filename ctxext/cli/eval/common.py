@@ -16,12 +16,12 @@ from ctxext.files import digest
 from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.checkpoint import Checkpoint
-    from ctxext.evaluation.journal import Journal
-    from ctxext.evaluation.provenance import Provenance
-    from ctxext.evaluation.readings import Reader
     from ctxext.evaluation.report.page import Page
-    from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
+    from ctxext.measuring.checkpoint import Checkpoint
+    from ctxext.measuring.journal import Journal
+    from ctxext.measuring.provenance import Provenance
+    from ctxext.measuring.readings import Reader
+    from ctxext.measuring.survey import Job, Prompt, PromptJob, Survey
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
@@ -65,8 +65,8 @@ class Session:
         reference: str | None = None,
         load: Callable[..., Any] | None = None,
     ) -> None:
-        from ctxext.evaluation.checkpoint import load_checkpoint
-        from ctxext.evaluation.survey import launched_processes
+        from ctxext.measuring.checkpoint import load_checkpoint
+        from ctxext.measuring.survey import launched_processes
 
         self.results = results or OutputOptions()
         self.group = launched_processes()
@@ -84,7 +84,7 @@ class Session:
 
     def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
         """Print what is about to be measured: the checkpoint, its trained length in tokens, and what happens to it."""
-        from ctxext.evaluation.labels import tokens_label
+        from ctxext.measuring.labels import tokens_label
 
         trained = f", trained to {tokens_label(trained_length)} tokens, in {checkpoint.dtype_note}, {about}"
         self.console.print(Text.assemble((checkpoint.name, "bold"), trained))
@@ -92,7 +92,7 @@ class Session:
     @property
     def journal(self) -> Journal:
         """The journal that keeps finished jobs beside the first output; in memory where none was named."""
-        from ctxext.evaluation.journal import Journal
+        from ctxext.measuring.journal import Journal
 
         named = self.results.output
         return Journal(named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None, self.group.process)
@@ -119,7 +119,7 @@ class Session:
 
     def readers(self, asked: ReaderOptions) -> tuple[Reader, ...]:
         """Return the readings to ask for things hidden in a text, the references first; see ``find_readers``."""
-        from ctxext.evaluation.readings import find_readers
+        from ctxext.measuring.readings import find_readers
 
         return find_readers(self.checkpoint, reference=self.reference, **asked.arguments())
 
@@ -130,8 +130,8 @@ class Session:
             CtxextError: as the measurement does; finished trials are kept.
             Exit: with code 130 on Ctrl-C.
         """
-        from ctxext.evaluation.labels import all_of, tokens_label
-        from ctxext.evaluation.survey import Survey, jobs_of
+        from ctxext.measuring.labels import all_of, tokens_label
+        from ctxext.measuring.survey import Survey, jobs_of
 
         jobs = jobs_of(readers, prompts)
         survey = Survey(made_by, self.checkpoint, jobs, journal=self.journal, group=self.group)
@@ -144,7 +144,7 @@ class Session:
 
     def provenance(self, document: Document | None, seed: int) -> Provenance:
         """Return the provenance of prompts that are drawn, with the text that they hide things in."""
-        from ctxext.evaluation.provenance import provenance_of
+        from ctxext.measuring.provenance import provenance_of
         from ctxext.texts.corpus import prefix_label, special_prefix
 
         prefix = prefix_label(self.checkpoint.tokenizer, special_prefix(self.checkpoint.tokenizer))
@@ -161,7 +161,7 @@ class Session:
 
 def texts_in_words(corpus: Corpus) -> str:
     """Name the texts of a corpus, how many were left out, and what stands in front of each."""
-    from ctxext.evaluation.labels import few_of
+    from ctxext.measuring.labels import few_of
 
     short = corpus.read - len(corpus.documents)
     left_out = f" ({short} shorter documents left out)" if short else ""

@@ -83,9 +83,9 @@ def compare(
     """
     refuse_read_only(output)
     from ctxext.evaluation.comparison.run import prepare
-    from ctxext.evaluation.labels import all_of, tokens_label
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.report.figures import require_matplotlib
+    from ctxext.measuring.labels import all_of, tokens_label
 
     require_matplotlib()
     session = Session(source)

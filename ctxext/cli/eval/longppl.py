@@ -24,8 +24,8 @@ from ctxext.errors import InvalidParameterError
 from ctxext.files import write_whole
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.key_tokens import KeyTokens
+    from ctxext.measuring.journal import Journal
     from ctxext.texts.corpus import Corpus
 
 
@@ -67,8 +67,8 @@ def longppl(
     [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
     """
     from ctxext.evaluation import longppl as evaluation
-    from ctxext.evaluation.readings import chosen_methods, factors_for, known_trained_length
     from ctxext.evaluation.report.longppl import longppl_page
+    from ctxext.measuring.readings import chosen_methods, factors_for, known_trained_length
     from ctxext.patching import describe
 
     if keys.keys is not None and not keys.keys.parent.is_dir():
@@ -101,8 +101,8 @@ def _key_tokens(
     session: Session, options: KeyOptions, corpus: Corpus, search: dict[str, Any], journal: Journal
 ) -> KeyTokens:
     """Read the key tokens of the file, or find them and keep them there before anything else is computed."""
-    from ctxext.evaluation.journal import explain_disk_error
     from ctxext.evaluation.key_tokens import KeyTokens, prepare_search
+    from ctxext.measuring.journal import explain_disk_error
 
     path = options.keys
     if path is not None and path.exists():

@@ -54,11 +54,11 @@ def passages(
 
     [bold]Example[/]: ctxext eval passages all-MiniLM-L6-v2 -m pi -m tile -f 4 -o passages.json -o passages.png
     """
-    from ctxext.evaluation.labels import all_of, tokens_label
     from ctxext.evaluation.passages import load_embedder, make_passages, passage_jobs, passage_readers, passage_report
-    from ctxext.evaluation.provenance import provenance_of
     from ctxext.evaluation.report.passages import passage_page
-    from ctxext.evaluation.survey import Survey
+    from ctxext.measuring.labels import all_of, tokens_label
+    from ctxext.measuring.provenance import provenance_of
+    from ctxext.measuring.survey import Survey
     from ctxext.texts.haystack import noise, of_text
 
     document = haystack.document()

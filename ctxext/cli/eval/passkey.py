@@ -42,9 +42,9 @@ def passkey(
 
     [bold]Example[/]: ctxext eval passkey Llama-3-8B --method yarn --factor 4 -o passkey.json -o passkey.png
     """
-    from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
     from ctxext.evaluation.report.retrieval import passkey_page
+    from ctxext.measuring.forward import turning_point
     from ctxext.texts.haystack import noise, of_text
 
     document = haystack.document()

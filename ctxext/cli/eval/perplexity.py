@@ -24,8 +24,8 @@ from ctxext.quantities import parse_bytes
 from ctxext.registry import method_names
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.perplexity import PerplexityPlan
+    from ctxext.measuring.checkpoint import Checkpoint as Loaded
     from ctxext.texts.corpus import Corpus
 
 

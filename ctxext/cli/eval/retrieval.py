@@ -70,10 +70,10 @@ def retrieval(
     [bold]Example[/]: ctxext eval retrieval Llama-3-8B -m yarn -f 4 -l 1K -l 32K -o choices.json -o choices.png
     """
     questions.check(asked.length or [])
-    from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.report.retrieval import retrieval_page
     from ctxext.evaluation.retrieval.choices import make_prompts, retrieval_report
     from ctxext.evaluation.retrieval.harness import write_tasks
+    from ctxext.measuring.forward import turning_point
     from ctxext.texts.haystack import noise, of_text
 
     document = haystack.document()

@@ -53,10 +53,10 @@ def ruler(
 
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """
-    from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.report.retrieval import ruler_page
     from ctxext.evaluation.ruler import TASKS as MADE
     from ctxext.evaluation.ruler import Sources, ruler_prompts, ruler_report
+    from ctxext.measuring.forward import turning_point
 
     document = haystack.document()
     sources = Sources(document, tasks.squad, tasks.hotpotqa)

@@ -2,6 +2,6 @@
 
 from ctxext.evaluation.comparison.result import Series, summarise
 from ctxext.evaluation.comparison.run import Comparison, prepare
-from ctxext.evaluation.statistics import edges_for
+from ctxext.measuring.statistics import edges_for
 
 __all__ = ["Comparison", "Series", "edges_for", "prepare", "summarise"]

@@ -11,8 +11,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.readings import Reading, Refusal
-from ctxext.evaluation.statistics import (
+from ctxext.measuring.readings import Reading, Refusal
+from ctxext.measuring.statistics import (
     CURVE,
     Bucket,
     PairedDifference,
@@ -20,7 +20,7 @@ from ctxext.evaluation.statistics import (
     document_difference,
     edges_for,
 )
-from ctxext.evaluation.truncation import best_window, window_of
+from ctxext.measuring.truncation import best_window, window_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.result import (
     ComparisonResult,
     FactorSeries,
@@ -22,15 +21,16 @@ from ctxext.evaluation.comparison.result import (
     judge,
     summarise,
 )
-from ctxext.evaluation.forward import turning_point
-from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import Window
 from ctxext.evaluation.passkey import DEPTHS, JUDGED, PasskeyPrompt, make_prompts
-from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal, chosen_methods, require_reached
-from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, Bucket, bucketed, document_difference, edges_for
-from ctxext.evaluation.survey import LossJob, ProcessGroup, PromptJob, Survey
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, join_best, tail_windows
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import turning_point
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.loss import Window
+from ctxext.measuring.provenance import provenance_of
+from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods, require_reached
+from ctxext.measuring.statistics import ENOUGH_DOCUMENTS, Bucket, bucketed, document_difference, edges_for
+from ctxext.measuring.survey import LossJob, ProcessGroup, PromptJob, Survey
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, best_window, join_best, tail_windows
 from ctxext.methods import Method
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, FactorSeries, Row, Score, Series, Verdict
-from ctxext.evaluation.labels import all_of, capitalised, perplexity_label, tokens_label
-from ctxext.evaluation.readings import TIMES, Reading
 from ctxext.evaluation.report.figures import (
     COLOURS,
     DASHED,
@@ -25,8 +23,10 @@ from ctxext.evaluation.report.figures import (
 )
 from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.report.retrieval import KEYS, passkey_panel
-from ctxext.evaluation.statistics import PairedDifference
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, windows_of
+from ctxext.measuring.labels import all_of, capitalised, perplexity_label, tokens_label
+from ctxext.measuring.readings import TIMES, Reading
+from ctxext.measuring.statistics import PairedDifference
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, windows_of
 
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0

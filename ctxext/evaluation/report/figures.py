@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import require_package
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.statistics import PairedDifference
-from ctxext.evaluation.truncation import TRUNCATED
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.statistics import PairedDifference
+from ctxext.measuring.truncation import TRUNCATED
 
 # Hues of Okabe and Ito and their neighbours: colour-blind readers can tell them apart, and all are dark enough for text
 # on white. A method has the same colour in every figure.

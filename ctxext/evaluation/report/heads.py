@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ctxext.attention.heads import HeadScores, best_first
 from ctxext.evaluation.report.figures import INK, NOTE, Panel, paneled
 from ctxext.evaluation.report.page import Headline, Page, TextTable, provenance_table
 from ctxext.methods.retrieval_heads import SHARE
-from ctxext.surgery.heads import HeadScores, best_first
 
 MOST_ROWS = 20
 RETRIEVES, IDLE = 0.1, 0.02

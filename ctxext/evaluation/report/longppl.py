@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.longppl import LongPplResult, LongPplScore
 from ctxext.evaluation.report.figures import Line, Panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Page, Part, TextTable, provenance_table
-from ctxext.evaluation.truncation import TRUNCATED, window_of
+from ctxext.measuring.labels import few_of, tokens_label
+from ctxext.measuring.truncation import TRUNCATED, window_of
 
 AGAINST = "Loss minus the best truncation's, nats per token ± standard error"
 

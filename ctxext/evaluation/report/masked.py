@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.masked import CURVE, END, POSITION, WHOLE, MaskedReading, MaskedReport, MaskedScore
 from ctxext.evaluation.report.figures import Line, Panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Page, Part, TextTable, provenance_table
-from ctxext.evaluation.truncation import window_of
+from ctxext.measuring.labels import few_of, tokens_label
+from ctxext.measuring.truncation import window_of
 
 KINDS = {POSITION: "by position", END: "by distance to the end"}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.passages import BASELINES, PassageReport
 from ctxext.evaluation.report.figures import Line, Panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Page, TextTable, provenance_table
-from ctxext.evaluation.truncation import TRUNCATED
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.truncation import TRUNCATED
 
 
 def passage_page(report: PassageReport) -> Page:

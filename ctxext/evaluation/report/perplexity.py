@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ctxext.evaluation.labels import few_of, label_of, perplexity_label, tokens_label
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.report.figures import COLOURS, Figure, Line, differences_panel, lines_panel, paneled
 from ctxext.evaluation.report.page import Headline, Page, Part, TextTable, provenance_table
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
+from ctxext.measuring.labels import few_of, label_of, perplexity_label, tokens_label
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 TITLES = {
     "position": "Perplexity up to a length",

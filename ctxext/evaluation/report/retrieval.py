@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult
 from ctxext.evaluation.report.figures import Line, Panel, heat_panel, lines_panel, paneled
 from ctxext.evaluation.report.page import NONE, Page, TextTable, provenance_table
 from ctxext.evaluation.retrieval.choices import RetrievalReport, RetrievalResult
 from ctxext.evaluation.ruler import RulerReport, RulerResult
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED
 
 AVERAGE = "average"
 DASHED_LINE = "A dashed line marks where the trained window ends."

@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.forward import SMALL_MODEL, Progress, logits_of_answers, pass_cost, ticking
-from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
-from ctxext.evaluation.statistics import (
+from ctxext.evaluation.task_result import TaskResult, relative_effective_length
+from ctxext.files import digest
+from ctxext.measuring.forward import SMALL_MODEL, Progress, logits_of_answers, pass_cost, ticking
+from ctxext.measuring.provenance import Provenance, Report, from_json
+from ctxext.measuring.statistics import (
     CHANCE,
     PairedDifference,
     check_finite,
     grouped_difference,
     score_difference,
 )
-from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
-from ctxext.evaluation.task_result import TaskResult, relative_effective_length
-from ctxext.files import digest
+from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
 

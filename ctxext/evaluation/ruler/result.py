@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.task_result import TaskResult, relative_effective_length
+from ctxext.measuring.provenance import Provenance, Report
 
 
 @dataclass(frozen=True)

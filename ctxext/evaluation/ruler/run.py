@@ -15,14 +15,14 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.forward import SMALL_MODEL, Progress, pass_cost, ticking
 from ctxext.evaluation.key_tokens import tokenizer_digest
-from ctxext.evaluation.provenance import Provenance, from_json
 from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
-from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.files import digest
+from ctxext.measuring.forward import SMALL_MODEL, Progress, pass_cost, ticking
+from ctxext.measuring.provenance import Provenance, from_json
+from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.texts.corpus import special_prefix
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.readings import known_trained_length
+from ctxext.core.subject import text_of
 from ctxext.evaluation.report.figures import INK, NOTE
 from ctxext.laboratory.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
+from ctxext.measuring.readings import known_trained_length
 from ctxext.methods import BiasMethod, EncodingMethod
 from ctxext.methods.encoding import Encoding
 from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
-from ctxext.surgery.subject import text_of
 
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
 TURNS = 32  # of a learned bias, at most: T5 has so many buckets

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.readings import name_for
 from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Picture, distances_to, quiet, tokens_axis
 from ctxext.laboratory.pictures.request import PictureRequest
+from ctxext.measuring.readings import name_for
 from ctxext.methods import BucketMethod
 from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec
-from ctxext.surgery.subject import text_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.readings import name_for
 from ctxext.evaluation.report.figures import INK, NOTE
 from ctxext.laboratory.pictures.picture import Picture, as_numbers, colour_bar, number_cells
+from ctxext.measuring.readings import name_for
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec

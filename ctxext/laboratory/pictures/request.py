@@ -12,18 +12,18 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ctxext.attention.encodings import spec_of
 from ctxext.checkpoints.load import load, load_saved, meta_model, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
+from ctxext.core.saved import saved_extension
+from ctxext.core.subject import Subject, base_model
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.readings import known_trained_length
+from ctxext.measuring.readings import known_trained_length
 from ctxext.methods import EncodingMethod, Method, saved_class
 from ctxext.methods.encoding import Encoding
 from ctxext.methods.parameters import checked_tokens
-from ctxext.saved import saved_extension
+from ctxext.models.table_rows import twins_of
 from ctxext.spec import EncodingSpec
-from ctxext.surgery.encodings import spec_of
-from ctxext.surgery.subject import Subject, base_model
-from ctxext.surgery.tables import twins_of
 
 UNTRAINED = "as it begins, untrained"
 SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)

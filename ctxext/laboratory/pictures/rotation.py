@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.readings import name_for
 from ctxext.evaluation.report.figures import INK, NOTE
 from ctxext.laboratory.pictures.picture import (
     AFTER,
@@ -21,6 +20,7 @@ from ctxext.laboratory.pictures.picture import (
     quiet,
     tokens_axis,
 )
+from ctxext.measuring.readings import name_for
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import RopeSpec

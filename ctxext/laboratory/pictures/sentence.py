@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from ctxext.core.edits import Edits
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.report.figures import INK
 from ctxext.laboratory.pictures.bias import pairs_at
@@ -19,7 +20,6 @@ from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.patching import patch
 from ctxext.spec import EncodingSpec, Pairs, PairScore
-from ctxext.surgery.edits import Edits
 
 SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"
 MOST_TOKENS = 48  # more have no room for their names

@@ -27,7 +27,7 @@ from ctxext.evaluation.ruler import (
     ruler_prompts,
 )
 from ctxext.evaluation.ruler.tasks.base import largest_fit, words
-from ctxext.evaluation.statistics import wilson_interval
+from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import Document
 from tests._models import trained_for
 

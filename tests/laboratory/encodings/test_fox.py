@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctxext.attention import Layout, named, sdpa
+from ctxext.kernels import Layout, named, sdpa
 from ctxext.laboratory.encodings.fox import FoX
 from ctxext.methods.encoding import Encoding
 from ctxext.spec import EncodingSpec

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import Layout, named
 from ctxext.errors import InvalidParameterError
+from ctxext.kernels import Layout, named
 from ctxext.laboratory.encodings import hierarchical_summary
 from ctxext.laboratory.encodings.hierarchical_summary import HierarchicalSummary
 from ctxext.methods.encoding import Encoding

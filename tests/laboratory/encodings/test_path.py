@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctxext.attention import Layout, named, sdpa
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.kernels import Layout, named, sdpa
 from ctxext.laboratory.encodings.path import PaTH
 from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctxext.attention import Layout
+from ctxext.kernels import Layout
 from ctxext.laboratory.encodings.path_fox import PaTHFoX
 from tests._encodings import SCALE, SPEC, encoding_of, pairs_of
 

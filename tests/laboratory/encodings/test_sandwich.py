@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import Layout, named
-from ctxext.attention.base import Call
 from ctxext.errors import InvalidParameterError
+from ctxext.kernels import Layout, named
+from ctxext.kernels.base import Call
 from ctxext.laboratory.encodings.sandwich import Sandwich
 from tests._encodings import SCALE, check_score, encoding_of, pairs_of
 

@@ -1,0 +1,170 @@
+"""Compute ALiBi in a patched attention layer, with the slopes of each row and document."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from ctxext.attention.attend import Backends, as_autocast_wants
+from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths
+from ctxext.caches.layout_mask import LayoutMask
+from ctxext.caches.records import current_pass
+from ctxext.errors import IncompatibleError
+from ctxext.files import digest
+from ctxext.kernels import Call, Layout
+from ctxext.kernels.base import expand_heads
+from ctxext.methods import BiasMethod
+from ctxext.spec import AlibiSpec
+
+
+@dataclass
+class AlibiAttend:
+    """ALiBi on a backend; one object serves all layers of a model.
+
+    Args:
+        method: the source of the slopes, which may depend on the length of each row.
+    """
+
+    method: BiasMethod
+    alibi: AlibiSpec
+    backends: Backends
+    _slopes: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def reads_pages(self) -> bool:
+        """True if it computes continuous batches: the slopes are the same for each request."""
+        return not self.method.dynamic
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: LayoutMask,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        **_: Any,
+    ) -> Tensor:
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        layout = mask.layout
+        q, k, v = as_autocast_wants(q, k, v)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, length: int) -> Tensor:
+            slopes = self.slopes(length, q.device)
+            if self.method.splits_heads:
+                return self._halves(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout)
+            call = Call.of(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout)
+            return self.backends.for_(call.need).run(call)
+
+        if not self.method.dynamic:
+            return run(q, k, v, layout, self.alibi.trained_length)
+        rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(mask))
+        fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
+        if len(fitted_lengths) == 1:
+            return run(q, k, v, layout, fitted_lengths.pop())
+        parts = []
+        for row, documents in enumerate(rows):
+            row_layout = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
+            here = slice(row, row + 1)
+            out = torch.zeros_like(q[here])
+            for fitted in sorted(set(documents.values())):
+                part = run(q[here], k[here], v[here], row_layout, fitted)
+                out = torch.where(_is_in(row_layout, documents, fitted), part, out)
+            parts.append(out)
+        return torch.cat(parts)
+
+    def _halves(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, slopes: Tensor, **how: Any) -> Tensor:
+        """Attend with the first half of the heads to earlier tokens, with the other half to later ones."""
+        if layout.sees != "both":
+            raise IncompatibleError(
+                "both_ways='halves' needs attention that sees both ways, but it is causal here. Unpatch the model for "
+                "such inputs."
+            )
+        if layout.query_length != layout.key_length:
+            raise IncompatibleError(
+                f"both_ways='halves' needs the whole text at once, found {layout.query_length} queries and "
+                f"{layout.key_length} keys: heads that look ahead cannot use a cache. Call the model with "
+                f"use_cache=False."
+            )
+        half = q.shape[1] // 2
+        if k.shape[1] % 2:  # a key head serves queries of both halves
+            k, v = (expand_heads(part, q.shape[1]) for part in (k, v))
+        (q, q_ahead), (k, k_ahead), (v, v_ahead) = (part.chunk(2, 1) for part in (q, k, v))
+        # Keep the two halves: layers find shared data by the identity of their slopes.
+        first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)
+        past = layout.memo("past", lambda: layout.past)
+        mirrored = layout.memo("mirrored", lambda: layout.mirrored)
+        call = Call.of(q, k, v, past, slopes=first, **how)
+        back = self.backends.for_(call.need).run(call)
+        call = Call.of(q_ahead.flip(2), k_ahead.flip(2), v_ahead.flip(2), mirrored, slopes=second, **how)
+        ahead = self.backends.for_(call.need).run(call)
+        return torch.cat([back, ahead.flip(2)], 1)
+
+    def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
+        """Return for each row the fitted length of each document, without padding and unfilled cache slots."""
+        layout, filling = mask.layout, current_pass.filling
+        rule = LengthRule(self.method, self.alibi.trained_length)
+        if filling is not None:
+            filling.spoil()  # the cache already contains the keys of this layer
+        if isinstance(mask.length, int) and not rule.by_request:
+            fitted = rule.fitted(mask.length)
+            note_fitted_lengths(0, [fitted])
+            return [{0: fitted}]
+        ends = _extremes(layout.key_positions, layout.key_documents, "amax")
+        starts = _extremes(layout.query_positions, layout.query_documents, "amin")
+        rows = []
+        for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
+            before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
+            fitted_lengths = fit_to_lengths(rule, row, len(ends), before, now, mask.length)
+            rows.append(dict(zip(last, fitted_lengths, strict=True)) or {0: rule.trained_length})
+        return rows
+
+    def slopes(self, length: int, device: torch.device) -> Tensor:
+        """Return the method's slopes for ``length`` tokens, float64 [heads], cached per device."""
+        slopes = self._slopes.get((length, device))  # look once: another thread may clear the cache at any time
+        if slopes is None:
+            if len(self._slopes) > 64:
+                self._slopes.clear()
+            with torch.inference_mode(
+                False
+            ):  # training could not use a tensor from inference mode, and this one is kept
+                slopes = self.method.slopes(self.alibi, length).to(device)
+            # A fake tensor, as torch.export traces with, must not stay in the live model.
+            if torch.compiler.is_dynamo_compiling() or not is_fake(slopes):
+                self._slopes[length, device] = slopes
+        return slopes
+
+
+def _is_in(layout: Layout, documents: dict[int, int], fitted: int) -> Tensor:
+    """Mark the queries of a row in documents of this fitted length: bool ``[1, 1, query, 1]``."""
+    if layout.query_documents is None:
+        return torch.ones(1, 1, layout.query_length, 1, dtype=torch.bool, device=layout.query_positions.device)
+    chosen = torch.tensor(
+        [d for d, length in documents.items() if length == fitted], device=layout.query_positions.device
+    )
+    return torch.isin(layout.query_documents, chosen)[:, None, :, None]
+
+
+def _extremes(positions: Tensor, documents: Tensor | None, reduction: str) -> list[dict[int, int]]:
+    """Return for each row the last ("amax") or first ("amin") position of each document."""
+    if documents is None:
+        return [{0: place} for place in getattr(positions, reduction)(1).tolist()]
+    rows = []
+    for places, names in zip(positions, documents, strict=True):
+        ids, index = torch.unique(names, return_inverse=True)
+        extremes = torch.empty_like(ids).scatter_reduce(0, index, places.to(ids.dtype), reduction, include_self=False)
+        rows.append({name: place for name, place in zip(ids.tolist(), extremes.tolist(), strict=True) if name >= 0})
+    return rows
+
+
+def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
+    """Return 12 hexadecimal digits of a hash of the slopes at the target length."""
+    slopes = method.slopes(alibi, method.target_length(alibi.trained_length))
+    return digest(slopes.float().numpy().tobytes())

@@ -1,0 +1,307 @@
+"""Install ctxext's attention in a model, after a trial on a twin; shared by ALiBi, remapping and encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ctxext.caches.call import ATTENTION, SharedForward
+from ctxext.caches.layout_mask import LayoutMask
+from ctxext.core.code import names_of
+from ctxext.core.edits import Edits
+from ctxext.core.probe import Layers, forward_without_data, reads_an_encoder
+from ctxext.core.rebuild import FAILURES, Rebuild
+from ctxext.core.replaced import original_twin
+from ctxext.core.rotary import UNSEEN, RotaryPlace
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError
+from ctxext.kernels import AttentionBackend, Call, Need, named, require_usable, select
+
+
+@dataclass
+class Backends:
+    """The attention backends of one model, selected once per kind of call."""
+
+    name: str = "auto"
+    _chosen: dict[Need, AttentionBackend] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        require_usable(self.name)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the notes for a user about a backend that was named."""
+        approximation = None if self.name == "auto" else named(self.name).approximation
+        return () if approximation is None else (approximation,)
+
+    def for_(self, need: Need) -> AttentionBackend:
+        """Return the backend that serves such a call."""
+        if torch.compiler.is_compiling():
+            return select(self.name, need)[0]
+        backend = self._chosen.get(need)
+        if backend is None:
+            if len(self._chosen) > 256:  # a need contains lengths, so decoding adds one per token
+                self._chosen.clear()
+            backend = self._chosen[need] = select(self.name, need)[0]
+        return backend
+
+
+def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast queries, keys and values to the dtype that autocast uses for torch's own attention.
+
+    Under autocast, rotation leaves queries and keys in float32, and values keep the dtype of their projection.
+    """
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # a dry run on the meta device computes nothing
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)
+
+
+class _Under:
+    """A layer or its config as it was before ``patch``: with some attributes of other values."""
+
+    def __init__(self, now: Any, **before: Any) -> None:
+        vars(self).update(before, _now=now)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_now"], name)
+
+
+def attention_function(module: nn.Module, implementation: str) -> Any:
+    """Return the function by which a layer computes attention under an implementation of transformers."""
+    names = names_of(type(module))
+    return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
+
+
+def attend_as_before(
+    implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, given: dict[str, Any]
+) -> Tensor:
+    """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit."""
+    attention = attention_function(module, implementation)
+    # Flash attention reads in the config of the layer which kernel to load.
+    layer = _Under(module, config=_Under(module.config, _attn_implementation=implementation))
+    out: Tensor = attention(layer, q, k, v, mask.under(implementation), **given)[0]
+    return out.transpose(1, 2)
+
+
+def decoder_of(subject: Subject, place: RotaryPlace) -> nn.Module:
+    """Return the module that owns the rotary module; it builds the mask and calls the layers."""
+    owner: nn.Module = subject.model.get_submodule(place.path.rpartition(".")[0])
+    return owner
+
+
+def attention_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the attention modules that call transformers' attention interface, in order."""
+    return [
+        module
+        for module in decoder.modules()
+        if (hasattr(module, "is_causal") or {"scaling", "layer_idx"} <= vars(module).keys())
+        and "ALL_ATTENTION_FUNCTIONS" in names_of(type(module))
+    ]
+
+
+def why_no_layer_attends_by_layout(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
+    """Return why ctxext's attention cannot replace that of any layer of this model; None if it may."""
+    if len(places) != 1:
+        return "its positions differ by layer type"
+    decoder = decoder_of(subject, places[0])
+    owner = decoder if isinstance(decoder, PreTrainedModel) else subject.model
+    if not attention_layers(decoder) or not type(owner)._can_set_attn_implementation():
+        return "its attention does not go through transformers' attention interface"
+    if seen.failure:
+        return f"ctxext cannot tell which of its layers rotate: {UNSEEN.format(seen.failure).rstrip('.')}"
+    return None
+
+
+def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
+    """Return why ctxext's attention cannot replace that of all layers of this model; None if it can."""
+    text = subject.text
+    if places[0].layer_type is not None:
+        return "its positions differ by layer type"
+    if reason := why_no_layer_attends_by_layout(subject, places, seen):
+        return reason
+    decoder = decoder_of(subject, places[0])
+    layers = attention_layers(decoder)
+    if len(layers) != text.num_hidden_layers * (2 if reads_an_encoder(decoder) else 1):
+        return "not all of its layers are attention layers"
+    for layer in layers:
+        if getattr(layer, "kv_lora_rank", None) is not None:
+            return "its keys and values differ in size (multi-head latent attention)"
+        if getattr(layer, "sinks", None) is not None:
+            return "its attention has sinks, which no backend supports"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "it caps attention scores (attn_logit_softcapping), which no backend supports"
+    if len(seen.rotating) != text.num_hidden_layers:
+        return "some of its layers have no positions at all"
+    return None
+
+
+@dataclass
+class TriedLayer:
+    """Replacement of the attention of one layer in a trial: it returns an empty result, and keeps what it was given.
+
+    Args:
+        mask: the layout in place of the mask; None as long as the layer was not called.
+        window: tokens that a query sees, of the mask or of the layer; None for all.
+        keys: the keys, without data; layers that share theirs get one tensor.
+        arguments: names of further arguments of the attention function that hold something.
+    """
+
+    checks_window: ClassVar[bool] = False
+    mask: LayoutMask | None = None
+    window: int | None = None
+    key_heads: int = 0
+    keys: Tensor | None = None
+    arguments: frozenset[str] = frozenset()
+    calls: int = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, given: dict[str, Any], **_: Any) -> Tensor:
+        self.mask, self.keys, self.key_heads, self.calls = mask, k, k.shape[1], self.calls + 1
+        self.window = given.get("sliding_window") if mask.window is None else mask.window
+        self.arguments = frozenset(name for name, value in given.items() if value is not None)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    @property
+    def sees_both_ways(self) -> bool:
+        """True if tokens see later tokens of their text."""
+        mask = self.mask
+        return mask is not None and not mask.refusal and mask.layout.sees == "both" and not mask.crosses
+
+    @property
+    def crosses(self) -> bool:
+        """True if the keys come from an encoder."""
+        return self.mask is not None and self.mask.crosses
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The result of a trial run of a twin on ctxext's attention.
+
+    Args:
+        failure: why the twin does not run; None if it does.
+        layers: the attention layers that were called, by their paths below the decoder, in order.
+        silent: paths of modules that look like attention and were not called.
+    """
+
+    failure: str | None = None
+    layers: Mapping[str, TriedLayer] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+
+    @property
+    def sees_both_ways(self) -> bool:
+        """True if tokens of any layer see later tokens."""
+        return any(layer.sees_both_ways for layer in self.layers.values())
+
+    @property
+    def crossing(self) -> tuple[str, ...]:
+        """Paths of attention whose keys come from an encoder."""
+        return tuple(path for path, layer in self.layers.items() if layer.crosses)
+
+    @property
+    def why_not_all(self) -> str | None:
+        """Reason for which not all attention of the model can be replaced; None if it can."""
+        for layer in self.layers.values():
+            if layer.mask is not None and layer.mask.refusal:
+                return layer.mask.refusal.rstrip(".")
+        if not self.silent:
+            return None
+        return f"only {len(self.layers)} of its {len(self.layers) + len(self.silent)} layers call ctxext's attention"
+
+
+def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
+    """Run a twin of a rebuilt model on ctxext's attention, without data, and return the result.
+
+    The trial is needed because a model's code may compute with the mask that a layout replaces, or may need attention
+    that a layout cannot express.
+    """
+    try:
+        twin = Subject(original_twin(rebuild.subject.model, rebuild.config).eval())
+        decoder, edits = decoder_of(twin, place), Edits()
+        install_attention(twin, place, None, edits)
+        layers = {path: TriedLayer() for path in _paths(decoder)}
+        for path, layer in layers.items():
+            edits.set(decoder.get_submodule(path), "_ctxext_attend", layer)
+        forward_without_data(decoder)
+    except IncompatibleError as error:
+        return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))
+    except FAILURES as error:
+        return Tried(f"its code fails on the layout in place of a mask ({type(error).__name__}: {error})")
+    called = {path: layer for path, layer in layers.items() if layer.calls}
+    return Tried(layers=called, silent=tuple(path for path in layers if path not in called))
+
+
+def _paths(decoder: nn.Module) -> list[str]:
+    """Return the paths of a decoder's attention layers."""
+    layers = attention_layers(decoder)
+    return [path for path, module in decoder.named_modules() if any(module is layer for layer in layers)]
+
+
+@dataclass
+class LeaveAttend:
+    """Attention of a layer that an extension leaves as it is, under its own mask.
+
+    Args:
+        implementation: the attention implementation of the model before ``patch``.
+    """
+
+    implementation: str
+    checks_window: ClassVar[bool] = False
+    reads_pages: ClassVar[bool] = True
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, module: nn.Module, given: dict[str, Any], **_: Any
+    ) -> Tensor:
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        return attend_as_before(self.implementation, module, q, k, v, mask, given)
+
+
+@dataclass
+class CrossAttend:
+    """Attention to the states of an encoder: without distances, and with padding hidden."""
+
+    backends: Backends
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, dropout: float, **_: Any
+    ) -> Tensor:
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        if not mask.crosses:
+            raise IncompatibleError(
+                "A layer that attends to an encoder's text was called without encoder_hidden_states, which ctxext's "
+                "attention needs. Give the model the encoder's output, or unpatch it for such inputs."
+            )
+        q, k, v = as_autocast_wants(q, k, v)
+        call = Call.of(q, k, v, mask.layout, scale=scale, dropout=dropout)
+        return self.backends.for_(call.need).run(call)
+
+
+def install_attention(
+    subject: Subject,
+    place: RotaryPlace,
+    attend: Any,
+    edits: Edits,
+    crossing: Sequence[str] = (),
+    left: Collection[str] = (),
+) -> None:
+    """Give every attention layer ``attend``, and make the decoder hand it a layout.
+
+    Args:
+        place: the rotary module, whose owner is the decoder.
+        attend: replacement of the attention of all layers; or that of each, by its path below the decoder.
+        crossing: paths of layers that attend to an encoder's text; they get attention without distances.
+    """
+    decoder, leave = decoder_of(subject, place), LeaveAttend(subject.text._attn_implementation)
+    edits.set(subject.text, "_attn_implementation_internal", ATTENTION)
+    edits.set(decoder, "forward", SharedForward.around(decoder))
+    across = CrossAttend(attend.backends) if crossing else None
+    others = dict.fromkeys(crossing, across) | dict.fromkeys(left, leave)
+    for path in _paths(decoder):
+        if isinstance(attend, Mapping) and path not in attend and path not in others:
+            continue  # no text reaches it, such as a layer that reads images
+        own = attend.get(path) if isinstance(attend, Mapping) else attend
+        edits.set(decoder.get_submodule(path), "_ctxext_attend", others.get(path, own))

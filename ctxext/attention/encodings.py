@@ -1,0 +1,313 @@
+"""Encodings on a live model: modules of their own, and what hands them positions, queries and keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ctxext.attention.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
+from ctxext.caches.layout_mask import LayoutMask, layout_of
+from ctxext.caches.travelling import Travelling
+from ctxext.core.config import heads_of
+from ctxext.core.edits import Edits
+from ctxext.core.override import ForwardOverride
+from ctxext.core.probe import forward_without_data
+from ctxext.core.rebuild import FAILURES, Rebuild
+from ctxext.core.replaced import original_twin
+from ctxext.core.rotary import RotaryPlace, find_places
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.files import digest
+from ctxext.kernels import Call, Layout
+from ctxext.kernels.base import without_autocast
+from ctxext.methods import method_class
+from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.spec import Carried, EncodingSpec, Pairs
+
+ENCODING = "ctxext_encoding"
+"""The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
+
+ModelClass = TypeVar("ModelClass", bound=type[PreTrainedModel])
+# PEFT's names (0.21.2, utils/other.py) for what stands behind one of its wrappers, and for the copies of each adapter.
+BEHIND = ("original_module", "base_layer")
+COPIES = "modules_to_save"
+
+
+@dataclass
+class EncodingAttend:
+    """Attention of one layer, with the term that an encoding adds to its scores.
+
+    Args:
+        owner: the module that the encoding is attached to. It is looked up there at every call, because adapters
+            replace it.
+    """
+
+    owner: nn.Module
+    backends: Backends
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: LayoutMask,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        **_: Any,
+    ) -> Tensor:
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        q, k, v = as_autocast_wants(q, k, v)
+        with without_autocast(q.device):
+            call = self._call(q, k, v, mask, scale=scale, window=window, dropout=dropout)
+            return self.backends.for_(call.need).run(call)
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+    ) -> Call:
+        """Return the call of a backend, with the encoding's term."""
+        layout = mask.layout
+        rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
+
+        def visible(queries: slice) -> Tensor:
+            return layout.visible(window, queries=queries)
+
+        documents = None if layout.key_documents is None else layout.key_documents[rows]
+        pairs = Pairs(
+            q,
+            k,
+            layout.query_positions[rows],
+            layout.key_positions[rows],
+            scale,
+            visible,
+            None if mask.travels is None else _carried(mask.travels, k, layout, rows),
+            documents,
+        )
+        score = getattr(self.owner, ENCODING).score(pairs)
+        if window is not None and score is not None and score.reads_all:
+            raise IncompatibleError(
+                f"this encoding needs all tokens before a query, and a sliding window of {window} keeps the last"
+            )
+        return Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
+
+
+def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:
+    """Return the numbers that travelled with the keys of a call.
+
+    Raises:
+        IncompatibleError: if the keys are others.
+    """
+    numbers = travels.numbers
+    if numbers.shape[2] != keys.shape[2]:
+        raise IncompatibleError(
+            f"A layer attends to {keys.shape[2]} keys, of which {numbers.shape[2]} are its own. It takes the "
+            f"keys of another layer or cache, with which the numbers of this encoding did not travel."
+        )
+    real = None if layout.key_documents is None else layout.key_documents[rows] >= 0
+    return Carried(numbers, layout.places()[rows], real)
+
+
+@dataclass
+class CarryingForward(ForwardOverride):
+    """Replacement of the ``forward`` of an attention layer whose encoding has numbers for each token.
+
+    The numbers go with the mask to the attention function, and with the keys through a cache, if there is one.
+    """
+
+    owner: nn.Module | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        given = dict(self.given(args, kwargs))
+        name = "attention_mask" if given.get("ctxext_layout") is None else "ctxext_layout"
+        travels = Travelling(getattr(self.owner, ENCODING).carried(given["hidden_states"]))
+        given[name] = layout_of(given.get(name)).carrying(travels)
+        for cache in [key for key, value in given.items() if isinstance(value, Cache)]:
+            given[cache] = travels.through(given[cache])
+        return self.run(**given)
+
+
+@dataclass
+class AddedForward(ForwardOverride):
+    """Replacement of the ``forward`` of the first layer, which adds a vector for each position to its input.
+
+    Positions are the layout's, in which padding counts for nothing and packed documents begin at 0.
+    """
+
+    owner: nn.Module | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        given = self.given(args, kwargs)
+        mask = given.get("ctxext_layout")
+        layout = layout_of(given.get("attention_mask") if mask is None else mask).layout
+        states: Tensor = given["hidden_states"]
+        added = getattr(self.owner, ENCODING).added(layout.query_positions)
+        states = states + added.to(states.device, states.dtype)
+        if args:
+            return self.run(states, *args[1:], **kwargs)
+        return self.run(**kwargs | {"hidden_states": states})
+
+
+def spec_of(subject: Subject, trained_length: int) -> EncodingSpec:
+    """Return the facts about a rotary model that a method for encodings may use."""
+    text = subject.text
+    heads, kv_heads, head_dim = heads_of(text)
+    return EncodingSpec(
+        hidden_size=text.hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_layers=text.num_hidden_layers,
+        trained_length=trained_length,
+        embedding_std=getattr(text, "initializer_range", None) or 0.02,
+    )
+
+
+def encoding_fingerprint(method: EncodingMethod, spec: EncodingSpec) -> str:
+    """Return 12 hexadecimal digits of a hash of the method and of the model's facts that it uses."""
+    form = json.dumps([method.to_dict(), asdict(spec)], sort_keys=True)
+    return digest(form)
+
+
+def install_encoding(
+    subject: Subject,
+    place: RotaryPlace,
+    method: EncodingMethod,
+    spec: EncodingSpec,
+    backends: Backends,
+    edits: Edits,
+) -> int:
+    """Attach the encoding, make attention and the first layer use it, and return the number of its weights.
+
+    Encodings that are attached already, as those of a loaded checkpoint are, stay.
+    """
+    decoder = decoder_of(subject, place)
+    layers = attention_layers(decoder)
+    install_attention(subject, place, EncodingAttend(decoder, backends), edits)
+    for owner in _owners(decoder, method):
+        loaded = getattr(owner, ENCODING, None)
+        edits.attach(owner, ENCODING, _built(method, spec, owner) if loaded is None else loaded)
+    if not method.shared:
+        for layer in layers:
+            edits.set(layer, "_ctxext_attend", EncodingAttend(layer, backends))
+    if method.carries:
+        for layer in layers:
+            owner = decoder if method.shared else layer
+            edits.set(layer, "forward", CarryingForward(layer, layer.__dict__.get("forward"), owner))
+    if method.form == "added":
+        first = _block_of(decoder, layers[0])
+        edits.set(first, "forward", AddedForward(first, first.__dict__.get("forward"), decoder))
+    return sum(weight.numel() for owner in _owners(decoder, method) for weight in getattr(owner, ENCODING).parameters())
+
+
+def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, spec: EncodingSpec) -> str | None:
+    """Return why a rebuilt model would not run with the encoding, tried without data; None if it would."""
+    try:
+        twin = Subject(original_twin(rebuild.subject.model, rebuild.config).eval())
+        install_encoding(twin, place, method, spec, Backends(), Edits())
+        forward_without_data(decoder_of(twin, place))
+    except InvalidParameterError:  # its message says which parameter to change
+        raise
+    except FAILURES as error:
+        return f"its own code fails with it ({type(error).__name__}: {error})"
+    return None
+
+
+def _owners(decoder: nn.Module, method: EncodingMethod) -> list[nn.Module]:
+    return [decoder] if method.shared else attention_layers(decoder)
+
+
+def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module) -> Encoding:
+    """Build an encoding on the device and in the dtype of its owner's weights."""
+    like = next(weight for weight in owner.parameters() if weight.is_floating_point())
+    made_on = torch.device("meta" if like.is_meta else "cpu")  # a dry run draws no random numbers
+    with torch.inference_mode(False), made_on:  # what is made in inference mode could not be trained
+        return method.build(spec).to(like.device, like.dtype)
+
+
+def _block_of(decoder: nn.Module, attention: nn.Module) -> nn.Module:
+    """Return the decoder layer of an attention module: the outermost module around it in a list of layers."""
+    path = next(path for path, module in decoder.named_modules() if module is attention)
+    parts = path.split(".")
+    for stop in range(1, len(parts) + 1):
+        if isinstance(decoder.get_submodule(".".join(parts[: stop - 1])), nn.ModuleList):
+            return decoder.get_submodule(".".join(parts[:stop]))
+    raise IncompatibleError(f"{type(decoder).__name__} keeps its layers in no list, so its first one is not known.")
+
+
+def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], None]]:
+    """Return the class to load a checkpoint with its encodings by, and the function that gives the model its own class.
+
+    transformers builds a model, and then reads the weights that the model has; so a model that is built with its
+    encodings gets their weights with all others. For a checkpoint without encodings the class is ``chosen`` itself.
+    """
+    saved = (getattr(config, "ctxext", None) or {}).get("method") or {}
+    kind = method_class(saved["method"]) if "method" in saved else None
+    if kind is None or not issubclass(kind, EncodingMethod):
+        return chosen, lambda model: None
+    method, trained_length = kind.from_dict(saved), config.ctxext["trained_length"]
+    plain = getattr(chosen, "_model_mapping", {}).get(type(config), chosen)
+
+    class WithEncodings(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            subject = Subject(self)
+            (place, *_), _ = find_places(subject)  # a tower that reads sound or images may rotate, too
+            spec = spec_of(subject, trained_length)
+            for owner in _owners(decoder_of(subject, place), method):
+                owner.add_module(ENCODING, _built(method, spec, owner))
+
+    WithEncodings.__name__, WithEncodings.__qualname__, WithEncodings.__module__ = (
+        plain.__name__,
+        plain.__qualname__,
+        plain.__module__,
+    )
+
+    def as_plain(model: Any) -> None:
+        model.__class__ = plain
+
+    return WithEncodings, as_plain
+
+
+def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, Tensor]:
+    """Return the weights of the encodings on a model, by their names in its ``state_dict`` as if it had no adapters.
+
+    Args:
+        model: a transformers model, perhaps with PEFT's layers in it.
+        adapter: leave out the encodings of which this adapter holds a copy of its own (``modules_to_save``).
+    """
+    weights: dict[str, Tensor] = {}
+    copied = {name for name, _, holder in _encodings(model) if holder is not None and holder == adapter}
+    for name, encoding, holder in _encodings(model):
+        if holder is None and name not in copied:
+            weights |= {f"{name}.{key}": weight for key, weight in encoding.state_dict(keep_vars=True).items()}
+    return weights
+
+
+def put_encoding_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the encodings on a model these weights, by name as in ``encoding_weights``; dtype and device stay."""
+    held = encoding_weights(model)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            held[name].copy_(weight)
+
+
+def _encodings(model: nn.Module) -> Iterator[tuple[str, Encoding, str | None]]:
+    """Yield each encoding with its name as if there were no adapters, and the adapter whose copy it is."""
+    for path, module in model.named_modules():
+        if isinstance(module, Encoding):
+            parts, holder = path.split("."), None
+            if COPIES in parts:
+                at = parts.index(COPIES)
+                holder = parts[at + 1]
+                del parts[at : at + 2]
+            yield ".".join(part for part in parts if part not in BEHIND), module, holder

@@ -1,0 +1,214 @@
+"""Record the running call of a decoder: its positions, its cache, its requests and the length that it declares.
+
+transformers makes masks and caches inside the call of the decoder. So the forward of a patched model's decoder is
+replaced by one that records the call, and the mask function, the layers and the caches read the record.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from ctxext.caches.bounded import BoundedLayer, SplitLayer
+from ctxext.caches.layout_mask import LayoutMask
+from ctxext.caches.paged_batch import PagedBatch
+from ctxext.caches.records import cache_in, returned
+from ctxext.core.override import ForwardOverride
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.kernels import Layout
+
+PLAIN_LAYERS = (
+    DynamicLayer,
+    StaticLayer,
+    BoundedLayer,
+    SplitLayer,
+)  # layers of other classes store something else than they return
+
+
+ATTENTION = "ctxext"
+
+
+@dataclass(frozen=True)
+class DecoderCall:
+    """Arguments of the running decoder call, for the mask function that runs inside it."""
+
+    position_ids: Tensor | None
+    length: int | Sequence[int] | None
+    shard: LayoutMask | None = None
+    cache: Any = None
+    has_encoder: bool = False
+    batch: PagedBatch | None = None
+    later: list[tuple[weakref.ref[Tensor], Callable[[Any], None]]] = field(default_factory=list)
+
+
+class _CurrentCall(threading.local):
+    """The running decoder call of a thread; not a context variable, which torch.compile cannot trace.
+
+    The attribute has no value in the class: torch 2.11 would compile that one in.
+    """
+
+    def __init__(self) -> None:
+        self.call: DecoderCall | None = None
+
+
+current = _CurrentCall()
+
+
+@dataclass
+class PositionedForward(ForwardOverride):
+    """Replacement of a decoder's ``forward`` that records the positions of the call, then runs the earlier forward."""
+
+    @classmethod
+    def around(cls, decoder: nn.Module) -> PositionedForward:
+        """Return the replacement for ``decoder.forward``."""
+        return cls(decoder, decoder.__dict__.get("forward"))
+
+    def __call__(
+        self,
+        *args: Any,
+        ctxext_length: int | Sequence[int] | None = None,
+        ctxext_sharded: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the decoder.
+
+        ``ctxext_length`` counts the tokens of the text of which this call holds a part, for dynamic methods: those of
+        the whole sequence under sequence parallelism; with ``growth="request"`` those that the text may reach, one
+        number for each row, or one for all. ``ctxext_sharded`` says that this call holds a shard, and context
+        parallelism replaced torch's attention by one over the whole sequence; it needs ``ctxext_length``, and
+        ``position_ids`` counted from its start.
+        """
+        given = self.given(args, kwargs)
+        by_layout = getattr(self.module.config, "_attn_implementation", None) == ATTENTION
+        if by_layout:
+            kwargs = kwargs | _checked(self.module.config, given)
+        outer = current.call
+        call = DecoderCall(None, None) if outer is None else replace(outer, later=[])
+        if cache_in(given) is not None:
+            call = replace(call, cache=cache_in(given))
+        if isinstance(call.cache, PagedAttentionCache) and call.batch is None:
+            call = replace(call, batch=PagedBatch.of(call.cache, given, by_layout=by_layout))
+        if given.get("position_ids") is not None:
+            call = replace(call, position_ids=given["position_ids"])
+        if given.get("encoder_hidden_states") is not None:
+            call = replace(call, has_encoder=True)
+        if ctxext_length is not None:
+            call = replace(call, length=ctxext_length)
+        if ctxext_sharded:
+            call = replace(call, shard=_shard(given, call))
+        current.call = call
+        try:
+            output = self.run(*args, **kwargs)
+            if call.later and call.cache is None:
+                current.call = replace(call, cache=returned(output))
+                for keys, change in call.later:
+                    if (layer := cache_layer_of(keys())) is not None:
+                        change(layer)
+            return output
+        finally:
+            current.call = outer
+
+
+@dataclass
+class SharedForward(PositionedForward):
+    """Replacement of the ``forward`` of a decoder whose layers pass keyword arguments on to their attention.
+
+    A shard's layout is one of these arguments: engines drop the mask, because theirs would have to be dense.
+    """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = self.module.config
+        implementation = config._attn_implementation
+        if implementation != ATTENTION:
+            raise PatchStateError(
+                f"The attention implementation of this {type(self.module).__name__} is now {implementation!r}, under "
+                f"which its positions would be wrong. Go back with model.set_attn_implementation({ATTENTION!r}). To "
+                f"choose a kernel, pass it to ctxext.patch(..., attention='sdpa'). To remove the extension, call "
+                f"ctxext.unpatch."
+            )
+        shard = None if current.call is None else current.call.shard
+        return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
+
+
+def _shard(given: dict[str, Any], call: DecoderCall) -> LayoutMask:
+    """Return the layout of a shard, from the arguments of its call."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    if call.position_ids is None or call.length is None:
+        raise InvalidParameterError(
+            "A shard of a sequence (ctxext_sharded=True) needs ctxext_length, the whole length in tokens, and "
+            "position_ids, counted from the start of the whole sequence."
+        )
+    if isinstance(mask, Tensor) and not bool(mask.all()):
+        raise IncompatibleError("A shard of a sequence cannot be padded: its engine takes no mask. Cut or fill texts.")
+    rows = (given["inputs_embeds"] if tokens is None else tokens).shape[0]
+    return LayoutMask(Layout.shard(call.position_ids.expand(rows, -1)), call.length)
+
+
+def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse arguments that attention by positions cannot serve; return a replacement of the mask, if any."""
+    if given.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise IncompatibleError(
+            "output_attentions: a fused kernel has no attention weights. Call ctxext.unpatch first."
+        )
+    mask = given.get("attention_mask")
+    if isinstance(mask, dict):
+        return {"attention_mask": _padding_among(mask, given)}
+    if isinstance(mask, Tensor) and mask.ndim > 2:
+        raise IncompatibleError(
+            f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
+            f"computes attention from positions. Pass a two-dimensional mask, or position_ids that restart."
+        )
+    return {}
+
+
+def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | None:
+    """Return the padding mask out of those that generate() prepared for each layer type.
+
+    Under the name ctxext that of attention is the padding mask, over all slots of a static cache. Recurrent layers want
+    that of the tokens so far, and have none of their own where nothing is padded.
+    """
+    padding = (mask for mask in masks.values() if mask is not None)
+    longest: Tensor | None = max(padding, key=lambda mask: mask.shape[-1], default=None)
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if longest is None or tokens is None or tokens.shape[1] == 1 or torch.compiler.is_compiling():
+        return longest
+    cache = cache_in(given)
+    return longest[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens.shape[1]]
+
+
+def change_later(keys: Tensor, change: Callable[[Any], None]) -> None:
+    """Change the layer of a cache that holds ``keys``, if the decoder made one, at the end of its call."""
+    if current.call is not None:
+        current.call.later.append((weakref.ref(keys), change))
+
+
+def cache_layer_of(keys: Tensor | None) -> Any:
+    """Return the plain cache layer whose storage ``keys`` is; None if the keys are a copy, or new."""
+    cache = None if current.call is None else current.call.cache
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys is not None), None)
+
+
+def replace_cache_layer(old: Any, new: Any) -> None:
+    """Replace a layer that ``cache_layer_of`` returned in this call."""
+    cache: Any = None if current.call is None else current.call.cache
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
+
+
+def paged_batch() -> PagedBatch | None:
+    """Return the requests of the running pass under continuous batching; None outside of it."""
+    return None if current.call is None else current.call.batch
+
+
+def declared_length() -> int | Sequence[int] | None:
+    """Return what the caller of the decoder passed as ``ctxext_length``, None without it."""
+    return None if current.call is None else current.call.length

@@ -1,0 +1,402 @@
+"""Guard caches: record on each cache the extension that filled it, and refuse to go on under another one.
+
+Neither a cache nor its current length shows with which positions its keys were computed: it may have been cropped, or
+filled before the model was patched. So every forward pass of a patched model writes a record to an attribute of the
+cache, which copies and pickles carry along, and the next pass compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import create_causal_mask
+
+from ctxext.core.code import masks_follow_positions
+from ctxext.core.edits import Edits
+from ctxext.errors import IncompatibleError, PatchStateError
+
+# Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
+ARGUMENTS = ("cache", "past_key_values", "layer_past")
+# Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
+PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
+EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
+
+NOT_ONE_GRAPH = (
+    "ctxext: a dynamic method reads the length of each sequence from the values of position_ids. One compiled, "
+    "exported or traced graph cannot do that. Compile with fullgraph=False, or use a method that is not dynamic."
+)
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def outside_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
+    """Keep a function out of torch.compile; ``reason`` explains why the model cannot be one graph."""
+    return functools.partial(torch.compiler.disable, reason=reason)
+
+
+@dataclass(frozen=True)
+class FilledUnder:
+    """The extension under which a model fills its caches.
+
+    Args:
+        identity: a string that differs between extensions.
+    """
+
+    identity: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The record of a cache that a dynamic method filled.
+
+    Args:
+        fitted_lengths: per row, the length to which the positions of its cached tokens are fitted; one number for
+            all rows if they agree.
+        tokens: the cached tokens, if generate() has seen them.
+        expected: the tokens in the cache after the call that generate() is preparing.
+    """
+
+    fitted_lengths: tuple[int, ...] = ()
+    tokens: Tensor | None = None
+    expected: Tensor | None = None
+
+    def of(self, row: int, rows: int) -> int | None:
+        """Return the fitted length of one of ``rows``; None if rows were picked, so that their order is unknown."""
+        if len(set(self.fitted_lengths)) == 1:
+            return self.fitted_lengths[0]
+        return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name under which a module's class takes a cache; None if it takes none."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in ARGUMENTS if name in names), None)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call; None if there is none."""
+    return next((arguments[name] for name in ARGUMENTS if arguments.get(name) is not None), None)
+
+
+def _keys_of(cache: Any) -> Any:
+    """Return the cache of self-attention, the half of an encoder-decoder's cache in which positions matter."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def _halves(cache: Any) -> list[Any]:
+    """Return the caches that one holds: of an encoder-decoder two, as the encoder's text has positions too."""
+    halves = (_keys_of(cache), getattr(cache, "cross_attention_cache", None))
+    return [half for half in halves if half is not None]
+
+
+def _parts(half: Any) -> list[Any]:
+    """Return a cache and those of its layers that hold keys, which other caches may hold as well."""
+    return [half, *(layer for layer in getattr(half, "layers", ()) if hasattr(layer, "update"))]
+
+
+def _held(cache: Any) -> str:
+    """Begin a sentence about a cache that may hold keys; return "" for an empty one."""
+    if isinstance(cache, PagedAttentionCache):
+        return "The paged cache of this manager of continuous batches was filled" if PAGED_IN_LAYERS else ""
+    if not hasattr(cache, "get_seq_length"):
+        return f"This {type(cache).__name__} has no get_seq_length(), so that it may have been filled"
+    tokens = int(cache.get_seq_length())
+    return f"This cache of {tokens} tokens was filled" if tokens else ""
+
+
+def filled(cache: Any) -> Filled | None:
+    """Return the record of a cache; None if the cache is empty or was not filled by a dynamic method."""
+    if cache is None or not int(cache.get_seq_length()):
+        return None
+    record: Filled | None = getattr(_keys_of(cache), FILLED, None)
+    return record if record is None or record.fitted_lengths else None
+
+
+def remember(cache: Any, **changes: Any) -> None:
+    """Change fields of the record of a cache."""
+    holder = _keys_of(cache)
+    setattr(holder, FILLED, replace(getattr(holder, FILLED, None) or Filled(), **changes))
+
+
+def returned(output: Any) -> Any:
+    """Return the cache in a decoder's output, which it created itself; None if it created none."""
+    name = next((name for name in ARGUMENTS if hasattr(output, name)), None)
+    if name is not None:
+        return getattr(output, name)
+    parts = output if isinstance(output, tuple) else ()
+    return next((part for part in parts if hasattr(part, "get_seq_length")), None)
+
+
+def _mixing(decoder: PreTrainedModel) -> str | None:
+    """Return why documents that lie in one row are not kept apart by all layers of a decoder; None if they are."""
+    config: Any = decoder.config
+    layers = DynamicCache(config=config).layers
+    kinds = zip(getattr(config, "layer_types", None) or ["recurrent"] * len(layers), layers, strict=False)
+    for kind, layer in kinds:
+        if hasattr(layer, "update_conv_state"):
+            return f"layers of type {kind!r} carry a state from one document into the next"
+    if config._attn_implementation in ("eager", "sdpa") and not masks_follow_positions(type(decoder)):
+        return f"{type(decoder).__name__} makes its attention masks without positions"
+    return None
+
+
+def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raise ``IncompatibleError`` for documents in one row of a call, if a layer does not keep them apart.
+
+    ``given`` holds the arguments of the call by name. ``seq_idx`` tells layers with a state where a document begins.
+    """
+    positions, mask, cache = given.get("position_ids"), given.get("attention_mask"), cache_in(given)
+    if positions is None or isinstance(cache, PagedAttentionCache) or given.get("seq_idx") is not None:
+        return
+    row = positions if positions.ndim == 2 else positions[0]
+    begins = row == 0
+    if positions.ndim > 2:  # tokens of one image share a position on the first of several axes
+        begins[..., 1:] &= row[..., :-1] > 0
+    if begins.shape[-1] == 1 or isinstance(mask, dict) or (reason := _mixing(decoder)) is None:
+        return  # generate() prepares masks, and packs nothing
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        start = 0 if cache is None else int(cache.get_seq_length())
+        begins = begins & mask[:, start : start + begins.shape[-1]].bool()
+    if bool((begins.sum(-1) > 1).any()):
+        raise IncompatibleError(
+            f"position_ids restart, as for several documents in one row, but {reason}. Give each document a row."
+        )
+
+
+def empty(cache: Any) -> None:
+    """Empty a cache; ``reset`` of a growing one only writes zeros before transformers 5.18."""
+    cache.reset()
+    for layer in _keys_of(cache).layers:
+        if isinstance(layer, DynamicLayer):
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+    if int(cache.get_seq_length()):
+        raise IncompatibleError(
+            f"{type(cache).__name__} keeps its tokens after reset(). Dynamic methods need a cache that can be emptied."
+        )
+
+
+@dataclass
+class CacheGuard:
+    """Hooks around a decoder's forward pass that refuse a cache filled under another extension.
+
+    A stale cache causes no error by itself: attention would silently mix its keys with keys of other positions.
+    ``before`` compares records, ``after`` writes one. ``_filled`` holds weak references, through which ``release``
+    disables the caches that are still in use.
+
+    Args:
+        takes_made: whether to accept a cache without a record, as a learned prefix is.
+    """
+
+    extension: FilledUnder
+    names: tuple[str, ...]
+    takes_made: bool = False
+    _filled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
+    released: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_filled"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _filled=weakref.WeakSet())  # a copy of the model has filled no cache yet
+
+    def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a cache that was not filled under this extension, and documents that would see each other."""
+        if torch.compiler.is_compiling():
+            return
+        require_apart(module, self._given(args, kwargs))
+        cache = self.cache_of(args, kwargs)
+        if self.stands(cache):
+            return
+        half = next(half for half in _halves(cache) if not self._stands(half))
+        recorded, held = getattr(half, EXTENSION, None), _held(half)
+        if recorded is not None:
+            raise PatchStateError(
+                f"{held} while the model was extended by {recorded.said}. Now the model is extended by "
+                f"{self.extension.said}, which gives other positions. Start with a new cache."
+            )
+        raise PatchStateError(
+            f"{held} without a record, as by this model before it was patched. Now the model is extended by "
+            f"{self.extension.said}, which may give other positions. Start with a new cache. To use a learned prefix "
+            f"(PEFT's prefix tuning), pass the PEFT model to ctxext.patch, not the model inside it."
+        )
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record on the cache the extension that filled it."""
+        if not torch.compiler.is_exporting():
+            self.claim(self.cache_of(args, kwargs, output))
+
+    def claim(self, cache: Any) -> None:
+        """Record on a cache, or on each half of one, that this extension fills it."""
+        for half in _halves(cache):
+            if hasattr(half, "update"):
+                setattr(half, EXTENSION, self.extension)
+                if not torch.compiler.is_compiling():
+                    self._filled.add(half)
+
+    def stands(self, cache: Any) -> bool:
+        """Return whether a cache may be continued."""
+        return all(map(self._stands, _halves(cache)))
+
+    def _stands(self, half: Any) -> bool:
+        recorded = getattr(half, EXTENSION, None)
+        if recorded == self.extension and not self.released:
+            for part in _parts(half):  # the model is extended as it was when this cache was filled
+                vars(part).pop("update", None)
+            return True
+        return (recorded is None and self.takes_made) or not _held(half)
+
+    def release(self) -> None:
+        """Make every cache that this extension filled refuse to grow, before the model is unpatched."""
+        self.released = True  # another thread may be reading a text
+        for part in [part for cache in list(self._filled) for part in _parts(cache)]:
+            part.update = StaleUpdate(part, self.extension.said)
+
+    def _given(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+    def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
+        """Return the cache of a call: the argument, or else the one in the output; None if there is none."""
+        given = cache_in(self._given(args, kwargs))
+        return returned(output) if given is None else given
+
+
+class Filling:
+    """A forward pass that fills a cache: its record before, whether it held tokens, and this pass's fitted lengths."""
+
+    def __init__(self, cache: Any) -> None:
+        is_cache = hasattr(cache, "get_seq_length")
+        self.before = filled(cache) if is_cache else None
+        self.continues = is_cache and int(cache.get_seq_length()) > 0
+        self.fitted_lengths: list[int] = []
+        self._cache = (
+            None if cache is None else weakref.ref(_keys_of(cache))
+        )  # weak, so that a failed pass keeps no cache alive
+
+    def note(self, row: int, fitted_lengths: list[int]) -> None:
+        """Record the fitted lengths of the rows from ``row`` on."""
+        self.spoil()
+        self.fitted_lengths[row:] = fitted_lengths
+
+    def spoil(self) -> None:
+        """Mark the cache as invalid until the forward pass has ended.
+
+        While the pass runs, some layers hold keys of the new positions and others still of the old ones. If the pass
+        fails, the cache stays marked: a fitted length of 0 matches no text.
+        """
+        cache = None if self._cache is None else self._cache()
+        if cache is not None and not self.fitted_lengths:
+            remember(cache, fitted_lengths=(0,))
+
+
+FittedModules = dict[tuple[str, str | None], list[Any]]
+"""Rotary modules of a compiled call, one for each row or one for all, by the path and layer type that they replace."""
+
+
+class _CurrentPass(threading.local):
+    """The running pass of a dynamic method's decoder in this thread: outside of graphs, or with fitted modules."""
+
+    def __init__(self) -> None:
+        self.filling: Filling | None = None
+        self.fitted: FittedModules | None = None
+
+
+current_pass = _CurrentPass()
+
+
+def _unless_fitted(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep a hook out of graphs, and skip it where ``generate()`` has done its work before the call."""
+    outside = outside_graphs(NOT_ONE_GRAPH)(hook)
+    return functools.wraps(hook)(lambda *args: outside(*args) if current_pass.fitted is None else None)
+
+
+class DynamicGuard(CacheGuard):
+    """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
+
+    @_unless_fitted
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a cache of another extension, and offer its record to the code that computes positions."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise IncompatibleError(NOT_ONE_GRAPH)
+        super().before(module, args, kwargs)
+        current_pass.filling = Filling(self.cache_of(args, kwargs))
+
+    @_unless_fitted
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record on the cache the extension that filled it."""
+        filling, current_pass.filling = current_pass.filling, None
+        super().after(module, args, kwargs, output)
+        cache = self.cache_of(args, kwargs, output)
+        if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):
+            return
+        known = getattr(_keys_of(cache), FILLED, None) or Filled()
+        remember(cache, fitted_lengths=tuple(filling.fitted_lengths), tokens=known.expected, expected=None)
+
+
+@dataclass
+class StaleUpdate:
+    """Replacement of ``update``, which every attention layer calls, for a cache or a layer that became stale."""
+
+    cache: Any
+    said: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to add keys to a stale cache; update an emptied one as transformers does."""
+        cache = self.cache
+        if held := _held(cache):
+            raise PatchStateError(
+                f"{held} while the model was extended by {self.said}. ctxext.unpatch has undone that, so the model "
+                f"gives other positions now. Start with a new cache."
+            )
+        vars(cache).pop("update", None)  # the cache has been emptied since
+        return cache.update(*args, **kwargs)
+
+
+def guard_caches(
+    model: PreTrainedModel, extension: FilledUnder, *, dynamic: bool, takes_made: bool, edits: Edits
+) -> None:
+    """Guard every decoder of a patched model: the innermost models that take a cache.
+
+    ``dynamic`` says that positions follow the length of each sequence; ``takes_made`` is as for ``CacheGuard``.
+
+    Raises:
+        IncompatibleError: if the model keeps a cache but takes none under a known name. Unguarded, it would continue
+            a cache with other positions.
+    """
+    kind = DynamicGuard if dynamic else CacheGuard
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    arguments = {module: tuple(inspect.signature(type(module).forward).parameters)[1:] for module in models}
+    taking = [module for module in models if cache_argument(module) is not None]
+    unknown = next((module for module in models if "use_cache" in arguments[module]), None)
+    if not taking and unknown is not None:
+        raise IncompatibleError(
+            f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
+            f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
+        )
+    guards: list[CacheGuard] = []
+    edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
+    for module in taking:
+        if any(inner in taking for inner in module.modules() if inner is not module):
+            continue
+        guard = kind(extension, arguments[module], takes_made)
+        edits.hook(module, guard.before, guard.after)
+        guards.append(guard)
+
+
+def guards_of(model: nn.Module) -> list[CacheGuard]:
+    """Return the guards of a patched model."""
+    guards: list[CacheGuard] = vars(model).get(GUARDS, [])
+    return guards

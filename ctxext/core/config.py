@@ -1,0 +1,612 @@
+"""Read what a config says of positions: rope dicts, sliding windows, the trained length, the scaling, the old form.
+
+All verbs and commands take the trained window of a checkpoint from here. ``docs/methods.md`` has the table of what each
+published form means.
+
+transformers 4, and programs written for its configs, read the base from ``rope_theta`` and the scaling from
+``rope_scaling``. If a config has neither, they silently take 10000 and no scaling. So an extended config holds both
+forms if the old one can express the extension, and otherwise a base that no program can compute with.
+transformers 5 gives ``rope_scaling`` precedence, takes the other old fields as defaults, and keeps none.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+
+from ctxext.core.edits import Edits
+from ctxext.core.subject import Subject, path_to, text_of
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.files import parse_json
+from ctxext.methods.formulas import NEVER
+
+# Errors that transformers raises if it cannot read a config, or build a model from one; a RuntimeError where its code
+# takes a field for one that all layers share.
+REFUSALS = (AttributeError, KeyError, ValueError, TypeError, RuntimeError, StrictDataclassError)
+
+CHUNKED = "dual_chunk_attention_config"
+"""The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
+
+# Keys of a rope dict that transformers' rope types ignore: each with its neutral value and the programs that obey it
+# (vLLM 0.33 and SGLang 0.5.23: get_rope of their rotary_embedding; llama.cpp: its converter).
+FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "attn_factor": (1, ("vllm", "sglang", "llama.cpp")),
+    "extrapolation_factor": (1, ("vllm", "sglang")),
+    "apply_yarn_scaling": (True, ("vllm",)),
+    "short_mscale": (None, ("vllm", "sglang")),
+    "long_mscale": (None, ("vllm", "sglang")),
+    "max_trained_positions": (None, ("vllm",)),
+    "alpha": (None, ("vllm", "sglang")),
+}
+
+SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
+UNSCALED = (None, "default", "mrope", "proportional", "axial")
+# Keys that scale positions.
+FACTORS = ("factor", "short_factor", "long_factor")
+
+
+def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield each rope dict of a text config with its layer type, None if one dict serves all layers.
+
+    Args:
+        text: the text part of a config, or its ``rope_parameters``, which is one rope dict or one for each layer type.
+    """
+    rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
+    nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
+    labels = getattr(text, "_rope_type_labels", None) or getattr(text, "layer_types", None) or ()
+    if nested and (nested.keys() & set(labels) or not rope.get("rope_type")):
+        yield from nested.items()
+    elif rope:
+        yield None, rope
+
+
+def published_json(config: Any) -> dict[str, Any]:
+    """Read the config.json that a config was built from; return an empty dict if it is not on this machine.
+
+    The file is searched in the directory or in the hub's cache from which transformers read the config, offline.
+    """
+    name = getattr(config, "_name_or_path", None)
+    if not name:
+        return {}
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        try:
+            cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+        except HFValidationError:  # the name is a path, not a repository of the hub
+            return {}
+        if not isinstance(cached, str):
+            return {}
+        path = Path(cached)
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # removed or damaged since the model was loaded from it
+        return {}
+    is_same = isinstance(content, dict) and content.get("model_type") == config.model_type
+    return content if is_same else {}
+
+
+def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
+    """Return the text part of a published config.json; the whole of it if it has no such part."""
+    for name in path_to(config, text_of(config)):
+        inner = published.get(name)
+        if not isinstance(inner, dict):
+            return published  # a file older than the parts of its class; transformers maps its fields
+        published = inner
+    return published
+
+
+def of_layers(text: Any, name: str) -> list[Any]:
+    """Return the values that a field has in the layers of a config: one, unless they differ by layer."""
+    if name not in (getattr(text, "per_layer_attributes", None) or ()):
+        return [getattr(text, name, None)]
+    return list(dict.fromkeys(getattr(layer, name, None) for layer in text.per_layer_config))
+
+
+def heads_of(text: Any) -> tuple[int, int, int]:
+    """Return the most heads and key heads of a layer, and the dimensions of its widest head."""
+    heads = max(of_layers(text, "num_attention_heads"))
+    key_heads = max(count or heads for count in of_layers(text, "num_key_value_heads"))
+    return heads, key_heads, max(width or text.hidden_size // heads for width in of_layers(text, "head_dim"))
+
+
+def shortened(config: Any, least: int) -> Any:
+    """Return a copy of a config with fewer layers that has one of every kind, or the config if none has fewer."""
+    short = copy.deepcopy(config)
+    text = text_of(short)
+    count = getattr(text, "num_hidden_layers", None)
+    if not isinstance(count, int) or getattr(text, "num_kv_shared_layers", None):  # the last layers read earlier ones
+        return config
+    own = {int(layer): fields for layer, fields in (text.to_dict().get("per_layer_config") or {}).items()}
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
+    kinds = [repr(kind) for kind in zip(map(own.get, range(count)), *lists.values(), strict=True)]
+    # The last layer stays of its kind, which some classes require.
+    fits = (end for end in range(least, count) if kinds[end - 1] == kinds[-1] and set(kinds[:end]) == set(kinds))
+    if (keep := next(fits, count)) == count:
+        return config
+    for name, value in lists.items():
+        setattr(text, name, value[:keep])
+    text.num_hidden_layers = keep
+    if own:
+        text.per_layer_config = {layer: fields for layer, fields in own.items() if layer < keep}
+    return short
+
+
+def is_windowed(layer_type: str) -> bool:
+    """Return whether a layer of this type looks back over a limited window only."""
+    return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
+
+
+def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
+    """Return the config fields that the user's choice for sliding windows changes.
+
+    ``choice`` is the ``sliding_window`` of ``ctxext.patch``. ``target_length`` is None if unknown, so that any window
+    may be too narrow.
+
+    Raises:
+        IncompatibleError: if every attention layer has a window narrower than the extension, and there is no
+            choice.
+        InvalidParameterError: if the choice is unknown.
+    """
+    if choice not in (None, "keep", "lift"):
+        raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
+    window = _window(config)
+    if window is None or not _all_windowed(config):
+        if choice == "lift":
+            raise IncompatibleError(
+                f"sliding_window='lift': this {config.model_type} has full-attention layers, which already see the "
+                f"whole text. Leave sliding_window out."
+            )
+        return {}
+    if choice is None and not _reaches(window, target_length):
+        extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
+        raise IncompatibleError(
+            f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
+            f"(sliding_window={window}), which would limit the reach of {extension}. Pass sliding_window='lift' "
+            f"(--sliding-window lift) if the weights were trained without a window or will be fine-tuned. Pass "
+            f"sliding_window='keep' (--sliding-window keep) to keep it."
+        )
+    if choice != "lift":
+        return {}
+    fields: dict[str, Any] = {"sliding_window": None}
+    if any(map(is_windowed, _layer_types(config))):
+        # layer_types decide then, and transformers may require a number of tokens for the window.
+        kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
+        fields = {"layer_types": kinds}
+    if hasattr(config, "use_sliding_window"):
+        fields["use_sliding_window"] = False
+    return fields
+
+
+def window_note(config: Any, target_length: int | None) -> str | None:
+    """Return a sentence about windows that stay, None if there are none; arguments as for ``window_fields``."""
+    window = _window(config)
+    if window is None:
+        return None
+    if _all_windowed(config) and _reaches(window, target_length):
+        return f"Every attention layer sees the last {window} tokens, enough for a text of {target_length} tokens."
+    if _all_windowed(config):
+        return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
+    if not any(map(is_windowed, _layer_types(config))):
+        return None
+    return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
+
+
+def mixes_windows(config: Any) -> bool:
+    """Return whether the config has layers with a window beside layers without one."""
+    return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
+
+
+def window_of(config: Any) -> int | None:
+    """Return the number of tokens in the window of layers that have one; None if no layer has one."""
+    kinds = _layer_types(config)
+    return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
+
+
+def _layer_types(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or []
+
+
+def _reaches(window: int, target_length: int | None) -> bool:
+    """Return whether the last token of a text of this length sees the first one."""
+    return target_length is not None and window >= target_length
+
+
+def _window(config: Any) -> int | None:
+    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
+        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return int(window)
+
+
+def _all_windowed(config: Any) -> bool:
+    layer_types = _layer_types(config)
+    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
+    if not layer_types:
+        return True
+    return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)
+
+
+# Model types published with linear scaling and a length that includes it already (vLLM excepts them, too).
+RAISED = ("gemma3", "gemma3_text")
+# Rope types whose original length transformers fills in if config.json does not state it.
+FILLED_IN = ("yarn", "longrope", "llama3")
+ROUNDING = 1e-3
+"""Relative difference allowed between a length and original length times factor: published factors are rounded."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The scaling of rotary positions that a config describes; ``str()`` is a short form.
+
+    Args:
+        factor: its factor, None if it has none (``longrope``).
+        original: tokens of the training before the scaling, None if the config does not say.
+        windows: lengths in tokens that the scaled checkpoint may have been trained for, ascending. Several if
+            published checkpoints of this form differ in their meaning; none if the config names no length.
+        serves: tokens before the scaling, and tokens that a runtime should serve; None if the config does not say.
+        has_two_sets: whether short and long texts have different frequencies (``longrope``).
+    """
+
+    rope_type: str
+    factor: float | None
+    original: int | None
+    windows: tuple[int, ...]
+    serves: tuple[int, int] | None
+    has_two_sets: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the scaled checkpoint was trained for, None if the config leaves it open."""
+        return self.windows[0] if len(self.windows) == 1 else None
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens that the scaled checkpoint reads at least, None if the config does not say."""
+        return self.windows[0] if self.windows else None
+
+    def __str__(self) -> str:
+        factor = "" if self.factor is None else f", factor {self.factor:g}"
+        original = "" if self.original is None else f", original_max_position_embeddings={self.original}"
+        return f"rope_type={self.rope_type}{factor}{original}"
+
+
+def stated_length(text: Any) -> int | None:
+    """Return the length in tokens that a text config states, whatever its scaling; None if it states none."""
+    chunked = getattr(text, CHUNKED, None)
+    if isinstance(chunked, dict):
+        # max_position_embeddings is then the reach of all chunks; the weights were trained on one chunk.
+        original = chunked.get("original_max_position_embeddings") or chunked.get("chunk_size")
+        if original:
+            return int(original)
+    length = max_length_of(text) or getattr(text, "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+def max_length_of(text: Any) -> int | None:
+    """Return the ``model_max_length`` of a Cohere config, which vLLM obeys; None if it has none.
+
+    Command R was published with the length of its pretraining in ``max_position_embeddings``.
+    """
+    length = getattr(text, "model_max_length", None) if text.model_type.startswith("cohere") else None
+    return length if isinstance(length, int) else None
+
+
+def scaling_of(config: Any) -> Scaling | None:
+    """Return the scaling of layers that reach beyond a sliding window; None if their positions are plain."""
+    text = text_of(config)
+    for layer_type, rope in rope_dicts(text):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        is_plain = kind == "linear" and rope.get("factor") == 1
+        if kind in SCALED and not is_plain and not (layer_type and is_windowed(layer_type)):
+            return _scaling(config, text, rope, kind)
+    return None
+
+
+def _scaling(config: Any, text: Any, rope: dict[str, Any], kind: str) -> Scaling:
+    longest = stated_length(text)
+    original = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    original = int(original) if original else None
+    factor = None if rope.get("factor") is None else float(rope["factor"])
+    if kind == "dynamic":
+        return _dynamic(rope, factor, original, longest)
+    has_two_sets = rope.get("short_factor") != rope.get("long_factor")
+    if longest is not None and longest == original and kind in FILLED_IN and _is_filled_in(config, text, kind):
+        original = None
+    windows, serves = _windows(text, kind, factor, original, longest)
+    return Scaling(kind, factor, original, windows, serves, has_two_sets)
+
+
+def _dynamic(rope: dict[str, Any], factor: float | None, original: int | None, longest: int | None) -> Scaling:
+    """Return the scaling of a dynamic type, whose stretch starts at ``max_position_embeddings`` in transformers.
+
+    transformers 5 ignores an original length beside it, which may be the trained one, so both are possible windows.
+    """
+    windows = tuple(sorted({length for length in (original, longest) if length is not None}))
+    serves = None
+    if longest is not None:
+        stretch = factor if factor and not rope.get("alpha") else 1.0  # Hunyuan: alpha changes the base at every length
+        serves = (longest, math.floor(longest * stretch))
+    return Scaling("dynamic", factor, original or longest, windows, serves)
+
+
+def _windows(
+    text: Any, kind: str, factor: float | None, original: int | None, longest: int | None
+) -> tuple[tuple[int, ...], tuple[int, int] | None]:
+    """Return ``windows`` and ``serves`` of a scaling that the weights were trained with."""
+    if kind == "linear" and factor is not None and factor >= NEVER:
+        factor = None  # a factor that stops all rotation says nothing about lengths
+    if factor is None or (original is None and longest is None):
+        return ((), None) if longest is None else ((longest,), (original or longest, longest))
+    if original is None:
+        assert longest is not None
+        if text.model_type in RAISED:
+            return (longest,), (round(longest / factor), longest)
+        both = (longest, math.floor(longest * factor))  # the stated length is that before the scaling, or that after it
+        return both, both
+    reached = math.floor(original * factor)
+    if longest is not None and abs(longest - reached) <= ROUNDING * reached:
+        return (longest,), (original, longest)
+    if kind == "llama3" and longest is not None and longest > original:
+        return (longest,), (original, longest)  # trained for twice the product (Llama 3.1) or half of it (3.2)
+    if longest is None or original <= longest < reached:
+        return (reached,), (original, reached)  # model cards for YaRN leave the stated length unchanged
+    if longest < original and kind != "llama3":
+        return (reached,), (original, reached)
+    return tuple(sorted((longest, reached))), (original, reached)
+
+
+def _is_filled_in(config: Any, text: Any, kind: str) -> bool:
+    """Return whether the built config has an original length that config.json does not state."""
+    published = published_json(config)
+    published = published_text(config, published) if published else {}
+    block = published.get("rope_scaling") or published.get("rope_parameters")
+    if not isinstance(block, dict) or hasattr(text, "original_max_position_embeddings"):
+        return False
+    of_kind = [rope for _, rope in rope_dicts(block) if kind in (rope.get("rope_type"), rope.get("type"))]
+    return bool(of_kind) and not any(rope.get("original_max_position_embeddings") for rope in of_kind)
+
+
+def checked_scaling(
+    model_type: str, scaling: Scaling | None, choice: str | None, trained_length: int | None
+) -> tuple[str | None, int | None]:
+    """Return whether to extend or replace the scaling of a checkpoint, and the trained length that follows.
+
+    Raises:
+        InvalidParameterError: if the choice is unknown, has no scaling to act on, or contradicts ``trained_length``.
+        PatchStateError: if the checkpoint is scaled, and the arguments do not tell what its weights were trained for.
+    """
+    if choice not in (None, "extend", "replace"):
+        raise InvalidParameterError(f"scaling must be 'extend' or 'replace' (or left out), found {choice!r}.")
+    if scaling is None:
+        if choice is not None:
+            raise InvalidParameterError(
+                f"scaling={choice!r}: the rotary positions of this {model_type} are not scaled. Leave scaling out."
+            )
+        return None, trained_length
+    if choice is None and trained_length in scaling.windows:
+        choice = "extend"
+    if choice is None:
+        raise PatchStateError(_question(scaling, trained_length))
+    known = scaling.original if choice == "replace" else scaling.window
+    if trained_length is None and known is None:
+        raise InvalidParameterError(
+            f"scaling={choice!r}: the config of this {model_type} ({scaling}) does not state the trained length. Pass "
+            f"trained_length (--trained-length)."
+        )
+    if choice == "replace" and trained_length is not None and known not in (None, trained_length):
+        raise InvalidParameterError(
+            f"trained_length={trained_length} contradicts the config, whose scaling ({scaling}) starts from {known} "
+            f"tokens. Leave trained_length out, or correct config.json."
+        )
+    return choice, trained_length or known
+
+
+def _question(scaling: Scaling, trained_length: int | None) -> str:
+    given = "" if trained_length is None else f", and trained_length={trained_length} is not a length of that scaling"
+    lengths = " or ".join(f"trained_length={window}" for window in scaling.windows) or "its trained_length"
+    original = scaling.original or "..."
+    return (
+        f"This checkpoint is already extended ({scaling}){given}. If its weights were trained with that scaling (Llama "
+        f"3.1, gpt-oss, Phi-3), pass {lengths}: the new method then extends the frequencies of the training. If the "
+        f"scaling was added afterwards, pass scaling='replace', trained_length={original}: the new method then "
+        f"replaces it. The options of the command line are --trained-length and --scaling."
+    )
+
+
+def refuse_changed_length(subject: Subject) -> None:
+    """Raise if the config's length differs from that of its config.json, or from that at the model's construction.
+
+    Some programs raise ``max_position_embeddings`` before a model is patched (axolotl, to its sequence length), which
+    does not change what the weights were trained for.
+
+    Raises:
+        PatchStateError: with both lengths; the user has to pass one of them.
+    """
+    text = subject.text
+    now = getattr(text, "max_position_embeddings", None)
+    published = published_json(subject.config)
+    lengths: dict[str, Any] = {
+        f"{type(rotary).__name__} was built for": getattr(rotary, "original_max_seq_len", None)
+        for _, rotary in subject.rotaries
+        if rotary.config is text
+    }
+    if published and "ctxext" not in published:  # config.json of an extended checkpoint has the extended length
+        lengths["its config.json says"] = published_text(subject.config, published).get("max_position_embeddings")
+    for where, length in lengths.items():
+        if isinstance(now, int) and isinstance(length, int) and length != now:
+            raise PatchStateError(
+                f"The config of this {text.model_type} has max_position_embeddings={now}, but {where} {length}. Pass "
+                f"the length that its weights were trained for: trained_length={length} or trained_length={now} "
+                f"(--trained-length)."
+            )
+
+
+def refuse_shrinking(scaling: Scaling, target_length: int) -> None:
+    """Raise ``InvalidParameterError`` if the target length is below the present reach of the checkpoint."""
+    if scaling.reach is not None and target_length < scaling.reach:
+        raise InvalidParameterError(
+            f"The target of {target_length} tokens is below the {scaling.reach} that this checkpoint reads already "
+            f"({scaling}). Pass a target_length above {scaling.reach}."
+        )
+
+
+def refuse_idle_scaling(config: Any, place: str) -> None:
+    """Raise if a rope dict has factors and a type that ignores them, so that the model is built plain.
+
+    Extended checkpoints pass: they have their own checks.
+    """
+    for _, rope in rope_dicts(text_of(config)) if getattr(config, "ctxext", None) is None else ():
+        idle = [f"{name}={short(rope[name])}" for name in FACTORS if rope.get(name) not in (None, 1)]
+        if idle and rope.get("rope_type", "default") == "default":
+            if (kind := rope.get("type")) not in UNSCALED:
+                raise CheckpointError(
+                    f"The config of {place} says type={kind!r} and {', '.join(idle)}. {type(text_of(config)).__name__} "
+                    f"does not read the key type and builds rope_type='default', which scales nothing. Rename type to "
+                    f"rope_type={kind!r} in rope_parameters."
+                )
+            raise CheckpointError(
+                f"The config of {place} has {', '.join(idle)} in rope_parameters, but rope_type='default', which "
+                f"scales nothing. Set the rope_type that they belong to (yarn, linear), or remove them."
+            )
+
+
+def short(value: Any) -> str:
+    """Return a value for a message, a list by its length."""
+    return f"<{len(value)} values>" if isinstance(value, list) else repr(value)
+
+
+OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
+
+# Names of the base in configs of transformers 4, which differ by family; nearly all use the first.
+BASES = ("rope_theta", "rotary_emb_base", "global_rope_theta")
+# Names of the rotated part of each head.
+PARTS = ("rotary_pct", "partial_rotary_factor")
+OLD_FIELDS = ("rope_scaling", "rope_local_base_freq", *BASES)
+
+# Rope types that transformers 4 (4.57.1, modeling_rope_utils.py) computes as transformers 5 does.
+OLD_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+# Model types whose classes in transformers 4.57.1 read the base and silently ignore any scaling.
+PASS_OVER_SCALING = frozenset({"nemotron"})
+
+
+def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
+    """Put the old form beside the new one in the text part of an extended config.
+
+    ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
+    ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
+    programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
+    """
+    text = text_of(config)
+    drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
+    for name, value in old_form(text, of_any_type=of_any_type).items():
+        # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
+        # the object's own dictionary.
+        edits.set_unchecked(text, name, value)
+
+
+def drop_old_form(text: Any, edits: Edits | None = None) -> None:
+    """Remove the old form from a text config, as reading it from a file would; through ``edits`` where it is live."""
+    held = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
+    kept = vars(_read(text, held)) if held else {}
+    for name in [name for name in held if name not in kept]:
+        (edits or Edits()).delete_unchecked(text, name)
+
+
+def same_rope(first: Any, second: Any) -> bool:
+    """Return whether two rope dicts are equal; ``type``, the old name of ``rope_type``, does not count."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return bool(first == second)
+    names = [
+        {name for name in rope if name != "type" or rope["type"] != rope.get("rope_type")} for rope in (first, second)
+    ]
+    return names[0] == names[1] and all(same_rope(first[name], second[name]) for name in names[0])
+
+
+def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
+    """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
+
+    A form is returned only if transformers reads it correctly, both alone and beside ``rope_parameters``. Nothing is
+    returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
+    not know it.
+    """
+    rope = getattr(text, "rope_parameters", None)
+    if not rope or not is_dataclass(text):
+        return {}
+    declared = {field.name for field in fields(text)}
+    for form in _candidates(text, rope):
+        if declared & form.keys() or not _reads(text, form, rope, alone=True) or not _reads(text, form, rope):
+            continue
+        if of_any_type and "rope_scaling" in form:
+            break  # the base class would look for a length that it has not read yet
+        return form
+    for name in BASES:
+        guard = {name: OLD_GUARD}
+        if name not in declared and _reads(text, guard, rope):
+            return guard
+    return {}
+
+
+def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield candidates for the old form of ``rope``, if transformers 4 computes such a rope dict likewise.
+
+    The caller tries which of them the config's class reads.
+    """
+    has_original = getattr(text, "original_max_position_embeddings", None) is not None
+    for _, parameters in rope_dicts(rope):
+        kind = parameters.get("rope_type", "default")
+        if kind != "default" and text.model_type in PASS_OVER_SCALING:
+            return
+        if kind == "longrope" and not has_original:
+            # transformers 4 would switch, and scale, by max_position_embeddings
+            one_set = parameters.get("short_factor") == parameters.get("long_factor")
+            if not one_set or parameters.get("attention_factor") is None:
+                return
+        elif kind != "longrope" and kind not in OLD_TYPES:
+            return
+    nested = None not in dict(rope_dicts(rope))
+    main = rope.get("full_attention") if nested else rope
+    if not isinstance(main, dict) or "rope_theta" not in main:
+        return
+    apart = {"rope_theta", "partial_rotary_factor"}
+    scaling = {key: copy.deepcopy(value) for key, value in main.items() if key not in apart}
+    kind = scaling.setdefault("rope_type", "default")
+    form = {"rope_scaling": scaling | {"type": kind}} if scaling != {"rope_type": "default"} else {}
+    local = (rope.get("sliding_attention") or {}).get("rope_theta") if nested else None
+    part = main.get("partial_rotary_factor")
+    for base in BASES:
+        whole = form | {base: main["rope_theta"]}
+        if nested and local is not None:
+            yield whole | {"rope_local_base_freq": local}
+            if local != main["rope_theta"]:
+                continue
+        if part is None or part == 1:
+            yield whole
+        if part is not None:
+            yield from (whole | {name: part} for name in PARTS)
+
+
+def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool = False) -> bool:
+    """Return whether transformers reads ``rope`` from these old fields, ``alone`` or beside the new ones."""
+    try:
+        built = _read(text, form, without=("rope_parameters",) if alone else ())
+    except REFUSALS:
+        return False
+    kept = [name for name in form if name in vars(built) and name != "partial_rotary_factor"]  # some configs keep it
+    return same_rope(getattr(built, "rope_parameters", None), rope) and (alone or not kept)
+
+
+def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any:
+    """Read the config from a dictionary that holds ``form`` and no other old field."""
+    fields_now = {name: value for name, value in text.to_dict().items() if name not in (*OLD_FIELDS, *without)}
+    declared = {field.name for field in fields(text)}
+    fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared and name in vars(text)}
+    return type(text).from_dict(copy.deepcopy(fields_now | form))

@@ -1,0 +1,219 @@
+"""Rebuild a model from a changed config, on the meta device, and carry the differences over to the live model.
+
+An in-place patch must leave the model as a reload of its own saved config would build it. Instead of knowing which
+attributes each of two hundred classes derives from its config, ctxext lets transformers build the model twice on the
+meta device, from the current config and from the changed one, and carries over the attributes that differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ctxext.core.config import REFUSALS, drop_old_form
+from ctxext.core.edits import Edits, own_attributes
+from ctxext.core.guard import without_guard
+from ctxext.core.subject import Subject, text_of
+from ctxext.errors import CtxextError, IncompatibleError
+
+Scalar = int | float | str | bool | None
+
+# Errors that a model's own code may raise when it is called in a way that its authors did not expect.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextlib.contextmanager
+def running(code: type) -> Iterator[None]:
+    """Turn errors of a model's rotary class into a refusal, while that class is built or called.
+
+    Keep ctxext's own code out of the block, so that a defect of ctxext is not reported as one of the model.
+
+    Raises:
+        IncompatibleError: if the class raises one of ``FAILURES``.
+    """
+    try:
+        yield
+    except CtxextError:
+        raise
+    except FAILURES as error:
+        raise IncompatibleError(
+            f"{code.__name__} ({code.__module__}) fails when ctxext builds it from its config and calls it with "
+            f"positions: {type(error).__name__}: {error}. If it reads keys that rope_parameters lacks, add them to the "
+            f"config. Otherwise this model cannot be extended."
+        ) from error
+
+
+def reread(config: Any) -> Any:
+    """Return the config that a reload would read: write it to a file, and read the file with its class.
+
+    Raises:
+        REFUSALS: if the class does not accept the fields.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        config.to_json_file(Path(directory) / "config.json")
+        return type(config).from_pretrained(directory)
+
+
+class Rebuild:
+    """The model that transformers would build from a live model's config with changed fields, saved and read back.
+
+    The model is built on first use, and ``apply`` alone changes the live model.
+
+    Args:
+        fields: new values of fields in the text part of its config; none for the model as it is now.
+
+    Raises:
+        AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, if the config's class
+            does not accept the fields.
+    """
+
+    def __init__(self, subject: Subject, fields: dict[str, Any] | None = None) -> None:
+        self.subject, self.fields = subject, fields or {}
+        changed = copy.deepcopy(subject.config)
+        text = text_of(changed)
+        drop_old_form(text)
+        without_guard(changed)
+        for name, value in self.fields.items():
+            setattr(text, name, copy.deepcopy(value))
+        self.config = reread(changed)
+        self.text = text_of(self.config)
+
+    @functools.cached_property
+    def whole(self) -> PreTrainedModel:
+        """The whole model, on the meta device."""
+        return without_weights(self.subject.model, self.config)
+
+    def rotary_config(self, path: str) -> Any:
+        """Return the config that transformers gives to the rotary module at ``path``.
+
+        Nearly always this is the text part itself; some models hand changed copies of it to their modules.
+        """
+        if self.subject.model.get_submodule(path).config is self.subject.text:
+            return self.text
+        return self.whole.get_submodule(path).config
+
+    def rotary(self, path: str) -> nn.Module:
+        """Build the rotary module at ``path`` on the CPU, in float32, with its real numbers.
+
+        Raises:
+            IncompatibleError: if its class cannot be built from a config.
+        """
+        kind, config = type(self.subject.model.get_submodule(path)), copy.deepcopy(self.rotary_config(path))
+        with torch.device("cpu"), restoring(), running(kind):
+            built: nn.Module = kind(config=config)
+        return built
+
+    def changes(self, before: Rebuild) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield ``(module path, attribute, old value, new value)`` of plain attributes that differ from ``before``."""
+        olds = dict(before.whole.named_modules())
+        for path, module in self.whole.named_modules():
+            for name, new in own_attributes(module).items():
+                old = vars(olds[path]).get(name)
+                if _is_plain(new) and _is_plain(old) and old != new:
+                    yield path, name, old, new
+
+    def apply(self, edits: Edits) -> None:
+        """Change the live model into the rebuilt one, through ``edits``.
+
+        Raises:
+            IncompatibleError: if transformers cannot build the model.
+        """
+        subject, model, before = self.subject, self.subject.model, Rebuild(self.subject)
+        try:
+            _ = self.whole
+        except REFUSALS as error:
+            raise IncompatibleError(
+                f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended "
+                f"config: {type(error).__name__}: {error}"
+            ) from error
+        text = subject.text
+        for path, name, _, value in self.changes(before):
+            edits.set(model.get_submodule(path), name, value)
+        for name in self.fields:
+            edits.set(text, name, getattr(self.text, name))
+        for path, rotary in subject.rotaries:
+            if rotary.config is not text:  # a changed copy of the text config, made when it was built
+                config = self.rotary_config(path)
+                if config.to_dict() == before.rotary_config(path).to_dict():
+                    continue
+                edits.set(rotary, "config", config)
+            for name, buffer in self.rotary(path).named_buffers(recurse=False):
+                edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
+            for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
+                edits.delete(rotary, name)  # transformers caches it from the config that the module saw first
+
+
+def without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """Build the model's class from a copy of ``config`` on the meta device."""
+    with torch.inference_mode(False), torch.device("meta"), restoring():
+        return type(model)(as_loaded(config))
+
+
+def as_loaded(config: Any) -> Any:
+    """Return a copy of a config with dtypes as ``from_pretrained`` sets them: ``save_pretrained`` leaves names.
+
+    The activation of Apertus makes a tensor of the config's dtype.
+    """
+    config = copy.deepcopy(config)
+    for part in {id(part): part for part in (config, text_of(config))}.values():
+        if isinstance(dtype := vars(part).get("dtype"), str):
+            part.dtype = getattr(torch, dtype)
+    return config
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(item, Scalar) for item in (*value, *value.values()))
+    return isinstance(value, Scalar)
+
+
+RESTORING: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
+
+
+@contextlib.contextmanager
+def restoring() -> Iterator[None]:
+    """Allow building a model whose dynamic method, or whose attention, is attached afterwards."""
+    token = RESTORING.set(True)
+    try:
+        yield
+    finally:
+        RESTORING.reset(token)
+
+
+@contextlib.contextmanager
+def own_defaults() -> Iterator[None]:
+    """Create tensors without a stated device or dtype on the CPU, in float32, as the proofs expect.
+
+    Each verb enters this once, so that no code below has to name either; a ``torch.device`` entered inside wins.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -1,0 +1,287 @@
+"""``config.ctxext``: the saved form of an extension, written by ``patch`` and checked when it is read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import reprlib
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+from ctxext.core.config import drop_old_form, scaling_of, write_old_form
+from ctxext.core.edits import Edits
+from ctxext.core.subject import SIDES, field_of, text_of
+from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
+from ctxext.methods import Method, method_class, saved_class
+from ctxext.spec import Extension, ExtensionArguments
+from ctxext.version import __version__
+
+# The newest versions that the test suite was run on; releases that mend the same minor version count as tested.
+TESTED = {"transformers": "5.24.0", "torch": "2.13.0"}
+
+FORMAT = 1
+# Of an encoder-decoder: under "sides", what each side would hold if it were a model of its own, and its "place".
+SIDES_FORMAT = 2
+# What no logit depends on: who wrote it, how it was found (``ctxext choose``) and how it is expressed, what to tell a
+# user, how to undo it, which of several exact kernels computes it, and what follows from the rest. Whatever else a
+# saved form holds, now or later, counts.
+NOT_IDENTITY = (
+    "format",
+    "versions",
+    "stored_as",
+    "stock",
+    "notes",
+    "original",
+    "attention",
+    "target_length",
+    "chosen",
+)
+# What later code relies on; a file may have been damaged, or changed by hand.
+KINDS = {
+    "method": dict,
+    "versions": dict,
+    "original": dict,
+    "notes": list,
+    "fingerprint": str,
+    "stored_as": str,
+    "trained_length": int,
+    "target_length": int,
+}
+
+
+def untested_versions() -> list[str]:
+    """Return a sentence for each of transformers and torch that is newer here than every tested version."""
+    installed = {"transformers": transformers.__version__, "torch": torch.__version__}
+    return [
+        f"ctxext {__version__} was tested with {name} up to {TESTED[name]}, and this is {version}. If something "
+        f"fails here, install {name}=={TESTED[name]}."
+        for name, version in installed.items()
+        if Version(version).release[:2] > Version(TESTED[name]).release[:2]
+    ]
+
+
+def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
+    """Return what ``config.ctxext`` holds: plain JSON that rebuilds, describes and traces an extension."""
+    versions = {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    saved = asdict(extension) | {"notes": list(extension.notes)}
+    return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
+
+
+def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return what the ``config.ctxext`` of an encoder-decoder holds.
+
+    Args:
+        sides: by name, the encoder first: where its config lies in the whole one, and its own saved form.
+    """
+    held = {name: saved | {"place": place} for name, (place, saved) in sides.items()}
+    first = next(iter(held.values()))
+    lengths = {name: first[name] for name in ("trained_length", "target_length")}  # of the text that is read
+    return {"format": SIDES_FORMAT, **lengths, "sides": held}
+
+
+def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the extension of each side of an encoder-decoder by its name; empty for every other model."""
+    sides: dict[str, dict[str, Any]] = saved.get("sides", {})
+    return {name: sides[name] for name in SIDES if name in sides}  # in files they are sorted by the alphabet
+
+
+def version_of(saved: dict[str, Any]) -> str:
+    """Return the version of ctxext that wrote an extension."""
+    first = next(iter(saved_sides(saved).values()), saved)
+    return str(first["versions"]["ctxext"])
+
+
+def arguments_of(
+    saved: dict[str, Any], attention: str | None = None
+) -> ExtensionArguments | dict[str, ExtensionArguments]:
+    """Return the arguments that give a model this extension again; for an encoder-decoder, those of each side."""
+    if sides := saved_sides(saved):
+        each = {name: choices(side, attention if side["attention"] else None) for name, side in sides.items()}
+        return {name: ExtensionArguments(method=saved_method(sides[name]), **each[name]) for name in sides}
+    return ExtensionArguments(method=saved_method(saved), **choices(saved, attention))
+
+
+def arguments_in_place_of(
+    saved: dict[str, Any], arguments: ExtensionArguments
+) -> ExtensionArguments | dict[str, ExtensionArguments]:
+    """Return the arguments of an extension that replaces a saved one; of an encoder-decoder, those of each side.
+
+    The trained length of an encoder-decoder is that of its first extended side. Each side is extended from its own.
+
+    Raises:
+        PatchStateError: the trained length is missing, or not the saved one.
+    """
+    sides = saved_sides(saved)
+    checked_trained_length(saved, arguments.trained_length)
+    if not sides:
+        return replace(arguments, scaling=arguments.scaling or choices(saved)["scaling"])
+    each = dict.fromkeys(SIDES, replace(arguments, trained_length=None))
+    for name, side in sides.items():
+        scaling = arguments.scaling or choices(side)["scaling"]
+        each[name] = replace(arguments, trained_length=side["trained_length"], scaling=scaling)
+    return each
+
+
+def extended_texts(config: Any) -> list[Any]:
+    """Return the parts of a config that hold its extension: one, or one for each side of an encoder-decoder."""
+    sides = saved_sides(getattr(config, "ctxext", None) or {})
+    return [functools.reduce(getattr, side["place"].split("."), config) for side in sides.values()] or [text_of(config)]
+
+
+def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
+    """Return the extension that a config carries; None for a plain config.
+
+    Raises:
+        CheckpointError: if it is not in a form that this version of ctxext reads.
+    """
+    saved = getattr(config, "ctxext", None)
+    return None if saved is None else checked_extension(saved, place)
+
+
+def checked_extension(saved: Any, place: str) -> dict[str, Any]:
+    """Check that a saved extension has the form that this version of ctxext reads.
+
+    Raises:
+        CheckpointError: if it is not.
+    """
+    version = saved.get("format") if isinstance(saved, dict) else saved
+    if version == SIDES_FORMAT and isinstance(saved.get("sides"), dict):
+        whole: dict[str, Any] = saved
+        sides = {name: checked_extension(side, f"{place} ({name})") for name, side in whole["sides"].items()}
+        return whole | {"sides": sides}
+    if not isinstance(saved, dict) or version != FORMAT:
+        raise CheckpointError(
+            f"The extension in {place} has format {version!r}; ctxext {__version__} reads format {FORMAT}. It was "
+            f"saved by another version of ctxext, or changed by hand."
+        )
+    needed = {"method", "versions", *(field.name for field in fields(Extension))}
+    missing = sorted(needed - saved.keys())
+    if missing:
+        raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
+    for name, kind in KINDS.items():
+        if name in saved and (not isinstance(saved[name], kind) or isinstance(saved[name], bool)):
+            raise CheckpointError(f"The extension in {place} is damaged: {name}={saved[name]!r} is no {kind.__name__}.")
+    for name, part in (("method", "method"), ("versions", "ctxext")):
+        if part not in saved[name]:
+            raise CheckpointError(f"The extension in {place} is incomplete: {name} is without {part}.")
+    return saved
+
+
+def saved_method(saved: dict[str, Any]) -> Method:
+    """Rebuild the method of a saved extension.
+
+    Raises:
+        CheckpointError: if no method of its name is known in this process.
+        IncompatibleError: if its two sides have an extension each.
+    """
+    if saved_sides(saved):
+        raise IncompatibleError(
+            "This is an encoder-decoder whose sides have an extension each, and what was asked is for models with one. "
+            "Use patch, load, describe and save."
+        )
+    return saved_class(saved["method"]["method"]).from_dict(saved["method"])
+
+
+def identity(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return every choice in a saved extension that logits depend on.
+
+    The same weights compute the same logits under two extensions of equal identity.
+    """
+    if "sides" in saved:
+        return {name: identity(side) for name, side in saved_sides(saved).items()}
+    rest = {name: value for name, value in saved.items() if name not in (*NOT_IDENTITY, "method")}
+    kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
+    # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.
+    known = method_class(saved["method"]["method"])
+    chosen = saved["method"] if known is None else known.from_dict(saved["method"]).to_dict()
+    return chosen | rest | kept
+
+
+def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str:
+    """Say how two saved extensions differ in what logits depend on, with both values; empty if in nothing."""
+    if (there and saved_sides(there)) or (here and saved_sides(here)):
+        sides = [saved_sides(saved or {}) for saved in (there, here)]
+        each = {name: differences(*(side.get(name) for side in sides)) for name in sides[0] | sides[1]}
+        return "; ".join(f"{name}: {difference}" for name, difference in each.items() if difference)
+    one, other = (None if saved is None else identity(saved) for saved in (there, here))
+    if one is None or other is None:
+        names = ["not extended" if choice is None else f"method {choice['method']!r}" for choice in (one, other)]
+        return "" if one == other else f"{names[0]} there, {names[1]} here"
+    # Two methods differ in which parameters they have; two versions of ctxext in which choices they know.
+    known = [name for name in one | other if one["method"] == other["method"] or (name in one and name in other)]
+    different = [name for name in known if one.get(name) != other.get(name)]
+    if len(different) > 1 and "fingerprint" in different:  # which follows from the others
+        different.remove("fingerprint")
+    return "; ".join(
+        f"{name} {reprlib.repr(one.get(name))} there, {reprlib.repr(other.get(name))} here" for name in different
+    )
+
+
+def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
+    """Return the arguments of ``patch`` beside the method; ``attention`` takes the place of the saved backend."""
+    given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
+    return given if attention is None else given | {"attention": attention}
+
+
+def checked_trained_length(saved: dict[str, Any], trained_length: int | None) -> None:
+    """Refuse to replace a saved extension unless the trained length of the plain checkpoint is given.
+
+    Raises:
+        PatchStateError: no length is given, or another length than the saved one.
+    """
+    saved = next(iter(saved_sides(saved).values()), saved)
+    known, name = saved["trained_length"], saved["method"]["method"]
+    if trained_length == known:
+        return
+    remedy = f", and trained_length={trained_length} contradicts that. Pass"
+    if trained_length is None:
+        remedy = ". Say which length its weights were trained for before that extension:"
+    raise PatchStateError(
+        f"This checkpoint is already extended (ctxext {name}, trained_length={known}){remedy} trained_length={known} "
+        f"(--trained-length {known}); the new method then replaces the old one."
+    )
+
+
+def plain_config(config: Any, saved: dict[str, Any]) -> Any:
+    """Return a copy of a config as it was before the extension ``saved`` was written into it."""
+    plain = copy.deepcopy(config)
+    for text, extension in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
+        drop_old_form(text)
+        for name, value in extension["original"].items():
+            part, leaf = field_of(plain if "." in name else text, name)  # dots lead through the whole config
+            if value is None and leaf in vars(part):
+                delattr(part, leaf)
+            elif value is not None:
+                setattr(part, leaf, copy.deepcopy(value))
+    del plain.ctxext
+    return plain
+
+
+def with_old_form(config: Any) -> Any:
+    """Return a copy of an extended config with the fields of transformers 4 that its own class reads too."""
+    copied = copy.deepcopy(config)
+    put_old_form(copied, Edits())
+    return copied
+
+
+def put_old_form(config: Any, edits: Edits) -> None:
+    """Write the fields of transformers 4 that its class reads too into a config, until ``edits`` is undone."""
+    for text in extended_texts(config):
+        write_old_form(text, edits, of_any_type=False)
+
+
+def already_extended(config: Any) -> str | None:
+    """Say in a few words how a config is already extended; None for a plain config."""
+    saved = getattr(config, "ctxext", None)
+    if saved:
+        parts = {f"{name}: ": side for name, side in saved_sides(saved).items()} or {"": saved}
+        return "; ".join(
+            f"{prefix}ctxext {part['method']['method']}, trained_length={part['trained_length']}"
+            for prefix, part in parts.items()
+        )
+    scaling = scaling_of(config)
+    return None if scaling is None else str(scaling)

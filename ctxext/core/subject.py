@@ -1,0 +1,321 @@
+"""The subject of every verb: a transformers model inside its wrappers, and what its config says of text.
+
+A verb makes one ``Subject`` of what the user gave, and hands it down, so that nothing below unwraps a model again or
+searches its config for the part about text. Each side of an encoder-decoder (an encoder and a decoder that rotate,
+with a config each) is a subject of its own: transformers builds it as a model, and a reload builds it from its part of
+the whole config.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import hashlib
+import json
+import sys
+import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ctxext.core.edits import Edits
+from ctxext.errors import IncompatibleError
+
+SIDES = ("encoder", "decoder")
+
+# Trainers that need a reference model build it from the path in the config, where the model lies unextended (TRL
+# 1.16.0, trainer/dpo_trainer.py:926, kto_trainer.py:937, grpo_trainer.py:1003, rloo_trainer.py:689).
+EXTENDED_IN_MEMORY = (
+    "extended in memory by ctxext: no path leads to this model. Give a reference model by "
+    "ctxext.training.reference(model) and the tokenizer, or save the model and load that"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A transformers model that a verb works on, with the wrappers around it.
+
+    Args:
+        wrappers: what is around it, outermost first.
+        place: of a side of an encoder-decoder: where its config lies in the whole one, such as
+            ``"encoder.text_config"``; empty for a model of its own.
+    """
+
+    model: PreTrainedModel
+    wrappers: tuple[Any, ...] = ()
+    place: str = ""
+
+    @classmethod
+    def of(cls, given: Any) -> Subject:
+        """Unwrap what the user gave: PEFT, torch.compile, data-parallel wrappers, holders of a model and a tokenizer.
+
+        Raises:
+            IncompatibleError: if there is no transformers model inside, or none that is found alone.
+        """
+        *wrappers, inner = unwrapped(given)
+        if not isinstance(inner, PreTrainedModel):
+            parts = dict(inner.named_modules()) if isinstance(inner, nn.Module) else getattr(inner, "__dict__", {})
+            held = [name for name, part in parts.items() if isinstance(part, PreTrainedModel)]
+            way = f" It holds one: extend its {held[0]}." if held else " Give the model that it was made from."
+            raise IncompatibleError(f"ctxext extends transformers models; found {type(given).__name__}.{way}")
+        return cls(inner, tuple(wrappers))
+
+    @property
+    def config(self) -> Any:
+        """The config of the model."""
+        return self.model.config
+
+    @property
+    def text(self) -> Any:
+        """The part of the config about text."""
+        return text_of(self.model.config)
+
+    @property
+    def kind(self) -> str:
+        """The model type, transformers' name of the architecture."""
+        return str(self.model.config.model_type)
+
+    @property
+    def saved(self) -> dict[str, Any] | None:
+        """The extension in the config, as it was saved; None for a plain model."""
+        return getattr(self.model.config, "ctxext", None) or None
+
+    @property
+    def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
+        """The ids without a special meaning in the config, or all ids; the embedding of a padding token is zero."""
+        usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
+        for name, value in [*vars(self.config).items(), *vars(self.text).items()]:
+            if name.endswith(("_token_id", "_token_index")):
+                ids = [value] if isinstance(value, int) else value or []
+                usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
+        return (usable if usable.any() else ~usable).nonzero()[:, 0]
+
+    @functools.cached_property
+    def rotaries(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose frequencies follow transformers' rope types, with their paths."""
+        return [
+            (path, module)
+            for path, module in self.model.named_modules()
+            if any(name.endswith("original_inv_freq") for name in module._buffers)
+            and hasattr(module, "rope_type")
+            and hasattr(module, "config")
+        ]
+
+    @functools.cached_property
+    def sides(self) -> dict[str, Subject]:
+        """The sides of an encoder-decoder that rotate, by name; empty for any other model.
+
+        Raises:
+            IncompatibleError: if the two share one config, or one of them has none that a reload would read.
+        """
+        sides: dict[str, Subject] = {}
+        for path, rotary in self.rotaries if self.config.is_encoder_decoder else ():
+            name = next((part for part in path.split(".") if part in SIDES), None)
+            owners = [self.model.get_submodule(path[:end]) for end, sign in enumerate(path) if sign == "."]
+            reader = next((owner for owner in reversed(owners) if isinstance(owner, PreTrainedModel)), None)
+            if name is None or reader is None:
+                continue
+            if name in sides:
+                raise IncompatibleError(
+                    f"The {name} of this {self.kind} rotates in several places ({path} and others), and no one "
+                    f"extension of its config would be right for all of them."
+                )
+            if reader.config is self.config:
+                raise IncompatibleError(
+                    f"The encoder and the decoder of this {self.kind} are built from one and the same config "
+                    f"({type(rotary).__name__} reads {type(self.config).__name__}), which cannot say which of them is "
+                    f"extended, or that one reads sound and the other writes text. ctxext extends sides that have a "
+                    f"config each."
+                )
+            place = path_to(self.config, reader.config)
+            if not place:
+                raise IncompatibleError(
+                    f"The {name} of this {self.kind} has a config that is no part of the whole one, so a reload would "
+                    f"not know of its extension."
+                )
+            sides[name] = Subject(reader, place=".".join(place))
+        return sides
+
+    def length_limits(self) -> list[tuple[Any, str, int]]:
+        """Find the limits at which the wrappers cut their texts: the object, the attribute and its value.
+
+        Such limits are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a
+        tokenizer, which newer ones, their CrossEncoder and transformers' pipelines go by.
+        """
+        limits: list[tuple[Any, str, int]] = []
+        for holder in self.wrappers:
+            places = [(getattr(holder, "tokenizer", None), "model_max_length")]
+            places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
+            for owner, name in places:
+                value = getattr(owner, name, None)
+                if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in limits):
+                    limits.append((owner, name, value))
+        return limits
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside its wrappers, see ``Subject.of``."""
+    return Subject.of(model).model
+
+
+def unwrapped(model: Any) -> list[Any]:
+    """Unwrap a transformers model, and return the chain of wrappers and the model, outermost first.
+
+    Wrappers are those of torch.compile, data-parallel and PEFT, and what holds a model beside its tokenizer: a
+    SentenceTransformer, a CrossEncoder, a pipeline.
+    """
+    chain = [model]
+    while not isinstance(chain[-1], PreTrainedModel):
+        outer = chain[-1]
+        compiled = dict(outer.named_children()).get("_orig_mod") if isinstance(outer, nn.Module) else None
+        if compiled is not None:  # asked first: it answers for every attribute of what is inside
+            chain.append(compiled)
+        elif hasattr(outer, "get_base_model"):
+            chain.append(outer.get_base_model())
+        elif isinstance(getattr(outer, "module", None), nn.Module):
+            chain.append(outer.module)
+        elif isinstance(held := _beside_a_tokenizer(outer), nn.Module):
+            chain.append(held)
+        else:
+            break
+    return chain
+
+
+def _beside_a_tokenizer(holder: Any) -> Any:
+    """Find the model that an object holds beside its tokenizer; of a pipeline of modules, the first module's."""
+    if not hasattr(holder, "tokenizer"):
+        return None
+    for name in ("auto_model", "model"):
+        held = getattr(holder, name, None)
+        if isinstance(held, nn.Module) and isinstance(unwrapped(held)[-1], PreTrainedModel):
+            return held
+    first = next(holder.children(), None) if isinstance(holder, nn.Sequential) else None
+    return first if first is not None and _beside_a_tokenizer(first) is not None else None
+
+
+def text_of(config: Any) -> Any:
+    """Return the text part of a config, which is the config itself for most models; never a copy.
+
+    For a config that describes an encoder and a decoder side by side, transformers returns a copy with other field
+    names. Changes of a copy would be lost, so such a config is its own text part.
+    """
+    text = config.get_text_config(decoder=True)
+    return config if type(text) is type(config) else text
+
+
+def field_of(config: Any, name: str) -> tuple[Any, str]:
+    """Return the part of a config that holds the field of a dotted name, and the last part of the name."""
+    *path, leaf = name.split(".")
+    return functools.reduce(getattr, path, config), leaf
+
+
+def path_to(config: Any, part: Any) -> list[str]:
+    """Return the attributes that lead from a config to one of its parts; none for the config itself and for others."""
+    for name, value in vars(config).items() if part is not config else ():
+        if value is part:
+            return [name]
+        if isinstance(value, PreTrainedConfig) and (rest := path_to(value, part)):
+            return [name, *rest]
+    return []
+
+
+def is_zero3(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
+    return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def is_shared_out(model: nn.Module) -> bool:
+    """Tell whether ZeRO-3 or FSDP has shared a model's weights out between processes."""
+    return is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+# Values taken from each tensor for a digest: training moves nearly all of them, so a few are enough.
+SAMPLED = 64
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
+
+    Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
+    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
+    """
+    if is_shared_out(model):
+        return "unknown"
+    config = base_model(model).config.to_dict()
+    for noise in ("_name_or_path", "transformers_version", "ctxext"):
+        config.pop(noise, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(sample(tensor, tensor.dtype))
+    return digest.hexdigest()[:12]
+
+
+def sample(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    """Return a few values of a tensor, spread over it, in this dtype."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return b""
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // SAMPLED)].to(dtype).contiguous().cpu()
+    return bytes(picked.view(torch.uint8).numpy())
+
+
+_OWNERS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def owns_its_config(model: PreTrainedModel) -> None:
+    """Note that no other model was built from this one's config, so that none is looked for at each extension.
+
+    To look for one takes a second in a process of many objects, and ``inspect`` tries dozens of methods on one model.
+    """
+    _OWNERS.add(model)
+
+
+def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
+    """Give a model a copy of its config where another live model, built from the same object, would change with it.
+
+    ``LlamaForCausalLM(config)`` keeps the object that it is given, and so do all its modules. A model that shares it
+    with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
+    """
+    if model in _OWNERS:
+        return
+    # How many references an expression makes by itself differs between versions of Python, so they are counted on an
+    # object that has one holder.
+    own = sum(value is model.config for module in model.modules() for value in vars(module).values())
+    lone = SimpleNamespace(config=SimpleNamespace())
+    is_alone = sys.getrefcount(model.config) == own + sys.getrefcount(lone.config) - 1
+    if is_alone and text_of(model.config) is model.config:
+        return
+    config = model.config
+    if not _is_shared(model, config, text_of(config)):  # the text part is edited, too
+        return
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id
+    for module in model.modules():
+        copied = copies.get(id(getattr(module, "config", None)))
+        if copied is not None:
+            edits.set(module, "config", copied)
+
+
+def _is_shared(model: nn.Module, *configs: Any) -> bool:
+    """Tell whether another live model has one of the configs: no part of this model, and no whole with it inside."""
+    own = set(model.modules())
+    known = {id(vars(module)) for module in own}
+    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
+    holders = [holder for holder in gc.get_referrers(*configs) if id(holder) not in known]
+    # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
+    attributes = [holder for holder in holders if type(holder) is dict and "_modules" in holder]
+    parts = [*holders, *(gc.get_referrers(*attributes) if attributes else ())]
+    # An entry of another model's journal, which puts the config back into a module, is a tuple of both.
+    parts += [part for holder in holders if type(holder) is tuple for part in holder]
+    others = {part for part in parts if issubclass(type(part), PreTrainedModel)} - own
+    for whole in [inside for other in others if model in (inside := set(other.modules()))]:
+        others -= whole
+    return bool(others)

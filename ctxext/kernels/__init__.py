@@ -1,0 +1,106 @@
+"""Attention backends, one file each. This folder is the registry: ``BACKENDS`` maps a name to its class."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import fields, is_dataclass
+
+from ctxext.errors import BackendUnavailableError, UnknownNameError
+from ctxext.kernels.base import AttentionBackend, Call, Need
+from ctxext.kernels.layout import Layout
+from ctxext.registry import discover
+
+__all__ = [
+    "BACKENDS",
+    "PREFERENCE",
+    "AttentionBackend",
+    "Call",
+    "Layout",
+    "Need",
+    "check_name",
+    "named",
+    "require_usable",
+    "select",
+]
+
+BACKENDS: dict[str, type[AttentionBackend]] = discover(
+    sys.modules[__name__],
+    AttentionBackend,  # type: ignore[type-abstract]
+)
+
+PREFERENCE = ("flash", "sdpa", "flex", "reference")
+"""Order in which ``auto`` tries: the native kernel, the general path, the compiled one, the oracle that serves all."""
+
+
+def named(name: str) -> AttentionBackend:
+    """Build a backend from its name, which may carry one number: ``"flex(cutoff=60)"``.
+
+    Raises:
+        UnknownNameError: if the backend or the parameter does not exist.
+        InvalidParameterError: if a value is outside its range.
+    """
+    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([0-9.eE+-]+)\))?", str(name))
+    if parts is None or parts[1] not in BACKENDS:
+        raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
+    backend = BACKENDS[parts[1]]
+    if parts[2] is None:
+        return backend()
+    known: list[str] = [field.name for field in fields(backend)] if is_dataclass(backend) else []
+    if parts[2] not in known:
+        raise UnknownNameError.of(f"parameter of attention backend {parts[1]!r}", parts[2], known or ["none"])
+    return backend(**{parts[2]: float(parts[3])})
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no backend has, with ``UnknownNameError``."""
+    if name != "auto":
+        named(name)
+
+
+def require_usable(name: str) -> None:
+    """Raise unless ``name`` is "auto" or a backend that can serve some call in this process.
+
+    Raises:
+        UnknownNameError: if the name does not exist.
+        BackendUnavailableError: if the backend is not installed.
+    """
+    check_name(name)
+    reason = None if name == "auto" else named(name).why_never()
+    if reason is not None:
+        usable = [each for each in PREFERENCE if BACKENDS[each]().why_never() is None]
+        raise BackendUnavailableError(
+            f"Attention backend {name!r} cannot be used here: {reason} These can: {', '.join(['auto', *usable])}."
+        )
+
+
+def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
+    """Choose a backend for a call.
+
+    Args:
+        name: a backend's name as ``named`` takes it, or ``"auto"`` for the first of ``PREFERENCE`` that can serve the
+            call.
+
+    Returns:
+        The backend, and the reason for each backend that ``auto`` passed over.
+
+    Raises:
+        UnknownNameError: if the name does not exist.
+        BackendUnavailableError: if the named backend, or for ``auto`` every backend, cannot serve the call. A named
+            backend never falls back.
+    """
+    check_name(name)
+    order = [*PREFERENCE, *(candidate for candidate in BACKENDS if candidate not in PREFERENCE)]
+    reasons: dict[str, str] = {}
+    for candidate in order if name == "auto" else [name]:
+        backend = named(candidate)
+        reason = backend.refuses(need)
+        if reason is None:
+            return backend, reasons
+        reasons[candidate] = reason
+    if name == "auto":
+        listed = " ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+        raise BackendUnavailableError(f"No attention backend can serve this call. {listed}")
+    usable = [candidate for candidate in order if candidate != name and BACKENDS[candidate]().refuses(need) is None]
+    hint = f"These can: {', '.join(usable)}." if usable else "No other backend can either."
+    raise BackendUnavailableError(f"Attention backend {name!r} cannot serve this call: {reasons[name]} {hint}")

@@ -1,0 +1,300 @@
+"""The flash-attn packages: version 2 with native float32 ALiBi slopes, versions 3 and 4 with ALiBi columns.
+
+The packages are detected by their installed metadata, and imported only when one runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ctxext.errors import install_line
+from ctxext.kernels.base import AttentionBackend, Call, Need, evened
+from ctxext.kernels.columns import COLUMNS, with_columns
+from ctxext.kernels.layout import Layout
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+INSTALLED: dict[str, bool] = {
+    # The compiled extension, not the Python package: version 4 installs into the same package without it.
+    "flash": importlib.util.find_spec("flash_attn_2_cuda") is not None,
+    "flash3": importlib.util.find_spec("flash_attn_interface") is not None,
+    "flash4": _has_distribution("flash-attn-4"),
+}
+"""Availability of the three packages, looked up once, so that ``why_not`` is cheap and can be compiled."""
+
+
+class _FlashFamily(AttentionBackend):
+    """Base of the three versions, which take 16-bit tensors on CUDA, and blocks of plain attention."""
+
+    module: ClassVar[str]
+    install: ClassVar[str]
+    major: ClassVar[tuple[int, ...]]
+    reads_cache: ClassVar[bool]
+    softcaps: ClassVar[bool] = True
+    takes_latent: ClassVar[bool] = False  # queries of 192 and values of 128 dimensions, as in DeepSeek's models
+    asks_lse: ClassVar[str] = "return_attn_probs"  # the keyword by which a call returns the log-sum-exp too
+
+    def why_never(self) -> str | None:
+        return None if INSTALLED[self.name] else f"not installed: {self.install}."
+
+    def why_not(self, need: Need) -> str | None:
+        if need.device != "cuda":
+            return f"flash-attn runs on CUDA only, found {need.device!r}."
+        never = self.why_never()
+        if never is not None:
+            return never
+        if need.capability is not None and need.capability[0] not in self.major:
+            return f"its kernels are for compute capability {self.major}.x, found {need.capability}."
+        if need.dtype not in (torch.float16, torch.bfloat16):
+            return f"its kernels are for float16 and bfloat16, found {need.dtype}."
+        if need.order == "free":
+            return "positions do not increase in blocks, and its causality goes by index. 'sdpa' and 'flex' can."
+        if need.order == "increasing" and need.window is not None:
+            return "its window counts indices, but positions do not step by one. 'sdpa' and 'flex' count positions."
+        if need.order == "external" and (need.window is not None or need.cached):
+            return "a sharded layout is square and has no window."
+        if need.softcap is not None and need.dropout:
+            return "with a soft cap it has no attention dropout. Set attention_dropout to 0."
+        return self.lacks(need)
+
+    @abstractmethod
+    def lacks(self, need: Need) -> str | None:
+        """Return why this version, beyond the limits of the family, cannot serve ``need``; else None."""
+
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+        causal = call.layout.sees == "past"
+        options: dict[str, Any] = {"softmax_scale": call.scale, "causal": causal}
+        if call.window is not None:
+            options["window_size"] = (call.window - 1, 0 if causal else call.window - 1)
+        if call.softcap is not None:
+            options["softcap"] = call.softcap
+        q, k, v = evened(call.q, call.k, call.v)
+        q, k, v, extra = self.with_bias(replace(call, q=q, k=k, v=v))
+        module = importlib.import_module(self.module)
+        options |= extra
+        filled = cache_lengths(call.layout) if self.reads_cache and not call.dropout else None
+        if filled is not None and not call.need.training:
+            options.pop("dropout_p", None)
+            lengths = call.layout.memo(
+                "cache lengths", lambda: torch.tensor(filled, dtype=torch.int32, device=call.q.device)
+            )  # once for all layers, because the copy to the device synchronises
+            out = _from_cache(module, q, k, v, lengths, options)
+        else:
+            out = _call(module, q, k, v, call.layout, options)
+        return out[..., : call.v.shape[3]]
+
+    def bands(self, need: Need) -> bool:
+        return True
+
+    def with_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+        assert mask is None, "why_not refuses layouts that need one"
+        value_dim = v.shape[3]
+        if not (self.takes_latent and (q.shape[3], value_dim) == (192, 128)):
+            q, k, v = evened(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        function = importlib.import_module(self.module).flash_attn_func
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, self.asks_lse: True}
+        if softcap is not None:
+            options["softcap"] = softcap
+        if window is not None:
+            options["window_size"] = (window - 1, 0)
+        out, lse = function(q, k, v, **options)[:2]
+        return out.transpose(1, 2)[..., :value_dim], lse
+
+    @abstractmethod
+    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        """Return the tensors and the keyword arguments with which this version gets slopes and dropout."""
+
+
+class Flash(_FlashFamily):
+    """flash-attn 2: ALiBi inside the kernel, in float32, at almost no cost.
+
+    Pick it on CUDA whenever it is installed. It counts distance by index, so positions must step by one.
+    """
+
+    name: ClassVar[str] = "flash"
+    summary: ClassVar[str] = "flash-attn 2 with native float32 ALiBi slopes"
+    module: ClassVar[str] = "flash_attn.flash_attn_interface"
+    install: ClassVar[str] = install_line("flash")
+    reads_cache: ClassVar[bool] = True
+    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
+
+    def lacks(self, need: Need) -> str | None:
+        if need.width > 256 or need.width % 8:
+            return f"head_dim must be a multiple of 8 up to 256, found {need.width}."
+        if need.biased and need.order != "consecutive":
+            return "its ALiBi counts distance by index, but positions do not step by one. 'sdpa' uses positions."
+        return None
+
+    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        slopes = None if call.slopes is None else call.slopes.float()
+        return call.q, call.k, call.v, {"dropout_p": call.dropout, "alibi_slopes": slopes}
+
+
+class _Columned(_FlashFamily):
+    """Base of versions without ALiBi: eight columns carry it, so positions inside a block may have any steps."""
+
+    takes_latent: ClassVar[bool] = True
+
+    def lacks(self, need: Need) -> str | None:
+        if need.biased and need.sees == "both":
+            return "its ALiBi columns cannot express a distance to both sides. 'sdpa' can."
+        if need.biased and need.softcap is not None:
+            return "a soft cap would bend the ALiBi columns, which are part of the scores. 'flex' can."
+        wide = need.width + (COLUMNS if need.biased else 0)
+        if need.width % 8 or wide > self.widest_for(need):
+            why = f" ({COLUMNS} of them carry ALiBi, which this version has no kernel for)" if need.biased else ""
+            return f"head dimensions must be multiples of 8 up to {self.widest_for(need)}, found {wide}{why}."
+        if need.dropout:
+            return "it has no attention dropout. Set attention_dropout to 0."
+        return None
+
+    @abstractmethod
+    def widest_for(self, need: Need) -> int:
+        """Return the widest head that the kernels take on the device."""
+
+    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        return (call.q, call.k, call.v, {}) if call.slopes is None else (*with_columns(call), {})
+
+
+class Flash3(_Columned):
+    """flash-attn 3, with the fastest kernels on Hopper, its only target; ALiBi as columns."""
+
+    name: ClassVar[str] = "flash3"
+    summary: ClassVar[str] = "flash-attn 3 (Hopper), ALiBi as columns"
+    module: ClassVar[str] = "flash_attn_interface"
+    install: ClassVar[str] = "flash-attn 3 has no PyPI release; build the hopper folder of Dao-AILab/flash-attention"
+    reads_cache: ClassVar[bool] = True
+    major: ClassVar[tuple[int, ...]] = (9,)
+
+    def widest_for(self, need: Need) -> int:
+        return 256
+
+
+class Flash4(_Columned):
+    """flash-attn 4 (CuTe), a pure Python wheel that compiles at first use; ALiBi as columns."""
+
+    name: ClassVar[str] = "flash4"
+    summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
+    module: ClassVar[str] = "flash_attn.cute.interface"
+    install: ClassVar[str] = "pip install --pre flash-attn-4"  # only pre-releases so far
+    reads_cache: ClassVar[bool] = False
+    asks_lse: ClassVar[str] = "return_lse"
+    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    def lacks(self, need: Need) -> str | None:
+        if need.training and need.capability is not None and need.capability[0] == 8:
+            return "its backward needs compute capability 9.0 or later."
+        return super().lacks(need)
+
+    def widest_for(self, need: Need) -> int:
+        return 256 if need.capability is not None and need.capability[0] == 9 else 128
+
+
+def _from_cache(
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, lengths: Int[Tensor, " batch"], options: dict[str, Any]
+) -> Float[Tensor, "batch heads query head_dim"]:
+    """Read the cache in place, split over blocks of keys, because a few queries alone do not fill a GPU."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _tensor(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)).transpose(1, 2)
+
+
+def cache_lengths(layout: Layout) -> list[int] | None:
+    """Return the number of keys per row if the layout is a cache filled from the front, with all queries at its end."""
+    if layout.spans is None or layout.external_causality or layout.query_length == layout.key_length:
+        return None
+    lengths = [0] * layout.batch
+    for rows, query, key in layout.spans:
+        if query != (0, layout.query_length) or key[0] != 0:
+            return None
+        lengths[slice(*rows)] = [key[1]] * (rows[1] - rows[0])
+    return lengths if all(lengths) else None
+
+
+def _call(
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
+) -> Float[Tensor, "batch heads query head_dim"]:
+    """Run the plain kernel if one block covers everything, else the kernel for packed tokens of every span."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim], the packages' own layout
+    if layout.whole or layout.external_causality:
+        return _tensor(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
+    tokens = layout.memo("flash tokens", lambda: token_indices(layout))
+    q_index, k_index, q_starts, k_starts, q_longest, k_longest = tokens
+    out = torch.zeros_like(q.flatten(0, 1))
+    if q_longest:
+        packed = module.flash_attn_varlen_func(
+            q.flatten(0, 1)[q_index],
+            k.flatten(0, 1)[k_index],
+            v.flatten(0, 1)[k_index],
+            cu_seqlens_q=q_starts,
+            cu_seqlens_k=k_starts,
+            max_seqlen_q=q_longest,
+            max_seqlen_k=k_longest,
+            **options,
+        )
+        out = out.index_copy(0, q_index, _tensor(packed))
+    return out.view(q.shape).transpose(1, 2)
+
+
+def _tensor(result: Any) -> Tensor:
+    """Return the output; some versions also return the log-sum-exp."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def token_indices(
+    layout: Layout,
+) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " keys"], Int[Tensor, " starts"], Int[Tensor, " starts"], int, int]:
+    """Return the arguments of the varlen kernel: flattened tokens of every span, span starts, longest lengths.
+
+    Returns:
+        Indices of queries and of keys into ``[batch * seq]``, their ``cu_seqlens`` (int32, one more than there are
+        sequences), and the longest query and key sequence in tokens.
+    """
+    device = layout.query_positions.device
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    for rows, query, key in layout.spans or ():
+        for row in range(*rows):
+            queries.append(torch.arange(*query, device="cpu") + row * layout.query_length)
+            keys.append(torch.arange(*key, device="cpu") + row * layout.key_length)
+    q_sizes, k_sizes = ([len(x) for x in parts] for parts in (queries, keys))
+    empty = [torch.empty(0, dtype=torch.long, device="cpu")]
+    return (
+        torch.cat(queries or empty).to(device),
+        torch.cat(keys or empty).to(device),
+        F.pad(torch.tensor(q_sizes, device="cpu").cumsum(0), (1, 0)).to(device, torch.int32),
+        F.pad(torch.tensor(k_sizes, device="cpu").cumsum(0), (1, 0)).to(device, torch.int32),
+        max(q_sizes, default=0),
+        max(k_sizes, default=0),
+    )

@@ -1,0 +1,328 @@
+"""FlexAttention: the bias as a compiled ``score_mod``, visibility as a block mask, optionally a window per head."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, no_type_check
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from ctxext.errors import BackendUnavailableError, InvalidParameterError
+from ctxext.kernels.base import AttentionBackend, Call, Need
+from ctxext.kernels.layout import Layout
+
+BLOCK = 128
+"""Tokens per side of a block of the mask."""
+
+# Limit of recompilations, one for each kind of call.
+KINDS = 256
+
+
+def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
+    """Return the ``cutoff`` that changes no softmax weight by more than ``tolerance`` of the row's total.
+
+    With ``S = score_bound >= scale * max|q| * max|k|``, a key at distance n has at most ``exp(2 S - slope * n)`` of the
+    row's total weight, and there are fewer than ``length`` keys. With ``c = ln(length / tolerance) + 2 S``, all keys
+    farther than ``c / slope`` have at most ``tolerance`` together, and the output changes by at most
+    ``2 * tolerance * max|v|``.
+
+    Args:
+        tolerance: share of the weight that may be lost, in (0, 1).
+        score_bound: largest absolute score without bias.
+
+    Raises:
+        InvalidParameterError: if a value is outside its range.
+    """
+    if not 0 < tolerance < 1 or length < 1 or not 0 <= score_bound < math.inf:
+        raise InvalidParameterError(
+            f"Need 0 < tolerance < 1, length >= 1 and a finite score_bound >= 0, found {tolerance}, {length}, "
+            f"{score_bound}."
+        )
+    return math.log(length / tolerance) + 2 * score_bound
+
+
+@dataclass(frozen=True)
+class Flex(AttentionBackend):
+    """FlexAttention: exact float32 bias inside the kernel; invisible blocks are skipped.
+
+    Pick it on CUDA for head dimensions at which eight more columns cost a lot (128), for windows, and with ``cutoff``
+    for very long contexts. It compiles for seconds at first use, and has no backward on CPU.
+
+    Args:
+        cutoff: the c of a window per head, at least 1. Blocks of keys all farther than ``c / slope`` are dropped,
+            an approximation with a known bound (``cutoff_for``). None for an exact result.
+    """
+
+    name: ClassVar[str] = "flex"
+    summary: ClassVar[str] = "FlexAttention: float32 bias and soft caps in the kernel, block-sparse masks"
+    softcaps: ClassVar[bool] = True
+
+    cutoff: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cutoff is not None and not self.cutoff >= 1:
+            raise InvalidParameterError(f"cutoff must be at least 1, found {self.cutoff}.")
+
+    @property
+    def approximation(self) -> str | None:
+        if self.cutoff is None:
+            return None
+        return (
+            f"Keys farther than {self.cutoff:g} / slope are dropped. With n keys and scores of at most S without bias, "
+            f"a head's weights change by at most n * exp(2 S - {self.cutoff:g}) of their sum: "
+            f"{32768 * math.exp(20 - self.cutoff):.1g} at n = 32768 and S = 10."
+        )
+
+    def why_not(self, need: Need) -> str | None:
+        if need.device not in ("cpu", "cuda"):
+            return f"it compiles for CPU and CUDA, found {need.device!r}."
+        if need.device == "cuda" and (narrowest := min(need.head_dim, need.value_dim or need.head_dim)) < 16:
+            return f"its CUDA kernels need a head_dim of at least 16, found {narrowest}."
+        if need.device == "cpu" and need.lse:
+            return "on CPU it compiles for about 10 s for every shape, and attention in pieces has many."
+        if need.device == "cpu" and need.training:
+            return "FlexAttention has no backward on CPU. Use 'sdpa' to train."
+        if need.device == "cpu" and need.cached:
+            return "on CPU it compiles for about 10 s whenever the number of keys changes."
+        if need.dropout:
+            return "FlexAttention has no attention dropout. Set attention_dropout to 0."
+        if need.order == "external":
+            return "it masks by itself, but under this layout an engine around the kernel does."
+        if need.dtype == torch.float64:
+            return "its kernels are for float32, bfloat16 and float16."
+        if need.training and (need.query_length % BLOCK or need.key_length % BLOCK):
+            return (
+                f"its backward with a bias and a block mask has given NaN for lengths that no {BLOCK} divides "
+                f"(pytorch#153799). Pad the lengths {need.query_length} and {need.key_length}."
+            )
+        return None
+
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+        q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
+        if (
+            not torch.is_grad_enabled()
+        ):  # on CPU it refuses tensors that require a gradient, even without a backward pass
+            q, k, v = q.detach(), k.detach(), v.detach()
+        cutoff = None if slopes is None else self.cutoff
+        owner = None if cutoff is None else slopes
+        mask = layout.memo(
+            ("block mask", window, cutoff), lambda: block_mask(layout, window, slopes=owner, cutoff=cutoff), owner=owner
+        )
+        kernel: Callable[..., Any] = flex_attention
+        if not torch.compiler.is_compiling():
+            kernel = _compiled(q.device.type)
+        grouped = False
+        if q.shape[1] != k.shape[1]:
+            grouped = True
+        score_mod = _score_mod(None if slopes is None else slopes.float(), layout, call.softcap)
+        how = {"enable_gqa": grouped, "kernel_options": _options(q, k)}
+        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, **how)
+        return out
+
+    def with_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+        kernel: Callable[..., Any] = flex_attention
+        if not torch.compiler.is_compiling():
+            kernel = _compiled(q.device.type)
+        blocks = _blocks_of(mask, causal, q.shape[2], k.shape[2], q.device)
+        grouped = q.shape[1] != k.shape[1]
+        q, k, v = q.detach(), k.detach(), v.detach()
+        how = {"enable_gqa": grouped, "kernel_options": _options(q, k), "return_aux": AuxRequest(lse=True)}
+        out, extra = kernel(q, k, v, score_mod=_score_cap(softcap), block_mask=blocks, scale=scale, **how)
+        return out, extra.lse
+
+
+def _options(q: Tensor, k: Tensor) -> dict[str, bool] | None:
+    """Return what the compiler must be told: not to take its kernel for few queries where that has too many rows.
+
+    The kernel for fewer than 128 queries reads a key once for all query heads of its group, as rows of one block. Where
+    these are more than a block of the mask, torch 2.11 to 2.13 find no kernel at all ("No choices to select").
+    """
+    group = q.shape[1] // k.shape[1]
+    most = 1 << ((BLOCK // group).bit_length() - 1) if group <= BLOCK else 0
+    is_too_much = q.device.type == "cuda" and most < q.shape[2] < BLOCK
+    return {"FORCE_USE_FLEX_ATTENTION": True} if is_too_much else None
+
+
+def _blocks_of(mask: Tensor | None, causal: bool, query: int, key: int, device: torch.device) -> BlockMask | None:
+    """Return the visible pairs as a block mask; None if all are visible."""
+    if mask is None and not causal:
+        return None
+
+    @no_type_check  # traced by the kernel
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i if mask is None else mask[b, 0, i, j]
+
+    rows = None if mask is None else mask.shape[0]
+    return create_block_mask(sees, rows, None, query, key, device=str(device))
+
+
+@functools.cache
+def _compiled(device: str) -> Callable[..., Any]:
+    """Compile one function per device; its cache is keyed by shapes, so later calls only look it up.
+
+    ``fullgraph`` makes too many recompilations an error; otherwise torch would silently go on in plain Python with full
+    score matrices. torch's limit of eight is below the number of kinds of calls: dtypes, documents or none, one query
+    or many, a window, grouped heads. Scales and caps stay constants: the kernels for CUDA take no number as an input
+    (``unbacked_bindings``, torch 2.11). The CPU code generator is wrong for dynamic shapes (an undeclared variable,
+    torch 2.13).
+    """
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch._dynamo.config.patch(recompile_limit=KINDS, specialize_float=True):
+                return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:  # torch 2.15 on a CPU, with a soft cap
+            raise BackendUnavailableError(
+                f"Backend 'flex': torch {torch.__version__} cannot compile this call. Set attention='auto', or another."
+            ) from error
+
+    return kernel
+
+
+def _score_cap(softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return the soft cap as a function of a score; None for none."""
+    if softcap is None:
+        return None
+
+    @no_type_check
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    score_mod: Callable[..., Tensor] = cap
+    return score_mod
+
+
+def _score_mod(slopes: Tensor | None, layout: Layout, softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return cap and bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
+    queries, keys = layout.query_positions, layout.key_positions
+    cap = _score_cap(softcap)
+    if slopes is None:
+        return cap
+
+    @no_type_check  # traced by the kernel, where the bookkeeping of a type checker would be a side effect
+    def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (queries[b, i] - keys[b, j])
+
+    @no_type_check
+    def subtract_both_ways(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (queries[b, i] - keys[b, j]).abs()
+
+    score_mod: Callable[..., Tensor] = subtract_both_ways if layout.sees == "both" else subtract_bias
+    if cap is None:
+        return score_mod
+
+    @no_type_check
+    def cap_and_subtract(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score_mod(cap(score, b, h, i, j), b, h, i, j)
+
+    both: Callable[..., Tensor] = cap_and_subtract
+    return both
+
+
+def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
+    """Return ``Layout.visible`` as a function of indices."""
+    queries, keys = layout.query_positions, layout.key_positions
+    query_documents, key_documents = layout.query_documents, layout.key_documents
+    both_ways = layout.sees == "both"
+
+    @no_type_check
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = queries[b, i] - keys[b, j]
+        if both_ways:
+            distance = distance.abs()
+        seen = distance >= 0
+        if window is not None:
+            seen = seen & (distance < window)
+        if query_documents is not None and key_documents is not None:
+            seen = seen & (query_documents[b, i] == key_documents[b, j]) & (key_documents[b, j] >= 0)
+        return seen
+
+    mask_mod: Callable[..., Tensor] = sees
+    return mask_mod
+
+
+def block_mask(
+    layout: Layout, window: int | None = None, *, slopes: Tensor | None = None, cutoff: float | None = None
+) -> BlockMask:
+    """Return the layout's visibility in blocks, from the extremes of each block's positions and documents.
+
+    Memory is one byte per *block*, while ``create_block_mask`` evaluates every pair (10 GB at 8K tokens and 16 heads).
+    A block that may hold a visible pair is kept and masked pair by pair; a block that is surely visible throughout
+    needs no mask; blocks farther than ``cutoff / slope`` are dropped.
+    """
+    queries = _extremes(layout.query_positions, layout.query_documents)
+    keys = _extremes(layout.key_positions, layout.key_documents)
+    q_low, q_high, q_first, q_last, q_whole = (x[:, :, None] for x in queries)
+    k_low, k_high, k_first, k_last, k_whole = (x[:, None, :] for x in keys)
+    nearest, farthest = q_low - k_high, q_high - k_low  # between a query and a key of each pair of blocks
+    some = (k_first <= q_last) & (q_first <= k_last)
+    every = (k_first == k_last) & (q_first == q_last) & (k_first == q_first) & q_whole & k_whole
+    if layout.sees == "both":
+        nearest, farthest = torch.maximum(nearest, k_low - q_high), torch.maximum(farthest, k_high - q_low)
+    else:
+        some, every = some & (farthest >= 0), every & (nearest >= 0)
+    if window is not None:
+        some = some & (nearest < window)
+        every = every & (farthest < window)
+    some, every = some[:, None], (every & some)[:, None]
+    if slopes is not None and cutoff is not None:
+        near = nearest[:, None] * slopes.double()[None, :, None, None] <= cutoff
+        some, every = some & near, every & near
+    partial_count, partial = _ordered(some & ~every)
+    full_count, full = _ordered(every)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial,
+        full_count,
+        full,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(layout, window),
+        seq_lengths=(layout.query_length, layout.key_length),
+    )
+
+
+def _extremes(positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
+    """Return per block: lowest and highest position, lowest and highest document, and whether all are tokens."""
+    batch, length = positions.shape
+    blocks = -(-length // BLOCK)
+    documents = torch.zeros_like(positions) if documents is None else documents
+    real = torch.zeros(batch, blocks * BLOCK, dtype=torch.bool, device=positions.device)
+    real[:, :length] = documents >= 0
+    far = 1 << 40  # beyond any position, while differences still fit into 64 bits
+
+    def fold(values: Tensor, empty: int) -> Tensor:
+        padded = torch.full((batch, blocks * BLOCK), empty, dtype=torch.long, device=values.device)
+        padded[:, :length] = values
+        return torch.where(real, padded, empty).view(batch, blocks, BLOCK)
+
+    return (
+        fold(positions, far).amin(-1),
+        fold(positions, -far).amax(-1),
+        fold(documents, far).amin(-1),
+        fold(documents, -far).amax(-1),
+        real.view(batch, blocks, BLOCK).all(-1),
+    )
+
+
+def _ordered(kept: Bool[Tensor, "batch heads rows columns"]) -> tuple[Tensor, Tensor]:
+    """Return the number of kept blocks per row, and the indices of all blocks, kept ones first."""
+    order = torch.argsort(kept.to(torch.int8), dim=-1, descending=True, stable=True)
+    return kept.sum(-1, dtype=torch.int32), order.to(torch.int32)

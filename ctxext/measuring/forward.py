@@ -1,0 +1,383 @@
+"""A causal model's own logits, a slice of positions at a time, for the price of one forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ctxext.caches.records import cache_argument
+from ctxext.core.config import heads_of, of_layers, rope_dicts
+from ctxext.core.subject import base_model
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.measuring.head import require_pieces, shell_of
+from ctxext.patching import describe, patched_state
+
+
+def logits_in_chunks(
+    model: nn.Module,
+    input_ids: Int[Tensor, "batch positions"],
+    *,
+    start: int = 0,
+    chunk: int = 1024,
+    cached: int | None = None,
+) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
+    """Yield ``(first position, logits)`` for consecutive pieces of the positions from ``start`` on.
+
+    The layers run once over all positions, uncached and without an attention mask (so that a causal kernel serves
+    them and no positions x positions matrix exists). The part after the layers - projection, scaling, soft cap,
+    whatever the model's class does there - then runs once per piece, so that positions x vocabulary never exists
+    either. The model is not touched: the pieces go through a shallow copy of its outermost module, in which a
+    stand-in replays slices of the hidden states.
+
+    Args:
+        start: first position of interest, in tokens; the logits before it are not computed.
+        chunk: positions per piece, at least 1. One piece takes about batch x chunk x vocabulary x 8 bytes.
+        cached: run the layers over that many tokens at a time, with a KV cache; the same result up to rounding, in
+            less memory and more time. None for one uncached pass.
+
+    Raises:
+        InvalidParameterError: empty input, or ``start``, ``chunk`` or ``cached`` out of range.
+        IncompatibleError: the model is in training mode, is an encoder-decoder, adds virtual tokens (prompt
+            learning), or does not put its layers behind one base model.
+    """
+    positions = input_ids.shape[1]
+    for name, value in (("chunk", chunk), ("cached", 1 if cached is None else cached)):
+        if value < 1:
+            raise InvalidParameterError(f"{name} must be at least 1 position, found {value}.")
+    if not 0 <= start < positions:
+        raise InvalidParameterError(
+            f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
+        )
+    causal = _causal_model(model)
+    shell, replay = shell_of(causal)
+    if cached is not None and cached < positions:
+        replay.real = CachedPieces(causal, replay.real, positions=positions, piece=cached)
+    for first in range(start, positions, chunk):
+        replay.piece = slice(first, min(first + chunk, positions))
+        replay.calls = 0
+        # The first piece hands all tokens to the real layers; later ones only have to look like their piece.
+        ids = input_ids if first == start else input_ids[:, replay.piece]
+        logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
+        require_pieces(causal, replay, logits)
+        yield first, logits
+
+
+def logits_as_read(
+    model: nn.Module, input_ids: Int[Tensor, "batch positions"], *, piece: int, chunk: int = 1024
+) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
+    """Yield ``(first position, logits)`` as ``logits_in_chunks`` does, having run the layers no further than that.
+
+    Whoever has seen enough stops iterating, and pays only for what was read. The layers run over ``piece`` tokens at a
+    time, with a KV cache: the same result up to rounding. Logits exist for ``chunk`` positions at a time.
+
+    Raises:
+        IncompatibleError: as in ``logits_in_chunks``.
+    """
+    causal = _causal_model(model)
+    shell, replay = shell_of(causal)
+    replay.real = CachedPieces(causal, replay.real, positions=input_ids.shape[1], piece=piece)
+    for begin in range(0, input_ids.shape[1], piece):
+        part = input_ids[:, begin : begin + piece]
+        replay.output = None  # so that the layers run on, over the next tokens
+        for first in range(0, part.shape[1], chunk):
+            replay.piece = slice(first, min(first + chunk, part.shape[1]))
+            replay.calls = 0
+            ids = part[:, replay.piece] if first else part
+            logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
+            require_pieces(causal, replay, logits)
+            yield begin + first, logits
+
+
+@torch.no_grad()
+def logits_of_answers(
+    model: nn.Module,
+    text: Int[Tensor, " text"],
+    requests: Sequence[Int[Tensor, " _"]],
+    answers: Sequence[Int[Tensor, " _"]],
+) -> list[list[Float[Tensor, "_ vocab"]]]:
+    """Compute the logits that predict each of several answers behind each of several requests; the text is read once.
+
+    The layers keep the text in a KV cache, and every request goes on from a copy of that. A dynamic method fits its
+    positions to the text with the longest request and answer, so that all are judged with the same positions.
+    Text, requests and answers have at least one token each.
+
+    Returns:
+        Logits in float32, by request and by answer: row ``i`` predicts token ``i`` of the answer.
+
+    Raises:
+        IncompatibleError: as in ``logits_in_chunks``, or the model takes no cache.
+    """
+    causal = _causal_model(model)
+    shell, replay = shell_of(causal)
+    longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
+    reader = replay.real = CachedPieces(
+        causal, replay.real, positions=text.shape[0] + longest, piece=max(text.shape[0], longest)
+    )
+
+    def run(ids: Tensor, *, behind: DynamicCache | None = None, last: bool = True) -> Tensor:
+        """Read tokens behind a copy of a cache; return the logits of the last position, or of all."""
+        reader.cache = reader.cache if behind is None else copy.deepcopy(behind)
+        tokens = ids.shape[0]
+        replay.output, replay.calls = None, 0  # without an output, the layers run on
+        replay.piece = slice(tokens - 1 if last else 0, tokens)
+        logits: Tensor = shell(input_ids=ids[None], use_cache=False, return_dict=True).logits
+        require_pieces(causal, replay, logits)
+        return logits[0].float()
+
+    run(text)
+    read, logits = reader.cache, []
+    for request in requests:
+        first = run(request, behind=read)
+        asked = reader.cache
+        logits.append(
+            [
+                torch.cat([first, run(answer[:-1], behind=asked, last=False)]) if answer.shape[0] > 1 else first
+                for answer in answers
+            ]
+        )
+    return logits
+
+
+def _causal_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside; refuse one whose losses would not be those of a plain causal model."""
+    peft = getattr(model, "active_peft_config", None)
+    if peft is not None and peft.is_prompt_learning:
+        raise IncompatibleError(
+            f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
+            f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
+        )
+    causal = base_model(model)
+    name = type(causal).__name__
+    if causal.training:
+        raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
+    return causal
+
+
+def check_token_ids(input_ids: Tensor, *, least: int) -> None:
+    """Raise ``InvalidParameterError`` unless ``input_ids`` is [batch, tokens], of integers, with enough tokens."""
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise InvalidParameterError(
+            f"input_ids must be integers of shape [batch, tokens], found {input_ids.dtype} {list(input_ids.shape)}."
+        )
+    if input_ids.shape[0] < 1 or input_ids.shape[1] < least:
+        raise InvalidParameterError(
+            f"input_ids must hold at least one row of {least} tokens, found {list(input_ids.shape)}."
+        )
+
+
+# Stock rope types that follow the length of a call's input.
+FOLLOWING = {"dynamic", "longrope"}
+
+
+class CachedPieces(nn.Module):
+    """Stands in for a base model: calls it on consecutive pieces of a text, as if that were one call.
+
+    Raises:
+        IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
+            or the model takes no cache.
+    """
+
+    def __init__(self, causal: PreTrainedModel, base: nn.Module, *, positions: int, piece: int) -> None:
+        super().__init__()
+        self.base = base
+        self.piece = piece
+        self.cache = DynamicCache(config=causal.config)
+        is_patched, dynamic = patched_state(causal) is not None, follows_length(causal)
+        argument = cache_argument(base)
+        if argument is None:
+            raise IncompatibleError(
+                f"{type(base).__name__} takes no cache, so a text cannot be read in cached pieces. Allow more --memory."
+            )
+        self.argument = argument
+        # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
+        self.length = {"ctxext_length": positions} if dynamic else {}
+        if dynamic and not is_patched:
+            raise IncompatibleError(
+                f"The positions of this {type(causal).__name__} follow the length of its input "
+                f"(rope_parameters={causal.config.get_text_config(decoder=True).rope_parameters}), so a text cannot be "
+                f"read in cached pieces. Allow more --memory, or extend it with ctxext."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["base"], name)
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        options = kwargs | self.length | {self.argument: self.cache, "use_cache": True, "return_dict": True}
+        output: Any = None
+        states = []
+        for part in torch.split(input_ids, self.piece, dim=1):
+            output = self.base(input_ids=part, **options)
+            states.append(output.last_hidden_state)
+        output.last_hidden_state = torch.cat(states, dim=1)
+        setattr(output, self.argument, None)
+        return output
+
+
+def follows_length(causal: PreTrainedModel) -> bool:
+    """Return whether positions follow the length of the text, by a dynamic method or by a rope type of transformers."""
+    patched = patched_state(causal)
+    if patched is not None:
+        return patched.method.dynamic
+    text = causal.config.get_text_config(decoder=True)
+    return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(text))
+
+
+def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callable[[int], int]:
+    """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
+
+    Args:
+        trained_length: tokens up to which a stock rope type leaves positions as they are; 0 where that is not known.
+    """
+    patched = patched_state(causal)
+    if patched is not None:
+        method, trained = patched.method, patched.extension.trained_length
+        return lambda length: method.fitted_length(trained, length)
+    follows = follows_length(causal)
+    return lambda length: max(length, trained_length) if follows else 0
+
+
+LEAST = 256
+# Bytes that the logits of one piece and their softmax may take, and the fewest positions that a piece is worth.
+HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
+
+
+def head_chunk(model: nn.Module) -> int:
+    """Positions whose logits exist at a time, so that they and their softmax take about 128 MiB."""
+    vocabulary = base_model(model).config.get_text_config(decoder=True).vocab_size
+    return max(HEAD_LEAST, int(HEAD_BYTES // (vocabulary * 10)))
+
+
+def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> int:
+    """About what the model's weights and one pass over a text take at the peak, logits apart.
+
+    ``cached`` is as in ``logits_in_chunks``.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    weights: int = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
+    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    heads, key_heads, head_dim = heads_of(config)
+    experts = max(int(count or 1) for count in of_layers(config, "num_experts_per_tok"))
+    inner = max(int(width or 4 * hidden) for width in of_layers(config, "intermediate_size")) * experts
+    size: int = base.dtype.itemsize
+    # A layer's residual, norm (computed in float32), queries and keys before and after rotation; or its feed-forward.
+    attention = size * (4 * hidden + 3 * (heads + 2 * key_heads) * head_dim) + 8 * hidden
+    layer = max(attention, size * (3 * hidden + 3 * inner))
+    # Without a fused kernel, scores exist for every query and key, in float32 for the softmax.
+    scores = heads * tokens * (size + 4) if config._attn_implementation == "eager" else 0
+    if cached is None:
+        return weights + tokens * (layer + scores)
+    cache = 2 * layers * key_heads * head_dim * size * tokens
+    grown, mask = cache // layers, cached * tokens * (1 + max(4, size))
+    return weights + cached * (layer + scores) + cache + grown + mask + 2 * tokens * hidden * size
+
+
+def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int | None:
+    """Tokens per cached call that keep a pass within ``budget``; None where one uncached pass does.
+
+    The uncached pass is preferred: it gives the same losses, is two to three times as fast on a CPU, and with a fused
+    attention kernel it often takes less memory than a cache of all layers. Pieces help where scores of all queries and
+    keys would exist, or where few heads have keys of their own.
+
+    Args:
+        budget: bytes for weights and pass; None for no limit.
+
+    Raises:
+        InvalidParameterError: not even pieces of 256 tokens fit.
+    """
+    if budget is None:
+        return None
+    whole = pass_bytes(model, tokens) + HEAD_BYTES
+    if whole <= budget:
+        return None
+    piece = LEAST
+    least = pass_bytes(model, tokens, cached=piece) + HEAD_BYTES
+    if least > budget:
+        raise InvalidParameterError(
+            f"A text of {tokens:,} tokens takes about {whole / 2**30:.3g} GiB in one pass and {least / 2**30:.3g} GiB "
+            f"in cached pieces of {LEAST} tokens; found --memory {budget / 2**30:.3g}GiB. Allow more, or read less."
+        )
+    while 2 * piece < tokens and pass_bytes(model, tokens, cached=2 * piece) + HEAD_BYTES <= budget:
+        piece *= 2
+    return piece
+
+
+# Called with what is being done and the cost done since the last call, in the units of `pass_cost`.
+Progress = Callable[[str, float], None]
+# Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
+SMALL_MODEL = 4096
+
+
+def pass_cost(tokens: int, turning_point: int = SMALL_MODEL) -> float:
+    """Rough cost of one forward pass, for a progress bar only: linear layers plus quadratic attention.
+
+    Attention costs as much as all the rest at ``turning_point`` tokens.
+    """
+    return tokens * (1 + tokens / turning_point)
+
+
+def turning_point(model: nn.Module) -> int:
+    """Tokens at which a model's attention costs as much as all the rest of it.
+
+    By operations: 2 per weight and token against 2 per layer, channel and visible key, half of the keys being visible
+    on average; halved again because attention reaches about half the speed of matrix products.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    embedding = base.get_input_embeddings().weight
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    weights = sum(parameter.numel() for parameter in base.parameters()) - (0 if tied else embedding.numel())
+    return max(1, int(weights) // int(2 * config.num_hidden_layers * embedding.shape[-1]))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model in their order; the model beneath its head where no list of layers is found."""
+    base = base_model(model)
+    depth = base.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    return list(stacks[0]) if stacks else [base.base_model]
+
+
+@contextlib.contextmanager
+def ticking(
+    model: nn.Module, name: str, cost: float, progress: Progress, *, passes: int | None = None
+) -> Iterator[None]:
+    """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
+
+    Args:
+        progress: called once with cost 0 at the start, then after every layer.
+        passes: how many count, of which the first are reported; None for all.
+    """
+    ticks = layers_of(model)
+    progress(name, 0.0)
+    left = itertools.repeat(cost / len(ticks), *([] if passes is None else [passes * len(ticks)]))
+    hooks = [tick.register_forward_hook(lambda *_: progress(name, next(left, 0.0))) for tick in ticks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_reach(model: nn.Module, length: int, *, beyond: bool) -> None:
+    """Raise ``InvalidParameterError`` if ``length`` tokens are more than the model is meant for.
+
+    A dynamic extension follows the length of the text, so that no length is beyond it.
+    """
+    meant, base = describe(model), base_model(model)
+    if beyond or follows_length(base) or meant.target_length is None or length <= meant.target_length:
+        return
+    state = "is trained for" if meant.method is None else f"was extended to, by {meant.method['method']}"
+    raise InvalidParameterError(
+        f"{length:,} tokens are more than the {meant.target_length:,} that this model {state}. Ask for fewer, extend "
+        f"it further, or allow it, to see how it fails: beyond=True (--beyond)."
+    )

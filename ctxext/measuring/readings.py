@@ -1,0 +1,540 @@
+"""Readings of a checkpoint: as it is, truncated, as it was saved, and extended by methods."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from ctxext import patching
+from ctxext.core.saved import already_extended, choices
+from ctxext.core.subject import Subject, base_model
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.labels import label_of
+from ctxext.measuring.provenance import versions
+from ctxext.measuring.truncation import (
+    AS_SAVED,
+    TRUNCATED,
+    UNPATCHED,
+    is_reference,
+    window_name,
+    window_of,
+    windows_of,
+)
+from ctxext.methods import (
+    METHODS,
+    BiasMethod,
+    Method,
+    RopeMethod,
+    TableMethod,
+    is_choice,
+    known_methods,
+    method_class,
+    method_in,
+    saved_class,
+)
+from ctxext.methods.parameters import checked_tokens
+from ctxext.methods.remap import RemapMethod
+from ctxext.models import architecture_of
+from ctxext.models.alibi import AlibiArchitecture
+from ctxext.models.sinusoid import Sinusoids, usable_methods
+from ctxext.models.table import LearnedTable
+from ctxext.models.table_rows import put_weights
+from ctxext.patching import patched_state, trained_length_of
+from ctxext.quantities import method_said
+from ctxext.spec import AlibiSpec, Description, RopeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One way to read a text.
+
+    Args:
+        name: unique in a comparison: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens and ``truncated`` for
+            the best of such; or a method with its factor, such as ``yarn x2``.
+        method: ``Method.to_dict()``; None for the references.
+        reach: tokens that it is meant for; None for the references of a checkpoint that is not extended.
+        dynamic: whether positions follow the length of the text, so that every length needs a pass of its own.
+        any_factor: whether the factor changes nothing but the reach, so that one factor stands for all.
+        fingerprint: 12 hexadecimal digits of a hash of the frequencies.
+        attention: which attention backend serves it; empty where the model keeps its own.
+    """
+
+    name: str
+    label: str
+    method: dict[str, Any] | None = None
+    factor: float = 1.0
+    reach: int | None = None
+    dynamic: bool = False
+    any_factor: bool = False
+    fingerprint: str = ""
+    attention: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_reference(self) -> bool:
+        """True where the checkpoint is read as it is; such references are measured at every length."""
+        return is_reference(self.name)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a truncation sees; None for the best of them, and for what is none."""
+        return window_of(self.name)
+
+    @property
+    def is_candidate(self) -> bool:
+        """True for an extension, which may win: every method, and a checkpoint that was saved extended."""
+        return self.reach is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A method that cannot be right on this model, and why."""
+
+    label: str
+    reason: str
+
+
+def known_trained_length(model: nn.Module, given: int | None = None) -> int:
+    """Return the tokens that a checkpoint was trained for: those given, or those of its config.
+
+    Raises:
+        InvalidParameterError: nothing says so, or ``given`` is no number of tokens.
+    """
+    if given is not None:
+        return checked_tokens("trained_length", given)
+    known = trained_length_of(Subject.of(model))
+    if known is None:
+        raise InvalidParameterError(
+            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
+        )
+    return known
+
+
+def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
+    """See that a checkpoint can read the references of another, which was made from it.
+
+    Raises:
+        InvalidParameterError: it is extended itself, or has another tokenizer.
+    """
+    if already_extended(base_model(reference.model).config):
+        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
+    if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
+        raise InvalidParameterError(
+            f"The reference {reference.name} has another tokenizer than {checkpoint.name}, so that it would read other "
+            f"tokens: their losses and answers cannot be compared."
+        )
+
+
+def require_reached(length: int, reaches: Collection[int], trained_length: int) -> None:
+    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, if there are any."""
+    if reaches and length > max(reaches):
+        raise InvalidParameterError(
+            f"A length of {length:,} tokens is beyond what any method here is patched for: the furthest reaches "
+            f"{max(reaches):,}, trained to {trained_length:,}. Raise --factor, or ask for a smaller --length."
+        )
+
+
+class Readings:
+    """A loaded checkpoint and the readings that can be applied to its model, one at a time, in place.
+
+    A checkpoint that was saved extended is read as saved by the references, and its extension taken off for the
+    methods and put on again.
+
+    Args:
+        checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        windows: of the truncations, in tokens; None for ``windows_of`` the trained length.
+
+    Raises:
+        InvalidParameterError: nothing says for how many tokens the checkpoint was trained.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        trained_length: int | None = None,
+        sliding_window: str | None = None,
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.model = checkpoint.model
+        self.extended = already_extended(base_model(self.model).config)
+        self.sliding_window = sliding_window
+        self.trained_length = known_trained_length(self.model, trained_length)
+        self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
+        self._given = self.trained_length if self.extended else trained_length
+
+    @cached_property
+    def setting(self) -> dict[str, Any]:
+        """The dependencies of every measured number beside the reading and the tokens, as JSON values.
+
+        Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
+        """
+        parameter = next(self.model.parameters())
+        model: Any = self.model
+        return {
+            "checkpoint": self.checkpoint.sha256,
+            "dtype": str(parameter.dtype),
+            "device": parameter.device.type,
+            "attention": getattr(model.config, "_attn_implementation", None),
+            "sliding_window": self.sliding_window,
+            "versions": {name: version for name, version in versions().items() if name != "python"},
+        }
+
+    def key(self, reading: Sequence[Any], **asked: Any) -> str:
+        """Hash everything that the numbers of one reading depend on, to 16 hexadecimal digits.
+
+        Args:
+            reading: what tells it from other readings, as JSON values.
+            **asked: what is read, as JSON values.
+        """
+        depends = {"setting": self.setting, "trained_length": self.trained_length, "reading": list(reading), **asked}
+        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+
+    @contextlib.contextmanager
+    def applied(self, reading: Reading) -> Iterator[None]:
+        """Apply a reading to the model, inside a ``with``."""
+        if reading.is_reference or reading.method is None or reading.name == AS_SAVED:
+            yield
+            return
+        with self._patched(saved_class(reading.method["method"]).from_dict(reading.method)):
+            yield
+
+    def find(
+        self, methods: Sequence[Method], *, progress: Callable[[int, int], None] = lambda *_: None
+    ) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
+        """Try every method on the model to learn which apply and what they do.
+
+        Returns:
+            The references, then the methods that apply; and those that do not, with the reason.
+        """
+        readings = list(self._references())
+        refused: dict[str, list[str]] = {}  # many methods are often refused for one reason
+        for done, method in enumerate(methods):
+            progress(done, len(methods))
+            try:
+                with self._patched(method):
+                    readings.append(_reading(method, patching.describe(self.model)))
+            except CtxextError as error:
+                refused.setdefault(str(error), []).append(label_for(method))
+        progress(len(methods), len(methods))
+        return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
+
+    def extensions(self, methods: Sequence[Method]) -> tuple[Reading, list[Reading]]:
+        """Try methods all of which have to apply; return the checkpoint's own reading, and theirs.
+
+        Raises:
+            IncompatibleError: a method that cannot be right on this model.
+        """
+        (plain, *others), refusals = self.find(methods)
+        if refusals:
+            raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+        return plain, [reading for reading in others if not reading.is_reference]
+
+    def _references(self) -> tuple[Reading, ...]:
+        description = patching.describe(self.model)
+        how = f" ({description.method['method']} {TIMES}{description.method['factor']:g})" if description.method else ""
+        plain = Reading(
+            name=UNPATCHED,
+            label=f"as saved{how}" if self.extended else label_of(UNPATCHED),
+            method=description.method,
+            reach=description.target_length if self.extended else None,
+            fingerprint=description.fingerprint,
+            notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
+        )
+        names = [*map(window_name, self.windows), TRUNCATED]
+        return plain, *(Reading(name=name, label=label_of(name)) for name in names)
+
+    @contextlib.contextmanager
+    def _patched(self, method: Method) -> Iterator[None]:
+        subject = Subject.of(self.model)
+        base, state = subject.model, patched_state(subject.model)
+        if state is not None:
+            trained = architecture_of(subject).replaced_weights(subject)  # which may have been trained since
+            patching.unpatch(self.model)
+        try:
+            with patching.patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
+                yield
+        finally:
+            if state is not None:
+                patching.patch(self.model, state.method, **choices(state.saved_form()))
+                if (again := patched_state(base)) is not None:
+                    put_weights(base, trained, again.edits)
+
+
+def _reading(method: Method, description: Description) -> Reading:
+    return Reading(
+        name=name_for(method),
+        label=label_for(method),
+        method=method.to_dict(),
+        factor=method.factor,
+        reach=description.target_length,
+        dynamic=method.dynamic,
+        any_factor=ignores_factor(method),
+        fingerprint=description.fingerprint,
+        attention=description.attention,
+        notes=description.notes,
+    )
+
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Sequence[float]) -> tuple[Method, ...]:
+    """Return the methods to try, each at each factor; once, at the largest, if the factor changes only the reach.
+
+    Args:
+        model: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
+            needs nothing but a factor. Replacing rotation by ALiBi needs training and has to be named.
+        wanted: names, with parameters where needed (``"yarn ramp=turns truncate=false"``), which may hold a factor of
+            their own; or objects and files of ``ctxext choose`` (``choice.json``), which bring theirs.
+
+    Raises:
+        UnknownNameError: an unknown method or parameter.
+        InvalidParameterError: no factor, one out of range, or the same method twice.
+    """
+    if not factors and not any(isinstance(item, Method) for item in wanted):
+        raise InvalidParameterError("Give at least one factor (target length over trained length).")
+    methods: list[Method] = []
+    for item in wanted or _default_names(model):
+        if isinstance(item, Method) or is_choice(item):
+            methods.append(item if isinstance(item, Method) else method_in(item))
+            continue
+        built = list(dict.fromkeys(named_method(item, factor) for factor in sorted(set(factors))))
+        methods += built[-1:] if ignores_factor(built[-1]) else built
+    if len(set(methods)) != len(methods):
+        twice = next(method for method in methods if methods.count(method) > 1)
+        raise InvalidParameterError(f"Give each method once; found {name_for(twice)!r} twice.")
+    return tuple(methods)
+
+
+def _default_names(model: nn.Module) -> list[str]:
+    architecture = architecture_of(Subject.of(model))
+    if isinstance(architecture, Sinusoids):
+        return [name for name in usable_methods() if not _required(METHODS[name])]
+    kind: type[Method] = BiasMethod if isinstance(architecture, AlibiArchitecture) else RopeMethod
+    if isinstance(architecture, LearnedTable):
+        kind = TableMethod
+    return [
+        name
+        for name, method in METHODS.items()
+        if issubclass(method, kind) and not method.needs_training and not _required(method)
+    ]
+
+
+def _required(method: type[Method]) -> list[str]:
+    """Parameters without a default."""
+    return [item.name for item in fields(method) if item.default is MISSING and item.default_factory is MISSING]
+
+
+def ignores_factor(method: Method) -> bool:
+    """Return whether another factor would give the same positions at every length, tried on a made-up model."""
+    if _required(type(method)):
+        return False
+    trained = 4096
+    rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=trained)
+    alibi = AlibiSpec(num_heads=8, trained_length=trained)
+
+    def positions(of: Method, length: int) -> object:
+        if isinstance(of, RemapMethod):
+            return of.pieces(rope, of.target_length(trained))
+        if isinstance(of, RopeMethod):
+            frequencies = of.frequencies(rope, length)
+            return frequencies.inv_freq.tolist(), frequencies.attention_scale
+        return (of.slopes(alibi, length).tolist(), 1.0) if isinstance(of, BiasMethod) else None
+
+    other = replace(method, factor=method.factor * 1.5)
+    try:
+        pairs = [(positions(method, length), positions(other, length)) for length in (trained, 2 * trained)]
+    except InvalidParameterError:  # one of them does not fit so short a window, or reaches its target no more
+        return False
+    return all(before is not None and before == another for before, another in pairs)
+
+
+def named_method(text: str, factor: float) -> Method:
+    """Parse ``name key=value ...``, split as a shell does, into a method; a factor in it goes first.
+
+    Raises:
+        UnknownNameError: an unknown method or parameter.
+        InvalidParameterError: a value out of range.
+    """
+    name, parameters = method_said(text)
+    if method_class(name) is None:
+        raise UnknownNameError.of("method", name, known_methods())
+    arguments: dict[str, Any] = {"factor": factor, **parameters}
+    return patching.method(name, **arguments)
+
+
+def name_for(method: Method) -> str:
+    """Return a name that no other method of a comparison has, such as ``yarn x2 ramp=turns``."""
+    factor = "" if ignores_factor(method) else f" x{method.factor:g}"
+    return f"{method.name}{factor}{''.join(f' {part}' for part in _own(method))}"
+
+
+def label_for(method: Method) -> str:
+    """Return a method's name with its factor and parameters, as tables show it."""
+    factor = "" if ignores_factor(method) else f" {TIMES}{method.factor:g}"
+    parameters = _own(method)
+    return f"{label_of(method.name)}{factor}" + (f" ({', '.join(parameters)})" if parameters else "")
+
+
+def _own(method: Method) -> list[str]:
+    """Parameters that are not at their default, the factor aside."""
+    shown = []
+    for item in fields(method):
+        value = getattr(method, item.name)
+        if item.name != "factor" and (item.default is MISSING or value != item.default):
+            shown.append(f"{item.name}={_short(value)}")
+    return shown
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return f"<{len(value)} values, {hashlib.sha256(repr(value).encode()).hexdigest()[:6]}>"
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """One reading, of which model, and at which lengths it is asked.
+
+    Args:
+        lengths: tokens, increasing.
+        apply: puts the model into the state of the reading, inside a ``with``; None for ``Readings.applied``.
+    """
+
+    reading: Reading
+    readings: Readings
+    lengths: tuple[int, ...]
+    apply: Callable[[], contextlib.AbstractContextManager[Any]] | None = field(default=None, kw_only=True)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that it is shown at most, the last ones; None where it is shown everything."""
+        return self.readings.trained_length if self.reading.name == TRUNCATED else self.reading.window
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which is this reader's while ``applied``."""
+        return self.readings.model
+
+    def applied(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold the model in the state of the reading inside a ``with``."""
+        return self.readings.applied(self.reading) if self.apply is None else self.apply()
+
+
+def find_readers(
+    checkpoint: Checkpoint,
+    *,
+    methods: Sequence[str] = (),
+    factors: Sequence[float] = (),
+    lengths: Sequence[int] = (),
+    reference: Checkpoint | None = None,
+    unpatched: bool = True,
+    beyond: bool = False,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+) -> tuple[Reader, ...]:
+    """Find the readers that are asked for hidden things, references first; the model is at the end what it was.
+
+    A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
+    trained window, and not fewer, since what is to be found may stand anywhere; the unpatched one beyond its window
+    too, as the control, where something is extended.
+
+    Args:
+        methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
+        factors: at which to extend; none for the one that the greatest length needs, or 2 where no length is given.
+        lengths: tokens; none for the trained length and the reach of every method.
+        reference: the original of a checkpoint that comes extended, which reads for the references.
+        unpatched: whether the control reads beyond its window.
+        beyond: allow lengths for which a reader is not meant, to see how it fails.
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+
+    Raises:
+        InvalidParameterError: a length that no reader is meant for, factors without methods, or a reference that makes
+            no sense.
+        IncompatibleError: a method that cannot be right on this model.
+        UnknownNameError: an unknown method.
+    """
+    of_checkpoint = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
+    trained = of_checkpoint.trained_length
+    factors = factors_for(methods, factors, lengths, trained)
+    chosen = chosen_methods(of_checkpoint.model, methods, factors) if methods else ()
+    plain, candidates = of_checkpoint.extensions(chosen)
+    original = of_checkpoint if reference is None else _original(of_checkpoint, reference)
+    last = label_of(window_name(trained))
+    references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=last)]
+    if of_checkpoint.extended is not None:
+        plain = replace(plain, name=AS_SAVED)
+        candidates = [plain, *candidates]
+        if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
+            references = [replace(plain, name=TRUNCATED, label=last, reach=None)]
+    wanted = _lengths(lengths, candidates, trained, beyond)
+    if wanted[-1] <= trained:  # inside the window, the truncated reading is the unpatched one
+        references = [reading for reading in references if reading.name != TRUNCATED]
+    control = bool(candidates) and unpatched
+    readers = []
+    for reading in (*references, *candidates):
+        asked = tuple(length for length in wanted if _is_asked(reading, length, trained, control, beyond))
+        if asked:
+            readers.append(Reader(reading, of_checkpoint if reading in candidates else original, asked))
+    return tuple(readers)
+
+
+def _original(own: Readings, reference: Checkpoint) -> Readings:
+    """Return the readings of the checkpoint that ``own`` was made from."""
+    if own.extended is None:
+        raise InvalidParameterError(
+            f"{own.checkpoint.name} does not come extended: it is its own reference. Leave out the reference "
+            f"{reference.name}."
+        )
+    check_reference(own.checkpoint, reference)
+    return Readings(reference, trained_length=own.trained_length, sliding_window=own.sliding_window)
+
+
+def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
+    """Return the factors asked for; without any, that of the greatest length, or 2 if no length is given.
+
+    Raises:
+        InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.
+    """
+    if factors and not methods:
+        raise InvalidParameterError(f"A factor of {factors[0]:g} is for a method; name one with --method.")
+    if factors or not lengths:
+        return list(factors) or [2.0]
+    if methods and max(lengths) <= trained:
+        raise InvalidParameterError(
+            f"The greatest length, {max(lengths):,} tokens, is inside the trained {trained:,}, so that it does not say "
+            f"by how much to extend. Give a --factor."
+        )
+    return [max(1.0, max(lengths) / trained)]
+
+
+def _lengths(lengths: Sequence[int], candidates: Sequence[Reading], trained: int, beyond: bool) -> tuple[int, ...]:
+    reaches = {reading.reach for reading in candidates if reading.reach is not None}
+    wanted = sorted(set(lengths) or {trained, *reaches})
+    reach = max(reaches, default=trained)
+    if wanted[-1] > reach and not beyond and not any(reading.dynamic for reading in candidates):
+        furthest = "what is extended here reaches" if candidates else "this model is trained for"
+        raise InvalidParameterError(
+            f"{wanted[-1]:,} tokens are more than the {reach:,} that {furthest}. Ask for fewer, extend further "
+            f"(--method and --factor), or allow it, to see how it fails (--beyond)."
+        )
+    return tuple(wanted)
+
+
+def _is_asked(reading: Reading, length: int, trained: int, control: bool, beyond: bool) -> bool:
+    if beyond or reading.name == TRUNCATED or length <= trained:
+        return True
+    if not reading.is_candidate:
+        return control
+    return reading.dynamic or length <= (reading.reach or 0)

@@ -1,0 +1,116 @@
+"""The baseline that a longer context has to beat: the best of several truncations.
+
+Whoever has no longer context shows the model the last tokens of the text and drops the rest. How many of the last ones
+is a choice, and the whole trained window is not always the best one: a small model may predict better from fewer. So
+every quarter of the trained window is measured, beyond the trained window, on the same tokens; inside it nothing is
+dropped.
+
+**Which one is the best** is decided for each comparison anew, on the very tokens that are compared (a stretch of
+positions, or everything beyond the window), by the mean loss over all of them: the mean that is then compared. No user
+could choose so well, who does not know the tokens to come. So the baseline is, if anything, too good: where an
+extension beats it, it beats each of the windows; where it loses, being the best of several may be luck, so a loss must
+be larger to count (``PairedDifference.baselines``).
+
+**What each window sees** of the text before a token is between three quarters and all of the window: a pass scores a
+quarter of a window (see ``truncated_loss``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError
+from ctxext.measuring.forward import SMALL_MODEL, pass_cost
+from ctxext.measuring.loss import Window, truncation_windows
+from ctxext.measuring.statistics import mean_loss
+
+# Names of readings: the model as it is and the best of the windows, which are the references; and a checkpoint that was
+# saved extended, read as it is.
+UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
+QUARTERS = 4
+# Nobody truncates to fewer tokens; and a window has to hold the special tokens in front too.
+LEAST = 8
+
+
+def windows_of(trained_length: int) -> tuple[int, ...]:
+    """Return the windows to try, in tokens, increasing: every quarter of the trained length, and that itself."""
+    quarters = {trained_length * part // QUARTERS for part in range(1, QUARTERS)}
+    return (*sorted(window for window in quarters if window >= LEAST), trained_length)
+
+
+def stride_of(window: int, prefix: int) -> int:
+    """Positions scored per pass: a quarter of the window, and no more than what it holds beside the prefix."""
+    return max(1, min(window // QUARTERS, window - prefix))
+
+
+def window_name(window: int) -> str:
+    """Name the reading that sees the last ``window`` tokens."""
+    return f"{TRUNCATED} {window}"
+
+
+def window_of(name: str) -> int | None:
+    """Return the window in a reading's name; None for another reading."""
+    kind, _, window = name.partition(" ")
+    return int(window) if kind == TRUNCATED and window.isdecimal() else None
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a reading of that name is a reference: unpatched, one of the windows, or the best of them."""
+    return name in (UNPATCHED, TRUNCATED) or window_of(name) is not None
+
+
+def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
+    """Return the window with the lowest mean loss; of equal ones the longest.
+
+    The mean is that of ``mean_loss``, so that whatever beats the best window in a ``document_difference`` beats each.
+
+    Args:
+        losses: nats per token, by window: the same tokens for each, one tensor per document.
+    """
+    return min(losses, key=lambda window: (mean_loss(list(losses[window])), -window))
+
+
+def join_best(
+    losses: Mapping[int, Float[Tensor, "documents positions"]], edges: Sequence[int]
+) -> tuple[Float[Tensor, "documents positions"], tuple[int, ...]]:
+    """Take each stretch from the window that is best there; return the losses and those windows, in tokens.
+
+    Args:
+        losses: by window, of the same tokens.
+        edges: positions; the stretches lie between consecutive ones. What comes before the first is the same for all.
+
+    Raises:
+        InvalidParameterError: no window.
+    """
+    if not losses:
+        raise InvalidParameterError("There is no window to choose from.")
+    parts, windows = [losses[max(losses)][:, : edges[0]]], []
+    for start, stop in itertools.pairwise(edges):
+        windows.append(best_window({window: of_window[:, start:stop] for window, of_window in losses.items()}))
+        parts.append(losses[windows[-1]][:, start:stop])
+    return torch.cat(parts, dim=1), tuple(windows)
+
+
+def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:
+    """Lay out the passes that score a text from ``start`` on when the model sees the last ``window`` tokens.
+
+    Raises:
+        InvalidParameterError: as ``truncation_windows``.
+    """
+    return truncation_windows(positions, window=window, stride=stride_of(window, prefix), start=start, prefix=prefix)
+
+
+def tails_cost(
+    windows: Sequence[int], *, start: int, positions: int, prefix: int = 0, turning_point: int = SMALL_MODEL
+) -> float:
+    """Estimate the cost of ``tail_windows`` of several windows for one text, in the units of ``pass_cost``."""
+    return sum(
+        pass_cost(each.positions, turning_point)
+        for window in windows
+        for each in tail_windows(window, start=start, positions=positions, prefix=prefix)
+    )

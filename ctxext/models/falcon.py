@@ -1,0 +1,54 @@
+"""Falcon with ALiBi (the RW models), whose bias in transformers is bfloat16, and added twice by its eager path."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, build_alibi_tensor
+
+from ctxext.caches.records import cache_in
+from ctxext.core.subject import Subject
+from ctxext.methods.formulas import alibi_slopes
+from ctxext.models.alibi import AlibiArchitecture, AlibiForward
+from ctxext.spec import AlibiSpec
+
+
+class FalconForward(AlibiForward):
+    """Replacement of ``FalconAttention.forward``."""
+
+    def __call__(
+        self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Compute one attention layer, ``[batch, seq, hidden]`` to the same."""
+        module = self.attention
+        parts = module._split_heads(module.query_key_value(hidden_states))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
+        return module.dense(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how)), None
+
+
+class Falcon(AlibiArchitecture):
+    """Falcon models whose config says ``alibi``; the others are rotary models."""
+
+    name: ClassVar[str] = "falcon"
+    decoder_class: ClassVar[type[nn.Module]] = FalconModel
+    attention_class: ClassVar[type[nn.Module]] = FalconAttention
+    forward_class: ClassVar[type[AlibiForward]] = FalconForward
+    length_field: ClassVar[str] = "max_position_embeddings"
+
+    def holds(self, decoder: nn.Module) -> bool:
+        return bool(decoder.use_alibi)
+
+    def spec(self, subject: Subject, trained_length: int) -> AlibiSpec:
+        heads = subject.config.num_attention_heads
+        # Falcon was trained with slopes rounded to bfloat16 and divided, like the scores, by sqrt(head_dim).
+        rounded = alibi_slopes(heads).float().bfloat16().double() / math.sqrt(subject.config.hidden_size // heads)
+        return AlibiSpec(num_heads=heads, trained_length=trained_length, slopes=tuple(rounded.tolist()))
+
+    def stock_slopes(self, subject: Subject) -> Tensor:
+        heads = subject.config.num_attention_heads
+        bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
+        return bias.reshape(heads, 2)[:, 1].double() / math.sqrt(subject.config.hidden_size // heads)

@@ -1,0 +1,46 @@
+"""MPT, whose relative ALiBi in float32 is eager in transformers, with a hard limit at ``max_seq_len``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
+
+from ctxext.caches.records import cache_in
+from ctxext.core.subject import Subject
+from ctxext.models.alibi import AlibiArchitecture, AlibiForward
+
+
+class MptForward(AlibiForward):
+    """Replacement of ``MptAttention.forward``."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute one attention layer, ``[batch, seq, hidden]`` to the same."""
+        module = self.attention
+        mixed = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        q, k, v = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
+        how = {"scale": module.softmax_scale, "dropout": module.attn_dropout_p}
+        return module.out_proj(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how)), None
+
+
+class Mpt(AlibiArchitecture):
+    """MPT of every size."""
+
+    name: ClassVar[str] = "mpt"
+    decoder_class: ClassVar[type[nn.Module]] = MptModel
+    attention_class: ClassVar[type[nn.Module]] = MptAttention
+    forward_class: ClassVar[type[AlibiForward]] = MptForward
+    length_field: ClassVar[str] = "max_seq_len"
+
+    def stock_slopes(self, subject: Subject) -> Tensor:
+        bias: Tensor = build_mpt_alibi_tensor(subject.config.n_heads, 2)
+        return -bias[:, 0, 0].double()

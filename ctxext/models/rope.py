@@ -1,0 +1,218 @@
+"""All models with rotary positions, found by structure: single, per layer type, partial, interleaved, MLA, mRoPE."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any, ClassVar
+
+import torch
+
+from ctxext.attention.remap import as_it_rotates, install_pieces, require_remappable
+from ctxext.caches.dynamic import follow_length
+from ctxext.core.architecture import Architecture, unknown_length
+from ctxext.core.config import Scaling, of_layers, scaling_of, window_fields, window_note
+from ctxext.core.edits import Edits
+from ctxext.core.guard import GUARD, guarded_field
+from ctxext.core.rebuild import Rebuild
+from ctxext.core.rotary import (
+    UNSEEN,
+    LatentSpec,
+    PinnedApply,
+    ProportionalSpec,
+    find_sites,
+    require_as_configured,
+    survey,
+)
+from ctxext.core.stored_form import StoredForm, checked_lengths, score_form
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.methods import BiasMethod, Method, RopeMethod
+from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.models.rope_replaced import replace_rotation
+from ctxext.spec import Extension, Request, RopeSpec
+
+
+class Rope(Architecture):
+    """Rotary models, whose facts are read from modules and proven on a rebuild, never from a list of names."""
+
+    name: ClassVar[str] = "rope"
+    positions: ClassVar[str] = "rotary"
+
+    def matches(self, subject: Subject) -> bool:
+        # Falcon builds its rotary module also for the checkpoints that were trained with ALiBi.
+        has_alibi = any(getattr(module, "use_alibi", False) for module in subject.model.modules())
+        return bool(subject.rotaries) and not has_alibi
+
+    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+        text = subject.text
+        places, layers = survey(subject)
+        if (trained_length := request.trained_length) is None:
+            raise unknown_length(subject)
+        require_as_configured(subject, places, trained_length)
+        if isinstance(method, BiasMethod | EncodingMethod) and not isinstance(method, RopeMethod):
+            return replace_rotation(subject, method, request, places, layers, edits)
+        if not isinstance(method, RopeMethod):
+            raise IncompatibleError(
+                f"This {subject.kind} has rotations, which method {method.name!r} does not extend. "
+                f"Take a method for rotations, such as yarn or self_extend."
+            )
+        scaling = scaling_of(subject.config)
+        sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
+        target = method.target_length(trained_length)
+        if layers.both_ways and not method.frequencies(sites[0].spec, target).inv_freq.any():
+            raise IncompatibleError(
+                f"Method {method.name!r} removes all positions, but this {text.model_type} reads both ways. Without a "
+                f"causal mask it could not tell the order of tokens, even after training. Keep its rotation (yarn, "
+                f"ntk, pi)."
+            )
+        windows = window_fields(text, request.sliding_window, target)
+        if isinstance(method, RemapMethod):
+            sites = [as_it_rotates(subject, site) for site in sites]
+            require_remappable(subject, method, sites[0], places, layers)
+        before = {}
+        if method.dynamic:
+            before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
+        form = score_form(subject, method, sites, windows)
+        original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
+        if request.attention is not None and not isinstance(method, RemapMethod):
+            raise InvalidParameterError(
+                f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its "
+                f"kernel with model.set_attn_implementation(...), and leave attention out here."
+            )
+        form.rebuild.apply(edits)
+        for path in dict.fromkeys(site.path for site in form.sites):
+            rotary = subject.model.get_submodule(path)
+            edits.set(rotary, "_apply", PinnedApply(rotary))
+        if method.dynamic:
+            follow_length(subject, form, before, edits)
+        _prove(subject, form)
+        notes = _notes(text, form)
+        attention = request.attention
+        if isinstance(method, RemapMethod):
+            attention = attention or "auto"
+            notes = (*install_pieces(subject, method, sites[0], layers, form.rebuild, attention, edits), *notes)
+        if form.is_guarded_elsewhere:
+            field = guarded_field(subject, "would load it without the extension")
+            original[field] = getattr(subject.config, field)
+            edits.set_unchecked(subject.config, field, GUARD)
+        if scaling is not None:
+            notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
+        if layers.failure:
+            notes += (
+                f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "
+                f"with a window beside others, so all are taken to be alike.",
+            )
+        return Extension(
+            trained_length=trained_length,
+            target_length=form.method.target_length(trained_length),
+            stored_as=form.stored_as,
+            stock=form.stock,
+            fingerprint=fingerprint(form.method, form.sites[0].spec),
+            notes=notes,
+            sliding_window=request.sliding_window,
+            scaling=request.scaling,
+            attention=attention,
+            original=original,
+        )
+
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+        Rebuild(subject, original).apply(edits)
+
+
+def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
+    """Return 12 hexadecimal digits of a hash of the frequencies at the target length."""
+    frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
+    digest = hashlib.sha256(frequencies.inv_freq.float().numpy().tobytes())
+    digest.update(repr(round(frequencies.attention_scale * spec.attention_scale, 9)).encode())
+    if isinstance(method, RemapMethod):
+        pieces = method.pieces(spec, method.target_length(spec.trained_length))
+        digest.update(repr((pieces, method.temperature)).encode())
+    if isinstance(method, RetrievalHeads):
+        near = method.near_method.pieces(spec, method.target_length(spec.trained_length))
+        digest.update(repr((near, method.heads)).encode())
+    return digest.hexdigest()[:12]
+
+
+def _prove(subject: Subject, form: StoredForm) -> None:
+    """Compare the live cos and sin with the method's own mathematics."""
+    method = form.method
+    for site in form.sites:
+        rotary = subject.model.get_submodule(site.path)
+        buffer = getattr(rotary, f"{site.prefix}inv_freq")
+        if buffer.is_meta:
+            continue
+        problem = site.disagreement(rotary, site.mathematics(method), checked_lengths(method, site.spec))
+        if problem or buffer.dtype != torch.float32:
+            raise VerificationError(
+                f"The patched {type(rotary).__name__} does not compute {method.name!r}: {problem or buffer.dtype}"
+            )
+
+
+def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
+    if request.scaling == "replace":
+        return f"The extension replaces the scaling that this checkpoint had ({scaling})."
+    if spec.inv_freq is None:
+        return f"The extension replaces its scaling ({scaling}), which leaves {spec.trained_length} tokens as they are."
+    note = f"Extends the frequencies that its scaling ({scaling}) gives a text of {spec.trained_length} tokens."
+    if scaling.rope_type == "longrope" and scaling.has_two_sets:
+        note += f" Texts of up to {scaling.original} tokens, which had other frequencies, get these too."
+    return note
+
+
+def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
+    """Return the notes for a user of the model, one or two sentences each."""
+    method, sites, spec, notes = form.method, form.sites, form.sites[0].spec, []
+    frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
+    if not frequencies.inv_freq.any():
+        notes.append(
+            f"Rotation is gone, and the weights were not trained without it. The model is useless until it is trained "
+            f"at its old length of {spec.trained_length} tokens; after that it reads further."
+        )
+    if isinstance(spec, LatentSpec) or (getattr(method, "mscale_all_dim", None) and hasattr(text, "qk_rope_head_dim")):
+        notes.append(
+            "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints. On cos "
+            "and sin it would reach only the rotated part of each head."
+        )
+    elif frequencies.attention_scale != 1:
+        head_dim = max(width or text.hidden_size // text.num_attention_heads for width in of_layers(text, "head_dim"))
+        if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
+            head_dim = text.qk_rope_head_dim + text.qk_nope_head_dim
+        if spec.rotary_dim < head_dim:
+            notes.append(
+                f"The temperature reaches the {spec.rotary_dim} rotated dimensions of each head, as in transformers, "
+                f"and not the other {head_dim - spec.rotary_dim}. In the paper it divides the whole score."
+            )
+    if isinstance(spec, ProportionalSpec):
+        notes.append(
+            f"Only the {spec.rotated} fastest of {spec.rotary_dim // 2} pairs of dimensions rotate, so another base "
+            f"stretches the slowest rotating pair by less than the factor."
+        )
+    if method.dynamic:
+        notes.append(_growth_note(getattr(method, "growth", "")))
+        if form.stock:
+            notes.append(
+                f"Plain transformers loads it, but mixes positions: all rows of a batch get those of the longest, and "
+                f"stale caches are not recomputed. Beyond {spec.trained_length} tokens in a text or its batch, its "
+                f"logits and generate() differ from these. ctxext.load gives these."
+            )
+    if sites[0].layer_type is not None:
+        kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
+        notes.append(f"Positions differ by layer type; extended: {kinds}.")
+    window = window_note(text, method.target_length(spec.trained_length))
+    return tuple(notes + ([window] if window else []))
+
+
+def _growth_note(growth: str) -> str:
+    if growth == "request":
+        return (
+            "Positions follow the length that each row may reach. generate() takes prompt + max_new_tokens and "
+            "recomputes nothing while it decodes. Other calls count their own tokens, or ctxext_length=<tokens>."
+        )
+    often = "at every token beyond the trained window" if growth == "exact" else "when it must"
+    return (
+        f"Positions follow the length of each sequence. generate() recomputes its cache {often}, so that it equals "
+        f"decoding without one. Other code that passes a stale cache gets an error."
+    )

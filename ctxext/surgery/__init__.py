@@ -1,1 +1,0 @@
-"""Mechanisms that change a live model, prove the change and undo it, one a file."""

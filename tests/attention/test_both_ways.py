@@ -1,0 +1,266 @@
+"""ALiBi in the place of rotation where tokens see both ways: encoders, and decoders turned into encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ctxext
+from ctxext.core.subject import Subject
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
+from ctxext.methods.formulas import alibi_slopes
+from ctxext.spec import AlibiSpec
+from tests._models import RECENT, tiny, tokens
+from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+
+LENGTH = 2 * TRAINED_LENGTH + 10
+ENCODERS = ("eurobert", "llama", *(("gte", "nomic_bert") if RECENT else ()))
+KINDS = ("symmetric", "halves")
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_encoder = pytest.mark.parametrize("model_type", ENCODERS)
+
+
+def encoder(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A model whose tokens see both ways, in float64."""
+    config = tiny_config(model_type, **changes)
+    if model_type in ("llama", "mistral"):
+        config.is_causal = False
+        return tiny_model(config).double()
+    return tiny_model(config, loader=AutoModelForMaskedLM).double()
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
+    found: Tensor = model(input_ids=ids, **arguments).logits
+    return found
+
+
+def keep_of(*rows: tuple[int, int]) -> Tensor:
+    at = torch.arange(LENGTH)
+    return torch.stack([(at >= start) & (at < stop) for start, stop in rows])
+
+
+def by_hand(kind: str, keep: Tensor) -> Any:
+    """Attention in the signature that transformers calls, one query and one head at a time."""
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        batch, heads = q.shape[:2]
+        out = torch.zeros_like(q)
+        for row in range(batch):
+            for head in range(heads):
+                keys, values = (part[row, head * k.shape[1] // heads] for part in (k, v))
+                exponent = -8 * (head + 1) / heads
+                if kind == "halves":
+                    exponent = -8 * (head % (heads // 2) + 1) / (heads // 2)
+                for i in torch.nonzero(keep[row]).flatten().tolist():
+                    sees = keep[row].clone()
+                    if kind == "halves" and head < heads // 2:
+                        sees[i + 1 :] = False
+                    elif kind == "halves":
+                        sees[:i] = False
+                    js = torch.nonzero(sees).flatten()
+                    scores = scaling * (keys[js] @ q[row, head, i]) - 2.0**exponent * abs(js - i)
+                    weights = scores.exp() / scores.exp().sum()
+                    out[row, head, i] = weights @ values[js]
+        return out.transpose(1, 2), None
+
+    return attention
+
+
+@pytest.mark.slow
+@every_kind
+@every_encoder
+def test_equals_what_is_written_out_by_hand(model_type: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding on the left, on the right, on both sides and on none."""
+    keep = keep_of((0, LENGTH), (30, LENGTH), (0, LENGTH - 50), (3, 20))
+    ids = tokens(LENGTH, rows=len(keep))
+    oracle = encoder(model_type)
+    for _, rotary in Subject(oracle).rotaries:
+        rotary.inv_freq.zero_()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", by_hand(kind, keep))
+    oracle.config._attn_implementation_internal = "by_hand"
+    expected = logits(oracle, ids)
+    for backend in ("sdpa", "reference"):
+        model = ctxext.patch(encoder(model_type), "alibi", factor=4.0, both_ways=kind, attention=backend)
+        found = logits(model, ids, attention_mask=keep.long())
+        torch.testing.assert_close(found[keep], expected[keep], rtol=1e-8, atol=1e-8)
+
+
+@every_kind
+@every_encoder
+def test_a_row_alone_is_the_row_in_a_batch(model_type: str, kind: str) -> None:
+    model = ctxext.patch(encoder(model_type), "alibi", factor=4.0, both_ways=kind)
+    ids, rows = tokens(LENGTH, rows=3), [(0, LENGTH), (40, LENGTH), (0, 70)]
+    together = logits(model, ids, attention_mask=keep_of(*rows).long())
+    for row, (start, stop) in enumerate(rows):
+        alone = logits(model, ids[row : row + 1, start:stop])
+        torch.testing.assert_close(together[row, start:stop], alone[0], rtol=1e-9, atol=1e-9)
+
+
+@every_kind
+@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
+def test_a_document_alone_is_the_document_in_a_packed_row(model_type: str, kind: str) -> None:
+    model = ctxext.patch(encoder(model_type), "alibi", factor=4.0, both_ways=kind)
+    ids, lengths = tokens(LENGTH), [50, 1, LENGTH - 51]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = logits(model, ids, position_ids=positions)
+    for part, document in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(not RECENT, reason="a type of the newest transformers")
+@every_kind
+def test_packing_by_a_rule_of_the_model_s_own_is_refused_when_it_comes(kind: str) -> None:
+    """ESMC tells documents apart by ids of its own, in a mask function of its own."""
+    model = ctxext.patch(encoder("esmc"), "alibi", factor=4.0, both_ways=kind)
+    assert logits(model, tokens(20)).isfinite().all()
+    with pytest.raises(IncompatibleError, match="a mask function of the model's own"):
+        logits(model, tokens(20), sequence_id=torch.tensor([[0] * 8 + [1] * 12]))
+
+
+@pytest.mark.slow
+@every_kind
+@every_encoder
+def test_gradients_are_those_of_the_oracle(model_type: str, kind: str) -> None:
+    found = []
+    for backend in ("sdpa", "reference"):
+        model = ctxext.patch(encoder(model_type), "alibi", factor=4.0, both_ways=kind, attention=backend)
+        keep = keep_of((0, LENGTH), (30, LENGTH))
+        out = model(input_ids=tokens(LENGTH, rows=2), attention_mask=keep.long()).logits
+        out[keep].square().mean().backward()
+        found.append({name: part.grad for name, part in model.named_parameters() if part.grad is not None})
+    assert found[0]
+    assert found[0].keys() == found[1].keys()
+    for name, one in found[0].items():
+        torch.testing.assert_close(one, found[1][name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def require_saved_and_undone(model: PreTrainedModel, extend: Callable[[], object], folder: Path) -> None:
+    """Extend a model, save and reload it, see that plain code refuses it, and undo the extension bit for bit."""
+    model.save_pretrained(folder / "plain")  # which writes into the config
+    before = State.of(model, tokens(LENGTH))
+    extend()
+    extended = logits(model, tokens(LENGTH))
+    model.save_pretrained(folder)
+    loaded = ctxext.load(folder)
+    assert torch.equal(logits(loaded, tokens(LENGTH)), extended)
+    assert type(loaded) is type(model)
+    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
+        type(model).from_pretrained(folder)
+    for one in (model, loaded):
+        ctxext.unpatch(one)
+    assert before.difference(model) is None
+    assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
+
+
+@pytest.mark.slow
+@every_kind
+@every_encoder
+def test_undone_bit_for_bit_and_saved_and_reloaded(model_type: str, kind: str, tmp_path: Path) -> None:
+    model = encoder(model_type).float()
+    require_saved_and_undone(model, lambda: ctxext.patch(model, "alibi", factor=4.0, both_ways=kind), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_description_says_what_distance_is() -> None:
+    assert any("equally with distance to both sides" in note for note in described("symmetric"))
+    assert any("the other half" in note for note in described("halves"))
+    causal = ctxext.describe(ctxext.patch(tiny(), "alibi", factor=4.0)).notes
+    assert not any("both" in note for note in causal)
+
+
+def described(kind: str) -> tuple[str, ...]:
+    return ctxext.describe(ctxext.patch(encoder("eurobert"), "alibi", factor=4.0, both_ways=kind)).notes
+
+
+def test_a_head_of_a_classifier_is_served() -> None:
+    model = tiny_model(tiny_config("eurobert"), loader=AutoModelForSequenceClassification)
+    plain = logits(model, tokens(LENGTH))
+    ctxext.patch(model, "alibi", factor=4.0)
+    assert not torch.equal(logits(model, tokens(LENGTH)), plain)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bloom", "mpt"])
+def test_halves_of_a_causal_model_are_refused(model_type: str) -> None:
+    model = tiny(model_type)
+    before = State.of(model, tokens(40))
+    with pytest.raises(InvalidParameterError, match="both_ways='halves' is for encoders"):
+        ctxext.patch(model, "alibi", factor=4.0, both_ways="halves", trained_length=TRAINED_LENGTH)
+    assert before.difference(model) is None
+
+
+def test_an_odd_number_of_heads_has_no_halves() -> None:
+    model = encoder("eurobert", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
+    before = State.of(model, tokens(LENGTH))
+    with pytest.raises(InvalidParameterError, match="'symmetric' for 3 heads"):
+        ctxext.patch(model, "alibi", factor=4.0, both_ways="halves")
+    assert before.difference(model) is None
+
+
+@pytest.mark.slow
+def test_one_key_head_serves_both_halves() -> None:
+    model = encoder("eurobert", num_key_value_heads=1)
+    found = [
+        logits(ctxext.patch(model, "alibi", factor=4.0, both_ways="halves", attention=backend), tokens(LENGTH))
+        for backend in ("sdpa", "reference")
+        if ctxext.describe(model).method is None or ctxext.unpatch(model) is not None
+    ]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_both_ways_must_be_one_of_two() -> None:
+    with pytest.raises(InvalidParameterError, match="both_ways must be 'symmetric' or 'halves', found 'left'"):
+        ctxext.method("alibi", both_ways="left")
+
+
+def test_halves_refuse_a_cache_and_symmetric_distances_take_one() -> None:
+    """A decoder turned into an encoder may be asked for a cache: new tokens then see all that is in it."""
+    model = encoder("llama")
+    ids = tokens(40)
+    ctxext.patch(model, "alibi", factor=4.0)
+    with torch.no_grad():
+        first = model(ids[:, :30], use_cache=True)
+        second = model(ids[:, 30:], past_key_values=first.past_key_values, use_cache=True)
+    assert second.logits.isfinite().all()
+    ctxext.unpatch(model)
+    ctxext.patch(model, "alibi", factor=4.0, both_ways="halves")
+    with torch.no_grad():
+        first = model(ids[:, :30], use_cache=True)
+    with pytest.raises(IncompatibleError, match="cannot use a cache"):
+        model(ids[:, 30:], past_key_values=first.past_key_values, use_cache=True)
+
+
+def test_a_window_to_both_sides_is_refused() -> None:
+    model = encoder("mistral", sliding_window=16)
+    before = State.of(model, tokens(LENGTH))
+    with pytest.raises(IncompatibleError, match="a window to both sides"):
+        ctxext.patch(model, "alibi", factor=4.0, sliding_window="keep")
+    assert before.difference(model) is None
+
+
+def test_alibi_that_was_trained_causally_refuses_to_look_ahead() -> None:
+    model = tiny("bloom")
+    ctxext.patch(model, "alibi", factor=4.0, trained_length=TRAINED_LENGTH)
+    model.config.is_causal = False
+    with pytest.raises(IncompatibleError, match="not causal here"):
+        logits(model, tokens(20), use_cache=False)
+
+
+def test_a_shard_is_refused() -> None:
+    model = ctxext.patch(encoder("llama"), "alibi", factor=4.0)
+    with pytest.raises(IncompatibleError, match="makes attention causal"):
+        logits(model, tokens(20), position_ids=torch.arange(20)[None], ctxext_sharded=True, ctxext_length=40)
+
+
+def test_slopes_of_halves_are_those_of_half_the_heads() -> None:
+    slopes = ctxext.method("alibi", both_ways="halves").slopes(AlibiSpec(12, 64), 64)
+    assert torch.equal(slopes, alibi_slopes(6).repeat(2))

@@ -1,0 +1,164 @@
+"""Which layers rotate is seen, not read off the config: extensions that could only harm are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
+
+import ctxext
+from ctxext.core.probe import Layers, look
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError
+from tests._models import RECENT, tiny, tokens
+from tests.walk.check import State
+
+# Their full-attention layers do not rotate at all; what rotates sees only a window.
+LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")
+
+recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
+
+
+@pytest.mark.parametrize("model_type", LOCAL_ONLY)
+@recent
+def test_a_model_that_rotates_in_its_windows_only_is_refused(model_type: str) -> None:
+    model = tiny(model_type)
+    before = State.of(model, tokens())
+    for method in ("yarn", "dynamic_ntk", "alibi"):
+        with pytest.raises(IncompatibleError, match="belong to its sliding-window layers only"):
+            ctxext.patch(model, method, factor=4.0)
+    assert before.difference(model) is None
+
+
+def test_inspecting_such_a_model_says_so_too() -> None:
+    from ctxext.core.rotary import find_sites
+
+    model = tiny("cohere2")
+    with pytest.raises(IncompatibleError, match="belong to its sliding-window layers only"):
+        find_sites(Subject.of(model), 64)
+
+
+@pytest.mark.parametrize("model_type", ["smollm3"])
+def test_alibi_is_refused_where_some_layers_have_no_positions(model_type: str) -> None:
+    with pytest.raises(IncompatibleError, match="some of its layers have no positions"):
+        ctxext.patch(tiny(model_type), "alibi", factor=4.0)
+
+
+def seen_of(model: Any) -> Layers:
+    return look(model, [path for path, _ in Subject(model).rotaries])
+
+
+def rotating_by_value(model: Any) -> set[str]:
+    """Layers whose output is not a number when cos and sin are not, given inputs that are numbers: real arithmetic."""
+    found = set()
+
+    def spoil(module: nn.Module, args: Any, output: Any) -> Any:
+        return tuple(torch.full_like(part, torch.nan) for part in output)
+
+    def watch(path: str) -> Any:
+        def clean(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tuple(part.nan_to_num() if isinstance(part, Tensor) else part for part in args), kwargs
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            part = output[0] if isinstance(output, tuple) else output
+            if bool(part.isnan().any()):
+                found.add(path)
+
+        return clean, note
+
+    handles = [rotary.register_forward_hook(spoil) for _, rotary in Subject(model).rotaries]
+    for path, layer in model.named_modules():
+        if path.rpartition(".")[2].isdigit() and path.rpartition(".")[0].endswith("layers"):
+            clean, note = watch(path)
+            handles.append(layer.register_forward_pre_hook(clean, with_kwargs=True))
+            handles.append(layer.register_forward_hook(note))
+    with torch.no_grad():
+        model(tokens(24), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gemma2", "gemma3_text", "smollm3", "cohere2", "exaone4", "qwen3_5_text", "granite_swa", "gpt_neox"]
+    + (["flint", "llama4_text"] if RECENT else []),
+)
+def test_the_probe_sees_what_arithmetic_with_not_a_number_shows(model_type: str) -> None:
+    if model_type == "llama4_text":
+        pytest.skip("rotates by complex numbers")
+    model = tiny(model_type)
+    seen = seen_of(model)
+    assert seen.failure is None
+    assert seen.rotating == rotating_by_value(model)
+    assert seen.rotating
+
+
+def test_the_probe_names_windows_and_leaves_the_model_alone() -> None:
+    model = tiny("gemma2")
+    before = State.of(model, tokens())
+    seen = seen_of(model)
+    assert seen.rotating == seen.attending == {"model.layers.0", "model.layers.1"}
+    assert seen.windowed == {"model.layers.0"}
+    assert before.difference(model) is None
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Untraceable(LlamaForCausalLM):
+    """A model whose forward pass asks its data something that a pass without data cannot answer."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
+class UntraceableActivation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy())
+
+
+def untraceable(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LlamaForCausalLM:
+    monkeypatch.setitem(ACT2FN, "untraceable", UntraceableActivation)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        hidden_act="untraceable",
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_model_that_cannot_be_probed_is_extended_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untraceable(monkeypatch)
+    assert "numpy" in str(seen_of(model).failure)
+    ctxext.patch(model, "yarn", factor=4.0)
+    assert "cannot tell which layers rotate" in " ".join(ctxext.describe(model).notes)
+
+
+def test_a_model_that_cannot_be_probed_and_has_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untraceable(monkeypatch, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+    with pytest.raises(IncompatibleError, match="cannot tell which of them rotate"):
+        ctxext.patch(model, "yarn", factor=4.0)
+
+
+def test_alibi_needs_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IncompatibleError, match="cannot tell which of its layers rotate"):
+        ctxext.patch(untraceable(monkeypatch), "alibi", factor=4.0)
+
+
+def test_a_model_that_reads_no_tokens_is_refused_by_name() -> None:
+    from transformers import PixtralVisionConfig, PixtralVisionModel
+
+    model = PixtralVisionModel(
+        PixtralVisionConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(IncompatibleError, match="reads no tokens"):
+        ctxext.patch(model, "yarn", factor=4.0, trained_length=64)

@@ -1,0 +1,299 @@
+"""Encoder-decoders: one method for both sides, and what earlier versions saved with a method for each."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ctxext
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.core.saved import identity
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from scripts.make_saved import values
+from tests._models import RECENT, tokens
+from tests.walk.check import State, Stock
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not RECENT, reason="built for the newest transformers")]
+
+LENGTH = 2 * TRAINED_LENGTH + 10
+TYPES = ("t5gemma", "t5gemma2")
+SAVED = json.loads(Path(__file__).with_name("saved_sides.json").read_text())["models"]
+every_type = pytest.mark.parametrize("model_type", TYPES)
+
+
+def model_of(model_type: str = "t5gemma") -> PreTrainedModel:
+    """A tiny encoder-decoder; t5gemma without the caps on its scores, which ALiBi's attention has not."""
+    config = tiny_config(model_type)
+    if model_type == "t5gemma":
+        for part in (config.encoder, config.decoder):
+            part.attn_logit_softcapping = None
+    return tiny_model(config)
+
+
+def saved_once(model: PreTrainedModel, directory: Path) -> State:
+    """Its state after saving, which writes into its config."""
+    model.save_pretrained(directory)
+    return State.of(model, tokens(LENGTH))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, written: Tensor, **arguments: Any) -> Tensor:
+    found: Tensor = model(input_ids=ids, decoder_input_ids=written, use_cache=False, **arguments).logits
+    return found
+
+
+@every_type
+def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, stock: Stock, tmp_path: Path) -> None:
+    model, inputs = model_of(model_type), tokens(LENGTH)
+    before = saved_once(model, tmp_path / "plain")
+    ctxext.patch(model, "yarn", factor=4.0)
+    description = ctxext.describe(model)
+    assert [name for name, _ in description.sides] == ["encoder", "decoder"]
+    assert all(side.target_length == 4 * TRAINED_LENGTH for _, side in description.sides)
+    assert description.stock
+    extended = logits(model, inputs, inputs)
+    assert not torch.equal(extended, before.logits)
+    model.save_pretrained(tmp_path / "extended")
+    save_file({"input_ids": inputs}, tmp_path / "inputs.safetensors")
+    found = stock.logits(tmp_path / "extended", tmp_path / "inputs.safetensors")
+    assert isinstance(found, Tensor), found
+    assert torch.equal(found, extended)
+    loaded = ctxext.load(tmp_path / "extended")
+    assert torch.equal(logits(loaded, inputs, inputs), extended)
+    assert str(ctxext.describe(loaded)).partition("edited")[0] == str(description).partition("edited")[0]
+    for one in (model, loaded):
+        ctxext.unpatch(one)
+        assert torch.equal(logits(one, inputs, inputs), before.logits)
+    assert before.difference(model) is None
+
+
+def plain() -> PreTrainedModel:
+    """The model that the golden file is of, whose weights follow from their names."""
+    model = model_of().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.ones_like(weight) if "norm" in name else values(name, weight.shape))
+    return model
+
+
+def checkpoint(directory: Path, name: str = "two methods") -> Path:
+    """A checkpoint that was saved when ``patch`` took a method for each side."""
+    plain().save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(SAVED[name]["config"]))
+    return directory
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_of_before_computes_what_it_computed(name: str, tmp_path: Path) -> None:
+    stored, ids = SAVED[name], tokens(LENGTH)
+    loaded = ctxext.load(checkpoint(tmp_path / "saved", name))
+    expected = torch.tensor(stored["logits"])
+    found, unextended = logits(loaded, ids, ids), logits(plain(), ids, ids)
+    torch.testing.assert_close(found[0, 15::16, ::16], expected, atol=1e-4, rtol=0)
+    assert (unextended[0, 15::16, ::16] - expected).abs().max() > 1, "this case could not tell it from a plain one"
+    assert {side for side, _ in ctxext.describe(loaded).sides} == stored["config"]["ctxext"]["sides"].keys()
+    loaded.save_pretrained(tmp_path / "again")
+    again = ctxext.load(tmp_path / "again")
+    assert torch.equal(logits(again, ids, ids), found)
+    assert identity(again.config.ctxext) == identity(stored["config"]["ctxext"])
+    assert torch.equal(logits(ctxext.unpatch(loaded), ids, ids), unextended)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """An encoder extended by YaRN with a decoder by ALiBi."""
+    return ctxext.load(checkpoint(tmp_path_factory.mktemp("mixed")))
+
+
+def test_stock_code_refuses_what_it_cannot_express(mixed: PreTrainedModel, stock: Stock, tmp_path: Path) -> None:
+    mixed.save_pretrained(tmp_path)
+    save_file({"input_ids": tokens(20)}, tmp_path / "inputs.safetensors")
+    assert "ctxext_unrotated" in str(stock.logits(tmp_path, tmp_path / "inputs.safetensors"))
+
+
+def test_the_decoder_stays_causal_and_the_encoder_sees_both_ways(mixed: PreTrainedModel) -> None:
+    model, inputs = mixed, tokens(LENGTH)
+    written = tokens(40)
+    assert not torch.equal(logits(model, inputs, written)[:, :20], logits(model, inputs.flip(1), written)[:, :20])
+    other = written.clone()
+    other[0, 30] = 40 + (int(other[0, 30]) - 39) % 88
+    found = logits(model, inputs, other) - logits(model, inputs, written)
+    assert found[:, :30].abs().max() == 0
+    assert found[:, 30:].abs().max() > 0
+
+
+def test_generation_with_a_cache_equals_decoding_without_one(mixed: PreTrainedModel) -> None:
+    for model in (mixed, ctxext.patch(model_of("t5gemma2"), "yarn", factor=4.0)):
+        ids = tokens(LENGTH, rows=2)
+        mask = torch.ones_like(ids)
+        mask[1, :30] = 0
+        how = {"max_new_tokens": 2 * TRAINED_LENGTH - 60, "min_new_tokens": 2 * TRAINED_LENGTH - 60, "do_sample": False}
+        written = model.generate(ids, attention_mask=mask, **how)
+        scores = logits(model, ids, written[:, :-1], attention_mask=mask)
+        suppressed = scores.clone()
+        suppressed[:, :, model.generation_config.eos_token_id or 1] = -torch.inf
+        assert torch.equal(suppressed.argmax(-1), written[:, 1:])
+
+
+def test_a_row_alone_is_the_row_in_a_batch(mixed: PreTrainedModel) -> None:
+    model = copy.deepcopy(mixed).double()
+    ids, written = tokens(LENGTH, rows=2), tokens(50, rows=2)
+    mask, kept = torch.ones_like(ids), torch.ones_like(written)
+    mask[1, :10], kept[1, 30:] = 0, 0
+    together = logits(model, ids, written, attention_mask=mask, decoder_attention_mask=kept)
+    alone = logits(model, ids[1:, 10:], written[1:, :30])
+    torch.testing.assert_close(together[1:, :30], alone, rtol=1e-3, atol=1e-3)  # its rotary encoder counts slots
+
+
+@pytest.mark.parametrize(("model_type", "rotates"), [("t5gemma", False), ("t5gemma2", True)])
+def test_whether_what_is_read_of_the_encoder_is_rotated(model_type: str, rotates: bool) -> None:
+    """T5Gemma rotates nothing there. T5Gemma 2, whose attention is merged, rotates the query and not the key."""
+    model, seen = model_of(model_type).double(), []
+
+    def note(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *_: Any, **__: Any) -> Any:
+        if "Merged" in type(module).__name__ or "Cross" in type(module).__name__:
+            seen.append((q, k))
+        return torch.zeros_like(q).transpose(1, 2), None
+
+    ids, written = tokens(30), tokens(20)
+    for turn in (1.0, 0.5):
+        rotary = model.model.decoder.rotary_emb
+        for name, buffer in rotary.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.mul_(turn)
+        with pytest.MonkeyPatch.context() as patching:
+            patching.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", note)
+            model.model.decoder.config._attn_implementation_internal = "sdpa"
+            logits(model, ids, written)
+    (q, k), (turned_q, turned_k) = seen[0], seen[len(seen) // 2]
+    encoder_keys = slice(-30, None)
+    assert torch.equal(k[:, :, encoder_keys], turned_k[:, :, encoder_keys])
+    assert torch.equal(q, turned_q) is not rotates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({}, InvalidParameterError, "found None"),
+        ({"method": "yarn", "decoder": "pi"}, UnknownNameError, "decoder"),
+        ({"method": "yarn"}, InvalidParameterError, "needs to know how far to reach"),
+        ({"method": "dynamic_ntk", "factor": 2.0}, IncompatibleError, "Give a method of fixed positions"),
+        ({"method": "alibi", "factor": 2.0}, IncompatibleError, "a window to both sides"),
+    ],
+)
+def test_bad_calls_are_refused_and_leave_no_trace(arguments: dict[str, Any], error: type, match: str) -> None:
+    model = model_of()
+    before = State.of(model, tokens(LENGTH))
+    with pytest.raises(error, match=match):
+        ctxext.patch(model, **arguments)
+    assert before.difference(model) is None
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_an_extension_of_before_is_replaced_by_one_for_both_sides(name: str, tmp_path: Path) -> None:
+    inputs, place = tokens(LENGTH), checkpoint(tmp_path, name)
+    sides = SAVED[name]["config"]["ctxext"]["sides"]
+    first = sides["encoder"]["trained_length"]
+    with pytest.raises(PatchStateError, match=f"before that extension: trained_length={first}"):
+        ctxext.load(place, "pi", factor=2.0)
+    with pytest.raises(PatchStateError, match="trained_length=2 contradicts that"):
+        ctxext.load(place, "pi", factor=2.0, trained_length=2)
+    replaced = ctxext.load(place, "pi", factor=2.0, trained_length=first)
+    lengths = {name: side.trained_length for name, side in ctxext.describe(replaced).sides}
+    assert lengths == {"encoder": first, "decoder": TRAINED_LENGTH}
+    expected = logits(ctxext.patch(plain(), "pi", factor=2.0), inputs, inputs)  # whose frequencies know no length
+    assert torch.equal(logits(replaced, inputs, inputs), expected)
+    if all(side["stock"] for side in sides.values()):
+        live = type(replaced).from_pretrained(place).eval()
+        ctxext.patch(live, "pi", factor=2.0, trained_length=first)
+        assert torch.equal(logits(live, inputs, inputs), expected)
+
+
+def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path / "plain")
+    written = patch_checkpoint(tmp_path / "plain", tmp_path / "extended", "yarn", factor=4.0)
+    assert [name for name, _ in written.description.sides] == ["encoder", "decoder"]
+    inputs, expected = tokens(LENGTH), ctxext.patch(model_of(), "yarn", factor=4.0)
+    loaded = ctxext.load(tmp_path / "extended")
+    assert torch.equal(logits(loaded, inputs, inputs), logits(expected, inputs, inputs))
+
+
+def test_inspected(tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path / "plain")
+    found = inspect_checkpoint(tmp_path / "plain")
+    assert [place.side for place in found.positions] == ["encoder", "decoder"]
+    assert found.no_positions is None
+    assert {check.method for check in found.verdicts if check.refused is None} >= {"yarn", "pi", "ntk"}
+    again = inspect_checkpoint(checkpoint(tmp_path / "extended"))
+    assert again.description is not None
+    assert again.extended == "encoder: ctxext yarn, trained_length=64; decoder: ctxext alibi, trained_length=64"
+
+
+def test_adapters_carry_both_sides(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = ctxext.load(checkpoint(tmp_path / "saved"))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    inputs = tokens(LENGTH)
+    expected = logits(adapted.eval(), inputs, inputs)
+    ctxext.save(adapted, tmp_path / "adapter")
+    plain().save_pretrained(tmp_path / "base")
+    for place in ("saved", "base"):
+        loaded = ctxext.load(tmp_path / "adapter", base=tmp_path / place).eval()
+        assert torch.equal(logits(loaded, inputs, inputs), expected)
+    other = ctxext.load(tmp_path / "base", "yarn", factor=4.0)
+    with pytest.raises(CheckpointError, match=r"decoder: .*alibi"):
+        ctxext.load(tmp_path / "adapter", base=other)
+
+
+def test_copied_and_undone() -> None:
+    model, inputs = model_of(), tokens(LENGTH)
+    plain = logits(model, inputs, inputs)
+    ctxext.patch(model, "yarn", factor=4.0)
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied, inputs, inputs), logits(model, inputs, inputs))
+    ctxext.unpatch(model)
+    assert not torch.equal(logits(copied, inputs, inputs), plain)
+    assert torch.equal(logits(ctxext.unpatch(copied), inputs, inputs), plain)
+
+
+def test_one_config_for_both_sides_is_refused_by_name() -> None:
+    model = tiny_model(tiny_config("moonshine"))
+    with pytest.raises(IncompatibleError, match="one and the same config"):
+        ctxext.patch(model, "yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("method", ["yarn", "alibi"])
+def test_dia_which_writes_several_tokens_at_each_place(method: str, tmp_path: Path) -> None:
+    """Its decoder's config calls itself an encoder-decoder's, and its encoder counts positions by itself."""
+    crossing = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    config = tiny_config("dia", decoder_config={f"cross_{name}": value for name, value in crossing.items()})
+    model = tiny_model(config)
+    channels, ids = config.decoder_config.num_channels, tokens(90, rows=2)
+    written = torch.randint(5, 100, (2, 80, channels), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    plain = logits(model, ids, written, attention_mask=mask)
+    ctxext.patch(model, method, factor=4.0)
+    extended = logits(model, ids, written, attention_mask=mask)
+    assert not torch.equal(extended, plain)
+    alone = logits(model, ids[1:, :60], written[1:])
+    torch.testing.assert_close(extended[channels:], alone, rtol=1e-3, atol=2e-3 * float(extended.abs().max()))
+    other = written.clone()
+    other[:, 60] = (other[:, 60] + 1) % 100
+    later = logits(model, ids, other, attention_mask=mask)
+    assert torch.equal(later[:, :60], extended[:, :60])
+    model.save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path)
+    assert torch.equal(logits(loaded, ids, written, attention_mask=mask), extended)
+    assert torch.equal(logits(ctxext.unpatch(model), ids, written, attention_mask=mask), plain)

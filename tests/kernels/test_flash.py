@@ -1,0 +1,312 @@
+"""flash-attn cannot run here: a stub with its signatures computes what its documentation says, from plain tensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ctxext.errors import BackendUnavailableError
+from ctxext.kernels import Call, Layout, Need
+from ctxext.kernels.flash import INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
+from ctxext.kernels.reference import Reference
+from tests.kernels.cases import LAYOUTS, case, error, naive, truth
+
+READY = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
+CALLS: list[str] = []
+# What the real functions take, at one commit (flash_signatures.py).
+REAL = json.loads(Path(__file__).with_name("flash_attn.json").read_text())["functions"]
+
+
+def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None, softcap=0.0) -> Tensor:
+    """[seq, heads, head_dim], causal from the bottom right corner."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    layout = Layout.causal(1, q.shape[2], k.shape[2])
+    layout = layout if causal else layout.both_ways
+    assert window_size == (-1, -1) or window_size[1] == (0 if causal else window_size[0])
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
+    how = {"scale": softmax_scale, "slopes": alibi_slopes, "window": window, "softcap": softcap or None}
+    out = Reference()(q, k, v, layout, **how)
+    return out[0].transpose(0, 1)
+
+
+def _func(q, k, v, dropout_p=0.0, **options) -> Tensor:
+    CALLS.append("plain")
+    return torch.stack([_dense(*row, **options) for row in zip(q, k, v, strict=True)])
+
+
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, **options) -> Tensor:
+    CALLS.append("varlen")
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    q_sizes, k_sizes = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max(q_sizes), max(k_sizes)) == (max_seqlen_q, max_seqlen_k)
+    rows = zip(q.split(q_sizes), k.split(k_sizes), v.split(k_sizes), strict=True)
+    return torch.cat([_dense(*row, **options) for row in rows])
+
+
+def _kvcache(q, k_cache, v_cache, *, cache_seqlens, **options) -> Tensor:
+    CALLS.append("kvcache")
+    assert cache_seqlens.dtype == torch.int32
+    rows = zip(q, k_cache, v_cache, cache_seqlens.tolist(), strict=True)
+    return torch.stack([_dense(a, b[:n], c[:n], **options) for a, b, c, n in rows])
+
+
+@pytest.fixture(autouse=True)
+def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    CALLS.clear()
+    for backend in (Flash, Flash3, Flash4):
+        stub = ModuleType(backend.module)
+        for name, function in {"flash_attn_func": _func, "flash_attn_varlen_func": _varlen}.items():
+            setattr(stub, name, function if backend is Flash else _without_alibi(function, pair=backend is Flash4))
+        if backend.reads_cache:
+            stub.flash_attn_with_kvcache = _kvcache if backend is Flash else _without_alibi(_kvcache, pair=False)
+        for name, function in list(vars(stub).items()):
+            if name.startswith("flash_attn_"):
+                setattr(stub, name, _as_real(function, **REAL[backend.name][name]))
+        monkeypatch.setitem(INSTALLED, backend.name, True)
+        parts = backend.module.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace(__path__=[]))
+        monkeypatch.setitem(sys.modules, backend.module, stub)
+
+
+def _as_real(function, *, names: list[str], needed: list[str], keywords: list[str]):
+    def call(*args, **options):
+        given = names[: len(args)]
+        assert len(args) <= len(names)
+        assert set(options) <= set(names[len(args) :]) | set(keywords)
+        assert set(needed) <= set(given) | set(options)
+        return function(*args, **options)
+
+    return call
+
+
+def _without_alibi(function, *, pair: bool):
+    def call(q, k, v, *rest, **options):
+        assert not {"alibi_slopes", "dropout_p"} & set(options)
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        out = function(q, k, v, *rest, **options)
+        return (out, None) if pair else out
+
+    return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_arguments_mean_what_the_call_asked(
+    backend, layout: str, window: int | None, biased: bool, training: bool
+) -> None:
+    """Nothing is served that is not right: a window counts positions, whatever the indices are."""
+    one = case(layout, torch.bfloat16, biased=biased, window=window)
+    call = Call.of(one.q, one.k, one.v, one.layout, scale=one.scale, slopes=one.slopes, window=window)
+    there = {"device": "cuda", "capability": (9, 0), "training": training}
+    reason = backend.why_not(Need(**(vars(call.need) | there)))
+    if reason is not None:
+        has_columns = biased and layout.startswith("both ways") and backend.name != "flash"
+        assert has_columns or layout.endswith(("permuted", "skipping positions", "ways, skipping"))
+        return
+    inputs = one.tensors()
+    with torch.set_grad_enabled(training):
+        out = backend.attend(Call.of(*inputs, one.layout, scale=one.scale, slopes=one.slopes, window=window))
+    found = [out.detach()]
+    if training and CALLS:
+        found += torch.autograd.grad(out, inputs, one.grad)
+    for ours, exact, plain in zip(found, truth(one), naive(one), strict=False):
+        assert error(ours, exact) <= 2 * error(plain, exact) if exact.norm() else ours.norm() == 0
+
+
+@pytest.mark.parametrize("backend", [Flash(), Flash3()], ids=lambda b: b.name)
+@pytest.mark.parametrize("learns", ["q", "k", "v"])
+def test_a_gradient_for_one_of_the_three_is_not_lost(backend, learns: str) -> None:
+    """The kernel that reads a cache has no backward: what learns, be it the values alone, goes another way."""
+    one = case("static cache", torch.bfloat16, biased=False)
+    inputs = {name: getattr(one, name).requires_grad_(name == learns) for name in "qkv"}
+    call = Call.of(*inputs.values(), one.layout, scale=one.scale)
+    assert call.need.training
+    out = backend.attend(call)
+    assert "kvcache" not in CALLS
+    assert torch.autograd.grad(out, inputs[learns], one.grad)[0].norm() > 0
+    with torch.no_grad():
+        assert not Call.of(*inputs.values(), one.layout, scale=one.scale).need.training
+
+
+def test_which_entry_point() -> None:
+    def calls(layout: str, *, training: bool) -> list[str]:
+        CALLS.clear()
+        one = case(layout, torch.bfloat16, biased=True)
+        with torch.set_grad_enabled(training):
+            Flash().attend(Call.of(*one.tensors(), one.layout, scale=1.0, slopes=one.slopes))
+        return list(CALLS)
+
+    assert calls("causal", training=False) == ["plain"]
+    assert calls("packed", training=True) == ["varlen"]
+    assert calls("decode", training=False) == calls("static cache decode", training=False) == ["kvcache"]
+    assert calls("chunked prefill", training=True) == ["plain"]
+    assert calls("padded decode", training=False) == ["varlen"]
+    assert calls("nothing but padding", training=False) == []
+
+
+def test_window_and_dropout_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    monkeypatch.setattr(
+        sys.modules[Flash.module], "flash_attn_func", lambda q, k, v, **options: (seen.update(options), q)[1]
+    )
+    one = case("causal", torch.bfloat16, biased=False, kv_heads=4)
+    Flash().attend(Call.of(*one.tensors(), one.layout, scale=0.5, window=8, dropout=0.25))
+    assert seen == {
+        "softmax_scale": 0.5, "causal": True, "window_size": (7, 0), "dropout_p": 0.25, "alibi_slopes": None
+    }  # fmt: skip
+
+
+def test_token_indices_of_padding_and_packing() -> None:
+    layout = Layout.padded(torch.tensor([[False, True, True], [True, True, True], [False, False, False]]))
+    queries, keys, q_starts, k_starts, q_longest, k_longest = token_indices(layout)
+    assert queries.tolist() == keys.tolist() == [1, 2, 3, 4, 5]
+    assert q_starts.tolist() == k_starts.tolist() == [0, 2, 5]
+    assert (q_longest, k_longest) == (3, 3)
+
+
+def test_cache_lengths() -> None:
+    assert cache_lengths(Layout.cached(2, 1, 8, filled=5)) == [5, 5]
+    assert cache_lengths(Layout.causal(2, 8)) is None
+    keep = torch.tensor([[True, True, True, True], [False, True, True, True]])
+    assert cache_lengths(Layout.padded(keep, query=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "reason"),
+    [
+        (Flash, {"device": "cpu"}, "CUDA only"),
+        (Flash, {"dtype": torch.float32}, "float16 and bfloat16, found torch.float32"),
+        (Flash, {"head_dim": 264}, "multiple of 8 up to 256, found 264"),
+        (Flash, {"head_dim": 100}, "multiple of 8 up to 256, found 100"),
+        (Flash, {"capability": (7, 5)}, r"found \(7, 5\)"),
+        (Flash, {"order": "free"}, "causality goes by index"),
+        (Flash, {"order": "increasing", "biased": True}, "positions do not step by one"),
+        (Flash, {"order": "increasing", "window": 8}, "window counts indices"),
+        (Flash3, {"order": "increasing", "window": 8}, "window counts indices"),
+        (Flash4, {"order": "increasing", "window": 8, "biased": True}, "window counts indices"),
+        (Flash, {"capability": (11, 0)}, r"found \(11, 0\)"),
+        (Flash, {"order": "external", "biased": True}, "positions do not step by one"),
+        (Flash3, {"capability": (8, 0)}, "compute capability"),
+        (Flash3, {"head_dim": 256, "biased": True}, "8 of them carry ALiBi"),
+        (Flash3, {"dropout": 0.1}, "no attention dropout"),
+        (Flash4, {"capability": (8, 0), "training": True}, "backward needs compute capability 9.0"),
+        (Flash4, {"capability": (10, 0), "head_dim": 128, "biased": True}, "up to 128, found 136"),
+    ],
+)
+def test_why_not(backend, change: dict, reason: str) -> None:
+    assert backend().why_not(READY) is None
+    with pytest.raises(AssertionError, match=reason):
+        assert backend().why_not(Need(**(vars(READY) | change))) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "install"),
+    [(Flash, r"pip install -e '\.\[flash\]'"), (Flash3, "hopper"), (Flash4, "pip install --pre flash-attn-4")],
+)
+def test_what_is_not_installed_says_how_to(backend, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALLED, backend.name, False)
+    with pytest.raises(AssertionError, match=f"not installed: .*{install}"):
+        assert backend().why_not(READY) is None
+
+
+def test_custom_positions_are_fine_without_bias_or_with_columns() -> None:
+    increasing = vars(READY) | {"order": "increasing"}
+    assert Flash().why_not(Need(**increasing)) is None
+    assert Flash3().why_not(Need(**(increasing | {"biased": True}))) is None
+
+
+def test_the_call_itself_refuses() -> None:
+    q = torch.zeros(1, 1, 4, 64)
+    with pytest.raises(BackendUnavailableError, match="'flash' cannot serve this call: flash-attn runs on CUDA only"):
+        Flash()(q, q, q, scale=1.0)
+
+
+@pytest.mark.parametrize("backend", [Flash, Flash3, Flash4], ids=lambda b: b.name)
+def test_the_log_sum_exp_is_asked_for_by_its_real_name(backend) -> None:
+    assert backend.asks_lse in REAL[backend.name]["flash_attn_func"]["names"]
+    assert backend.reads_cache == ("flash_attn_with_kvcache" in REAL[backend.name])
+
+
+@pytest.mark.parametrize("kind", [{"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}], ids=str)
+@pytest.mark.parametrize("layout", ["causal", "packed", "decode"])
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_soft_caps_and_values_of_another_width(backend, layout: str, kind: dict) -> None:
+    """Versions 2 to 4 cap the scores themselves, and get values as wide as keys."""
+    one = case(layout, torch.bfloat16, biased=True, **kind)
+    how = {"scale": one.scale, "slopes": one.slopes, "softcap": one.softcap}
+    if one.softcap is not None and backend.name != "flash":
+        how["slopes"], one = None, replace(one, slopes=None)  # a cap would bend columns
+    with torch.no_grad():
+        out = backend.attend(Call.of(one.q, one.k, one.v, one.layout, **how))
+    right, fair = truth(one, backward=False)[0], naive(one, backward=False)[0]
+    assert error(out, right) <= 2 * error(fair, right)
+
+
+@pytest.mark.parametrize("backend", [Flash3(), Flash4()], ids=lambda b: b.name)
+def test_a_cap_would_bend_columns(backend) -> None:
+    assert "cap" in backend.refuses(replace(READY, biased=True, softcap=50.0))
+    assert backend.refuses(replace(READY, softcap=50.0)) is None
+
+
+def test_a_cap_goes_without_dropout() -> None:
+    assert "attention_dropout" in Flash().refuses(replace(READY, softcap=50.0, dropout=0.1))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (64, 40), (192, 128)])
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_the_log_sum_exp_is_that_of_capped_scores(
+    backend, width: int, value_dim: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of latent attention stay as narrow as they are where kernels take them."""
+
+    def stub(q, k, v, *, softmax_scale, causal, softcap=0.0, return_attn_probs=False, return_lse=False):
+        assert return_attn_probs or return_lse
+        CALLS.append(v.shape[-1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = Reference().with_lse(q, k, v, scale=softmax_scale, causal=causal, softcap=softcap or None)
+        return out.transpose(1, 2), lse, None
+
+    monkeypatch.setattr(
+        sys.modules[backend.module], "flash_attn_func", _as_real(stub, **REAL[backend.name]["flash_attn_func"])
+    )
+    q, k = torch.randn(2, 1, 4, 9, width).bfloat16()
+    v = torch.randn(1, 4, 9, value_dim).bfloat16()
+    found = backend.with_lse(q, k, v, scale=0.2, causal=True, softcap=softcap)
+    wanted = Reference().with_lse(q, k, v, scale=0.2, causal=True, softcap=softcap)
+    for ours, right in zip(found, wanted, strict=True):
+        assert torch.equal(ours, right)
+    is_narrow = (width, value_dim) == (192, 128) and backend.name != "flash"
+    assert CALLS[0] == (value_dim if is_narrow else width)
+
+
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_a_part_of_more_keys_than_queries_has_its_window(backend, monkeypatch) -> None:
+    """By the packages' own rule: the newest key and ``left`` ones before it, aligned to the last key."""
+    given = {}
+
+    def function(q, k, v, *rest, **options):
+        given.update(options)
+        return q, q[..., 0].transpose(1, 2)
+
+    real = _as_real(function, **REAL[backend.name]["flash_attn_func"])
+    monkeypatch.setattr(sys.modules[backend.module], "flash_attn_func", real)
+    q, k = torch.zeros(1, 2, 6, 64), torch.zeros(1, 1, 9, 64)
+    assert backend.bands(READY)
+    out, lse = backend.with_lse(q, k, k, scale=1.0, causal=True, window=5)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    assert given["causal"]
+    assert given["window_size"] == (4, 0)

@@ -1,0 +1,126 @@
+"""The Triton kernels of a text's pieces, in Triton's interpreter, against plain torch in float64."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _require_near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Hold a result to one rounding of the exact one, and what float32 leaves of it."""
+    allowed = exact.abs() * torch.finfo(dtype).eps + 4e-6
+    assert bool(((found.double() - exact).abs() <= allowed).all()), dtype
+
+
+def merges() -> None:
+    from ctxext.kernels._merge_kernel import launch
+
+    draw = random.Random(0)
+    for index in range(6):
+        generator, dtype = torch.Generator().manual_seed(index), DTYPES[index % 3]
+        batch, heads, length, width = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 20), draw.choice([8, 24])
+        bias = draw.choice([0.0, -1.5])
+        whole = torch.randn(batch, length + 5, heads, width, generator=generator).to(dtype)
+        total = whole.transpose(1, 2)[:, :, 5:]  # part of a longer memory in the order of a layer
+        out = torch.randn(batch, heads, length, width, generator=generator).to(dtype)
+        total_lse, lse = (torch.randn(batch, length, heads, generator=generator).mul(4).transpose(1, 2) for _ in "12")
+        total_lse[:, :, ::3], lse[:, :, ::4] = -torch.inf, -torch.inf
+        untouched, wide = whole[:, :5].clone(), [x.double() for x in (total_lse, lse + bias)]
+        both = torch.logaddexp(*wide)
+        weights = [(x - both).exp().nan_to_num()[..., None] for x in wide]
+        exact = weights[0] * total.double() + weights[1] * out.double()
+        again, again_lse = total.clone(), total_lse.clone()
+        launch(total, total_lse, out, lse, bias)
+        seen = both > -torch.inf
+        _require_near(total[seen], exact[seen], dtype)
+        assert torch.allclose(total_lse[seen].double(), both[seen], atol=1e-5)
+        assert bool((total_lse[~seen] == -torch.inf).all())
+        assert torch.equal(whole[:, :5], untouched)
+        launch(again, again_lse, out, lse, bias)
+        assert torch.equal(again, total)
+        first, first_lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+        launch(first, first_lse, out, lse, 0.0)  # the first part is copied as it is
+        assert torch.equal(first[lse > -torch.inf], out[lse > -torch.inf])
+
+
+def turns() -> None:
+    from ctxext.kernels._turn_kernel import launch
+
+    draw = random.Random(1)
+    for index in range(6):
+        generator, dtype = torch.Generator().manual_seed(index), DTYPES[index % 3]
+        batch, heads, length, pairs = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 20), draw.choice([3, 8])
+        width = 2 * pairs + draw.choice([0, 4])
+        interleaved, tail, back = (draw.random() < 0.5 for _ in "123")
+        x = torch.randn(batch, length, heads, width, generator=generator).to(dtype).transpose(1, 2)
+        angles = torch.randn(draw.choice([1, batch]), 1, length, pairs, generator=generator, dtype=torch.float64)
+        found = launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back)
+        start = width - 2 * pairs if tail else 0
+        part = x[..., start : start + 2 * pairs].double()
+        part = part.unflatten(-1, (pairs, 2)) if interleaved else part.unflatten(-1, (2, pairs)).transpose(-1, -2)
+        turned = torch.view_as_complex(part.contiguous()) * torch.polar(
+            torch.ones(()).double(), -angles if back else angles
+        )
+        numbers = torch.view_as_real(turned)
+        numbers = numbers.flatten(-2) if interleaved else numbers.transpose(-1, -2).flatten(-2)
+        exact = x.double()
+        exact[..., start : start + 2 * pairs] = numbers
+        assert found.dtype == dtype
+        _require_near(found, exact, dtype)
+        assert torch.equal(launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back), found)
+
+
+@pytest.mark.slow
+def test_kernels_compute_what_torch_computes_in_float64() -> None:
+    """In a process where Triton interprets its kernels, as it does only if it is told before its first import."""
+    program = "from tests.kernels import test_prefill_kernels as test; test.merges(); test.turns(); print('equal')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", ["merge", "turn"])
+def test_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, capability: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES, kernel, str(capability)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.count("cubin") == len(DTYPES), done.stderr[-3000:]
+
+
+COMPILES = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ctxext.kernels import _merge_kernel
+from ctxext.kernels import _turn_kernel
+
+for dtype in ("fp32", "fp16", "bf16"):
+    if sys.argv[1] == "merge":
+        kernel, pointers = _merge_kernel._merge, {"total": dtype, "total_lse": "fp32", "out": dtype, "lse": "fp32"}
+        constants = {"WIDE": 128, "ROWS": 16}
+    else:
+        kernel, pointers = _turn_kernel._turn, {"x": dtype, "cos": "fp32", "sin": "fp32", "turned": dtype}
+        constants = {"INTERLEAVED": dtype == "fp32", "BACK": False, "WIDE": 128, "ROWS": 16}
+    signature = {name: "i32" for name in kernel.arg_names} | {name: f"*{kind}" for name, kind in pointers.items()}
+    signature |= {"bias": "fp32"} if "bias" in signature else {}
+    signature |= {name: "constexpr" for name in constants}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    print(*triton.compile(source, target=GPUTarget("cuda", int(sys.argv[2]), 32)).asm)
+"""

@@ -1,0 +1,159 @@
+"""What is special to the general path: its three forms, compilation, shards, and which kernel it asks for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ctxext.kernels import Layout, Need
+from ctxext.kernels.reference import Reference
+from ctxext.kernels.sdpa import Sdpa, kernel_order
+from tests.kernels.cases import HEADS, LAYOUTS, N, case, error, naive, truth
+
+FORMS = {"blocks": Sdpa(block_overhead=0, dense_rows=0), "mask": Sdpa(1 << 60, 0), "dense": Sdpa(0, 1 << 60)}
+SLOPES = torch.tensor([0.5, 0.25])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_form_is_right_wherever_it_is_taken(layout: str, biased: bool, form: str) -> None:
+    one = case(layout, torch.bfloat16, biased=biased)
+    inputs = one.tensors()
+    out = FORMS[form](*inputs, one.layout, scale=one.scale, slopes=one.slopes)
+    found = [out.detach(), *torch.autograd.grad(out, inputs, one.grad)]
+    for ours, exact, plain in zip(found, truth(one), naive(one), strict=True):
+        assert error(ours, exact) <= 2 * error(plain, exact) if exact.norm() else ours.norm() == 0
+
+
+def _tensors(length: int, heads: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, h, length, 16, generator=generator, requires_grad=True) for h in (2, heads, heads)]
+
+
+@pytest.mark.nightly
+def test_compiles_in_one_graph() -> None:
+    """In a process of its own: the runtime shape checker of the test suite cannot be traced."""
+    program = Path(__file__).with_name("compiled_program.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["causal", "padded", "decode"]
+
+
+def test_long_causal_needs_no_mask_and_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is called plainly causal: so it also works under engines that forbid masks."""
+    seen = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q, k, v, mask=None, dropout=0.0, **options):
+        seen.append((mask, options["is_causal"], q.shape[-1], v.shape[-1]))
+        return real(q, k, v, mask, dropout, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    Sdpa()(*_tensors(64), scale=0.25, slopes=SLOPES)
+    Sdpa()(*_tensors(64), Layout.shard(torch.arange(64)[None] * 3), scale=0.25, slopes=SLOPES)
+    assert seen == [(None, True, 24, 24)] * 2
+
+
+def test_shards_merge_to_the_whole() -> None:
+    """Two ranks, each with half of the keys, merged by log-sum-exp as ring attention does."""
+    q, k, v = (x.detach() for x in _tensors(64))
+    whole = Reference()(q, k, v, scale=0.25, slopes=SLOPES)
+    from ctxext.kernels.columns import COLUMNS, alibi_columns
+
+    places, shards = torch.arange(64)[None], (torch.arange(0, 32), torch.arange(32, 64))
+    options = {"scale": 0.25, "dtype": torch.float32}
+    queries = torch.cat([alibi_columns(places, SLOPES, side="query", **options), q], -1)
+    outs, weights = [], []
+    for shard in shards:
+        keys = torch.cat([alibi_columns(places[:, shard], SLOPES, side="key", **options), k[:, :, shard]], -1)
+        scores = (queries @ keys.transpose(-1, -2) * 0.25).masked_fill(shard[None, :] > places[0][:, None], -1e30)
+        weights.append(scores.logsumexp(-1, keepdim=True))
+        outs.append(scores.softmax(-1) @ v[:, :, shard])
+    share = torch.stack(weights).softmax(0)
+    torch.testing.assert_close((share * torch.stack(outs)).sum(0), whole, rtol=1e-4, atol=1e-5)
+    assert queries.shape[-1] == q.shape[-1] + COLUMNS
+
+
+def test_the_rounding_math_path_is_never_taken_for_columns() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        out = Sdpa()(*_tensors(64), scale=0.25, slopes=SLOPES)
+    right = Reference()(*(x.double() for x in _tensors(64)), scale=0.25, slopes=SLOPES)
+    assert error(out, right) < 1e-6
+    assert SDPBackend.MATH not in kernel_order(Need(device="cuda", biased=True))
+    assert SDPBackend.MATH in kernel_order(Need(device="cuda"))
+
+
+def test_cudnn_is_the_last_of_the_fused() -> None:
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        for biased in (True, False):
+            order = kernel_order(Need(device="cuda", capability=capability, biased=biased))
+            fused = [kernel for kernel in order if kernel != SDPBackend.MATH]
+            assert fused[0] == SDPBackend.FLASH_ATTENTION
+            assert fused[-1] == SDPBackend.CUDNN_ATTENTION
+
+
+def test_layers_share_the_columns() -> None:
+    layout = Layout.causal(1, 32)
+    first = Sdpa()(*_tensors(32), layout, scale=0.25, slopes=SLOPES)
+    built = dict(layout._memo)
+    assert torch.equal(Sdpa()(*_tensors(32), layout, scale=0.25, slopes=SLOPES), first)
+    assert {k: id(v) for k, v in layout._memo.items()} == {k: id(v) for k, v in built.items()}
+    other = Sdpa()(*_tensors(32), layout, scale=0.25, slopes=SLOPES * 2)
+    assert not torch.allclose(other, first)
+
+
+def test_why_not() -> None:
+    assert "no attention dropout" in (Sdpa().why_not(Need(dropout=0.1)) or "")
+    assert Sdpa().why_not(Need(device="cuda", dropout=0.1)) is None
+    assert "float64" in (Sdpa().why_not(Need(device="mps", biased=True)) or "")
+    assert "forbids masks" in (Sdpa().why_not(Need(order="external", window=4)) or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (7, 5), "dtype": torch.bfloat16}, "compute capability 8.0"),
+        ({"capability": (7, 5), "dtype": torch.float16}, None),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 64}, None),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "order": "free"}, "multiple of 8, found 20"),
+        (
+            {"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "query_length": 3, "key_length": 9},
+            "found 20",
+        ),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20}, None),
+        ({"capability": (8, 0), "dtype": torch.float32, "head_dim": 18}, "multiple of 4, found 18"),
+        ({"capability": (8, 0), "dtype": torch.float32, "head_dim": 20, "order": "free"}, None),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "order": "free", "biased": False}, None),
+        ({"capability": (7, 5), "dtype": torch.float16, "head_dim": 20}, "multiple of 8, found 20"),
+        ({"capability": (7, 5), "dtype": torch.bfloat16, "biased": False, "lse": True}, "compute capability 8.0"),
+        ({"capability": (7, 5), "dtype": torch.float16, "biased": False, "lse": True}, None),
+        ({"capability": (8, 0), "dtype": torch.float16, "biased": False, "lse": True, "head_dim": 20}, "found 20"),
+        ({"capability": (8, 0), "dtype": torch.float32, "biased": False, "lse": True, "head_dim": 20}, None),
+    ],
+)
+def test_why_no_fused_kernel_on_cuda(changes: dict[str, Any], reason: str | None) -> None:
+    """Where the plain path would round the columns, torch would only say that no kernel is available."""
+    found = Sdpa().why_not(Need(**({"device": "cuda", "biased": True} | changes)))
+    assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize("layout", ["both ways", "both ways, left padded", "both ways, packed"])
+@pytest.mark.parametrize("rows", [1, 7, N])
+def test_a_bias_in_parts_is_the_bias(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few queries have their bias written out at a time, outputs and gradients are those of all at once."""
+    one = case(layout, torch.float32, biased=True)
+    found = []
+    for size in (rows, N):
+        monkeypatch.setattr("ctxext.kernels.sdpa.BIAS_BYTES", 4 * HEADS * one.layout.batch * N * size)
+        q, k, v = one.tensors()
+        out = Sdpa()(q, k, v, one.layout, scale=one.scale, slopes=one.slopes)
+        found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), one.grad)])
+    for parts, whole in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,97 @@
+"""Choosing a backend: auto says why it passed others over, a name never falls back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ctxext.errors import BackendUnavailableError, InvalidParameterError, UnknownNameError
+from ctxext.kernels import BACKENDS, PREFERENCE, Need, named, select
+from ctxext.kernels.flash import INSTALLED
+from ctxext.kernels.flex import Flex
+from ctxext.kernels.sdpa import Sdpa
+
+HOPPER = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, biased=True)
+
+
+def test_auto_knows_every_name_it_prefers() -> None:
+    assert set(PREFERENCE) <= set(BACKENDS)
+    assert {"reference", "sdpa", "flash", "flex"} <= set(BACKENDS)
+
+
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others() -> None:
+    backend, reasons = select("auto", Need())
+    assert backend.name == "sdpa"
+    assert reasons == {"flash": "flash-attn runs on CUDA only, found 'cpu'."}
+
+
+def test_auto_prefers_flash_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALLED, "flash", True)
+    assert select("auto", HOPPER)[0].name == "flash"
+    monkeypatch.setitem(INSTALLED, "flash", False)
+    assert select("auto", HOPPER)[0].name == "sdpa"
+
+
+def test_dropout_on_cpu_goes_to_the_reference() -> None:
+    backend, reasons = select("auto", Need(dropout=0.1))
+    assert backend.name == "reference"
+    assert set(reasons) == {"flash", "sdpa", "flex"}
+
+
+def test_soft_caps_go_to_the_first_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, reasons = select("auto", Need(softcap=50.0, training=True))
+    assert backend.name == "reference"
+    assert reasons["sdpa"] == "it has no soft cap of scores."
+    capped = replace(HOPPER, softcap=50.0)
+    for is_installed, name in ((True, "flash"), (False, "flex")):
+        monkeypatch.setitem(INSTALLED, "flash", is_installed)
+        assert select("auto", capped)[0].name == name
+        assert select("auto", replace(capped, lse=True, biased=False))[0].name == name
+
+
+def test_a_named_backend_never_falls_back() -> None:
+    with pytest.raises(
+        BackendUnavailableError, match=r"'flex' cannot .* no backward on CPU.* These can: sdpa, reference"
+    ):
+        select("flex", Need(training=True))
+
+
+def test_nothing_can() -> None:
+    with pytest.raises(
+        BackendUnavailableError, match=r"No attention backend can serve this call. flash: .* reference: "
+    ):
+        select("auto", Need(order="external", window=4))
+    with pytest.raises(BackendUnavailableError, match="No other backend can either"):
+        select("reference", Need(order="external", window=4))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match=r"Unknown attention backend 'sdap'. Did you mean 'sdpa'?"):
+        select("sdap", Need())
+
+
+def test_a_name_may_carry_one_number() -> None:
+    flex = named("flex(cutoff=60)")
+    assert isinstance(flex, Flex)
+    assert flex.cutoff == 60
+    assert "60 / slope" in (flex.approximation or "")
+    assert named("flex").approximation is None
+    assert isinstance(named("sdpa"), Sdpa)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("flax", UnknownNameError, "Did you mean 'flex'"),
+        ("flex(cutof=60)", UnknownNameError, "Did you mean 'cutoff'"),
+        ("flex(cutoff=0.5)", InvalidParameterError, "cutoff must be at least 1, found 0.5"),
+        ("reference(x=1)", UnknownNameError, "parameter of attention backend 'reference'"),
+        ("flex(cutoff=60", UnknownNameError, "attention backend"),
+    ],
+)
+def test_a_name_that_cannot_be_built_says_why(name: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        named(name)

@@ -1,0 +1,188 @@
+"""The kernels of a step: exact in Triton's interpreter, two launches, and programs for GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctxext.kernels.pieces import RotationForm
+from tests._programs import ROOT, ran
+
+triton = pytest.importorskip("triton")
+step_kernel = importlib.import_module("ctxext.kernels._step_kernel")
+
+SETTINGS = 14
+LLAMA = RotationForm()
+# Without a GPU, dynamo would trace into Triton itself. Graphs take tensors without memory.
+TRACED = """
+import torch.utils._triton
+torch.utils._triton.has_triton = lambda: True
+from ctxext.kernels._step_kernel import attend_rows
+from tests.kernels.test_step_kernel import step
+graphs = []
+def backend(graph, _):
+    graphs.append(sum("triton_kernel" in str(node.target) for node in graph.graph.nodes))
+    return graph.forward
+compiled = torch.compile(attend_rows, fullgraph=True, backend=backend)
+print(*[tuple(compiled(**step(slots=slots)).shape) for slots in (256, 300, 333, 512, 999)], graphs, sep="; ")
+"""
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
+
+
+@pytest.mark.slow
+def test_the_error_is_at_most_twice_that_of_naive_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside float64, as each dtype allows; also the same bits twice, and 0 for a query that sees nothing."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = ran([str(Path(__file__).with_name("step_program.py")), "0", str(SETTINGS)], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one for one in found if not one["error"] <= 2 * one["plain"]] == []
+    assert [one for one in found if not (one["repeats"] and one["blind is 0"])] == []
+    assert {one["dtype"] == one["dtype of output"] for one in found} == {True}
+    seen = {name: {str(one[name]) for one in found} for name in found[0]}
+    few = {"dtype": 3, "pieces": 3, "tokens": 3, "heads": 4, "width": 8, "slots": 5, "softcap": 3, "turned": 5}
+    assert {name: len(seen[name]) >= least for name, least in few.items()} == dict.fromkeys(few, True)
+    assert all(len(seen[name]) == 2 for name in ("interleaved", "tail", "sinks", "padded", "blind", "spread", "split"))
+    assert sum(one["blind queries"] > 0 for one in found) >= 3
+    assert sum(one["settled"] > 0 for one in found) >= 2
+
+
+class Launches(list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]):
+    """What is launched instead of kernels: each kernel, its grid, its arguments and its constants."""
+
+    def of(self, kernel: Any) -> Any:
+        """Return the stand-in of a kernel."""
+
+        class Kernel:
+            def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *args, **constants: self.append((kernel, grid, args, constants))
+
+        return Kernel()
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **setting: Any) -> Launches:
+    """Return what one step launches."""
+    launches = Launches()
+    with monkeypatch.context() as patch:
+        for name in ("_attend", "_merge"):
+            patch.setattr(step_kernel, name, launches.of(getattr(step_kernel, name)))
+        step_kernel.attend_rows(**step(**setting))
+    return launches
+
+
+def step(
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    width: int = 128,
+    values: int = 128,
+    pairs: int = 64,
+    heads: tuple[int, int] = (32, 8),
+    tokens: int = 1,
+    slots: int = 4096,
+    form: RotationForm = LLAMA,
+    batch: int = 1,
+    near: int = 0,
+) -> dict[str, Any]:
+    """Return the arguments of a step in two pieces, with everything that a kernel can do, and no memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    far = 2 if near else heads[1]  # key heads that hold all slots; the others hold the ``near`` slots behind these
+    others = [empty(batch, heads[1] - far, near, each, dtype=dtype) for each in (width, values)]
+    return {
+        "q": empty(batch, heads[0], tokens, width, dtype=dtype),
+        "k": empty(batch, far, slots, width, dtype=dtype),
+        "v": empty(batch, far, slots, values, dtype=dtype),
+        "near": (*others, empty(heads[1], dtype=torch.int64)) if near else None,
+        "where": empty(1, 2 if near else 1, tokens, slots + near, dtype=torch.uint8),
+        "query_turns": (empty(1, 2, tokens, pairs), empty(1, 2, tokens, pairs)),
+        "key_turn": (empty(1, slots, pairs), empty(1, slots, pairs)),
+        "turned": (False, True),
+        "biases": (0.0, -1.0),
+        "scale": 0.1,
+        "form": form,
+        "softcap": 30.0,
+        "sinks": empty(heads[0]),
+    }
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, {"tokens": 8, "batch": 3}, {"heads": (71, 1), "slots": 5}, {"slots": 1 << 17}, {"near": 99}]
+)
+def test_a_step_is_two_launches(monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]) -> None:
+    launches = launched(monkeypatch, **setting)
+    assert [kernel for kernel, *_ in launches] == [step_kernel._attend, step_kernel._merge]
+    whole, lines, groups = launches[0][1], *launches[1][1]
+    arguments = step(**setting)
+    assert lines * groups == arguments["q"].shape[:3].numel()
+    # Every program has slots, every line a program, and a large GPU enough programs.
+    assert (whole[0] - 1) * launches[0][3]["BLOCK"] < arguments["k"].shape[2]
+    assert (whole[2] - 1) * launches[0][3]["LINES"] < lines <= whole[2] * launches[0][3]["LINES"]
+    assert 1 <= whole[0] * whole[1] * whole[2] <= step_kernel.PROGRAMS
+
+
+@pytest.mark.nightly
+def test_one_graph_holds_a_step_of_any_length() -> None:
+    """In a process of its own: the runtime shape checker of the test suite cannot be traced."""
+    done = ran(["-c", TRACED], ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "; ".join(["(1, 32, 1, 128)"] * 5 + ["[2, 2]"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"width": 64, "values": 64, "pairs": 8, "heads": (9, 3), "tokens": 8},
+        {"width": 80, "values": 80, "pairs": 40, "form": RotationForm(interleaved=True)},
+        {"width": 192, "pairs": 32, "heads": (16, 16), "form": RotationForm(interleaved=True, tail=True)},
+        {"width": 256, "values": 256, "pairs": 128, "heads": (8, 4)},
+        {"near": 2000},
+    ],
+    ids=["llama", "several", "odd", "latent", "gemma", "split"],
+)
+def test_compiles_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any], capability: int, dtype: torch.dtype
+) -> None:
+    """Without a device, for Ampere and Hopper; what a program shares fits all of them.
+
+    No load is of one number, but where pairs are interleaved.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel, _, args, constants in launched(monkeypatch, dtype=dtype, **setting):
+        options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
+        signature = {name: _type(value) for name, value in zip(kernel.arg_names, args, strict=False)}
+        fixed = [at for at, parameter in enumerate(kernel.params[: len(args)]) if not parameter.do_not_specialize]
+        numbers = [16 if isinstance(value, torch.Tensor) else value for value in args]
+        aligned = {(at,): [["tt.divisibility", 16]] for at in fixed if isinstance(numbers[at], int)}
+        aligned = {at: how for at, how in aligned.items() if numbers[at[0]] % 16 == 0}
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+        program = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        assert len(program.asm["cubin"]) > 10_000
+        assert program.metadata.shared < 100 << 10
+        assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in program.asm["ptx"]
+
+
+def _type(value: torch.Tensor | int | float) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "i32" if isinstance(value, int) else "fp32"

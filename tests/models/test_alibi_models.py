@@ -1,0 +1,283 @@
+"""BLOOM, MPT and ALiBi Falcon on ctxext's attention: what they compute, how they decode, how they are saved."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+)
+
+import ctxext
+from ctxext.errors import BackendUnavailableError, IncompatibleError, InvalidParameterError, UnknownNameError
+from tests.kernels.cases import leave_flex_uncompiled
+
+TRAINED = 32
+LENGTH = 80
+TOLERANCE = 1e-4  # float32, logits of size 5
+
+every_family = pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
+every_heads = pytest.mark.parametrize("heads", [4, 6])
+every_method = pytest.mark.parametrize(
+    "method",
+    [{"method": "alibi"}, {"method": "pi"}, {"method": "dynamic_pi"}, {"method": "dynamic_pi", "growth": "doubling"}],
+)
+every_backend = pytest.mark.parametrize("backend", ["sdpa", "reference", "flex"])
+
+
+@pytest.fixture(autouse=True)
+def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling costs seconds on CPU; tests/kernels/test_flex.py compiles a few."""
+    leave_flex_uncompiled(monkeypatch)
+
+
+def build(family: str, heads: int = 4, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shared = {"hidden_size": 16 * heads, "vocab_size": 97, "initializer_range": 0.2, "eos_token_id": 96} | changes
+    if family == "bloom":
+        return BloomForCausalLM(BloomConfig(n_layer=2, n_head=heads, **shared)).eval()
+    if family == "mpt":
+        shared["d_model"] = shared.pop("hidden_size")
+        return MptForCausalLM(MptConfig(n_layers=2, n_heads=heads, max_seq_len=TRAINED, **shared)).eval()
+    config = FalconConfig(
+        alibi=True,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        new_decoder_architecture=False,
+        multi_query=False,
+        max_position_embeddings=TRAINED,
+        **shared,
+    )
+    return FalconForCausalLM(config).eval()
+
+
+def patch(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
+    return ctxext.patch(model, **({"method": "alibi", "factor": 4, "trained_length": TRAINED} | arguments))
+
+
+def tokens(length: int = LENGTH, rows: int = 1) -> Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
+    result: Tensor = model(ids, use_cache=False, **arguments).logits
+    return result
+
+
+def stock_logits(family: str, heads: int, ids: Tensor, **arguments: Any) -> Tensor:
+    """Stock code in float32; MPT needs its limit raised to read that far at all."""
+    model = build(family, heads)
+    if family == "mpt":
+        model.config.max_seq_len = ids.shape[1]
+    return logits(model, ids, **arguments)
+
+
+@pytest.mark.slow
+@every_family
+@every_backend
+def test_equals_stock_inside_and_beyond_the_window(family: str, backend: str) -> None:
+    ours = patch(build(family), attention=backend)
+    ids = tokens()
+    torch.testing.assert_close(logits(ours, ids), stock_logits(family, 4, ids), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_equals_stock_where_heads_are_no_power_of_two(family: str) -> None:
+    ids = tokens()
+    torch.testing.assert_close(
+        logits(patch(build(family, 6)), ids), stock_logits(family, 6, ids), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_falcon_is_exact_where_stock_rounds_its_bias() -> None:
+    """Stock Falcon multiplies slope and index in bfloat16 even in a float32 model; slopes of 1, 1/2, ... hide it."""
+    ids = tokens(400)
+    rounded = stock_logits("falcon", 6, ids)
+    ours = logits(patch(build("falcon", 6)), ids)
+    exact = logits(patch(build("falcon", 6), attention="reference"), ids)
+    torch.testing.assert_close(ours, exact, atol=TOLERANCE, rtol=0)
+    assert (rounded - exact).abs().max() > 100 * TOLERANCE
+
+
+@every_family
+@every_method
+def test_padding_and_packing_do_not_show(family: str, method: dict[str, Any]) -> None:
+    model = patch(build(family), **method)
+    ids, keep = tokens(rows=2), torch.ones(2, LENGTH, dtype=torch.long)
+    keep[0, :50] = 0
+    padded = logits(model, ids, attention_mask=keep)
+    torch.testing.assert_close(padded[0, 50:], logits(model, ids[:1, 50:])[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(padded[1], logits(model, ids[1:])[0], atol=TOLERANCE, rtol=0)
+    right = torch.ones(2, LENGTH, dtype=torch.long)
+    right[0, 30:] = 0
+    trailing = logits(model, ids, attention_mask=right)
+    torch.testing.assert_close(trailing[0, :30], logits(model, ids[:1, :30])[0], atol=TOLERANCE, rtol=0)
+
+
+@every_family
+def test_packed_documents_do_not_leak(family: str) -> None:
+    ids = tokens(60)
+    positions = torch.cat([torch.arange(35), torch.arange(25)])[None]
+    model = patch(build(family))
+    packed = logits(model, ids, position_ids=positions)
+    torch.testing.assert_close(packed[:, 35:], logits(model, ids[:, 35:]), atol=TOLERANCE, rtol=0)
+    if family == "bloom":  # why it matters
+        stock = build(family)
+        leaked = logits(stock, ids, position_ids=positions)[:, 35:] - logits(stock, ids[:, 35:])
+        assert leaked.abs().max() > 1
+
+
+def test_stock_mpt_crashes_beyond_its_window_and_ours_reads_on() -> None:
+    with pytest.raises(RuntimeError):
+        logits(build("mpt"), tokens())
+    assert logits(patch(build("mpt")), tokens()).isfinite().all()
+
+
+@pytest.mark.slow
+@every_family
+@every_method
+@pytest.mark.parametrize("prompt", [24, 70])
+def test_decoding_with_a_cache_equals_reading_anew(family: str, method: dict[str, Any], prompt: int) -> None:
+    model, ids = patch(build(family), **method), tokens(prompt)
+    greedy = ids
+    for _ in range(20):
+        greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], 1)
+    arguments: dict[str, Any] = {
+        "use_cache": True,
+        "max_new_tokens": 20,
+        "min_new_tokens": 20,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    ways: list[dict[str, Any]] = [{}]
+    if family != "mpt":  # its generate() knows neither static caches nor chunks
+        ways += [{"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}]
+    for way in ways:
+        out = model.generate(ids, output_logits=True, return_dict_in_generate=True, **arguments, **way)
+        assert torch.equal(out.sequences, greedy), way
+        torch.testing.assert_close(out.logits[-1], logits(model, greedy[:, :-1])[:, -1], atol=TOLERANCE, rtol=0)
+
+
+@every_family
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_gradients_equal_stock(family: str, backend: str) -> None:
+    ids = tokens(TRAINED)
+    found = []
+    for model in (build(family), patch(build(family), attention=backend)):
+        model.train()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-3, msg=name)
+
+
+@every_family
+@every_method
+def test_saved_restored_copied_and_undone(family: str, method: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = build(family), tokens()
+    model.save_pretrained(tmp_path / "plain")  # fills in what saving fills in
+    before, keys, plain = model.config.to_dict(), list(model.state_dict()), logits(model, ids[:, :TRAINED])
+    extended = logits(patch(model, **method), ids)
+    ctxext.save(model, tmp_path / "extended")
+    restored = ctxext.load(tmp_path / "extended")
+    assert torch.equal(logits(restored, ids), extended)
+    assert torch.equal(logits(copy.deepcopy(model), ids), extended)
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), ids), extended)
+    if method["method"] == "alibi":
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "extended").config.ctxext["stock"]
+    else:
+        for loader in (AutoModelForCausalLM, type(model)):
+            with pytest.raises(Exception, match=r"load it with ctxext\.load") as caught:
+                loader.from_pretrained(tmp_path / "extended")
+            assert not isinstance(caught.value, AssertionError)
+    for one in (model, restored):
+        ctxext.unpatch(one)
+        assert torch.equal(logits(one, ids[:, :TRAINED]), plain)
+        assert list(one.state_dict()) == keys
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_stock_reproduces_bloom_bit_for_bit_inside_the_window(dtype: torch.dtype) -> None:
+    ids = tokens(TRAINED)
+    expected = logits(build("bloom").to(dtype), ids)
+    model = patch(build("bloom").to(dtype), bias="stock")
+    assert torch.equal(logits(model, ids), expected)
+    with pytest.raises(IncompatibleError, match="trained window of 32 tokens"):
+        logits(model, tokens(TRAINED + 1))
+
+
+def test_bfloat16_keeps_distances_that_stock_rounds_away() -> None:
+    ids = tokens(600)
+    exact = logits(build("bloom"), ids)
+    stock = logits(build("bloom").bfloat16(), ids).float()
+    ours = logits(patch(build("bloom").bfloat16()), ids).float()
+    late = slice(500, None)
+    assert (ours - exact)[:, late].square().mean() < 0.5 * (stock - exact)[:, late].square().mean()
+
+
+def test_pi_divides_the_slopes() -> None:
+    """Interpolating by 4 what was spread by 4 is reading as before: keys at every fourth position, slopes a fourth."""
+    ids = tokens(20)
+    spread = logits(patch(build("bloom"), method="pi"), ids, position_ids=4 * torch.arange(20)[None])
+    torch.testing.assert_close(spread, logits(build("bloom"), ids), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"attention": "flash"}, BackendUnavailableError, "These can: .*sdpa"),
+        ({"attention": "sdpaa"}, UnknownNameError, "Did you mean 'sdpa'"),
+        ({"method": "yarn"}, IncompatibleError, "has ALiBi, which method 'yarn' cannot change"),
+        ({"sliding_window": "lift"}, InvalidParameterError, "sliding_window"),
+        ({"bias": "rounded"}, InvalidParameterError, "'exact' or 'stock'"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(
+    arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    model, ids = build("bloom"), tokens(TRAINED)
+    before, plain = model.config.to_dict(), logits(model, ids)
+    with pytest.raises(error, match=said):
+        logits(patch(model, **arguments), ids)
+    if ctxext.describe(model).method is not None:
+        ctxext.unpatch(model)  # a backend that exists is only asked when it is called
+    assert model.config.to_dict() == before
+    assert torch.equal(logits(model, ids), plain)
+
+
+def test_a_mask_of_four_dimensions_and_attention_weights_are_refused() -> None:
+    model, ids = patch(build("bloom")), tokens(8)
+    with pytest.raises(IncompatibleError, match="two-dimensional"):
+        logits(model, ids, attention_mask=torch.ones(1, 1, 8, 8))
+    with pytest.raises(IncompatibleError, match="no attention weights"):
+        logits(model, ids, output_attentions=True)
+
+
+@every_family
+def test_a_mask_shorter_than_the_text_is_refused(family: str) -> None:
+    """Stock code takes what it does not cover for padding, or fails on an index."""
+    model = patch(build(family), method="alibi", factor=2)
+    text = tokens(12)
+    for mask in (torch.ones(1, 5, dtype=torch.long), torch.tensor([[0, 1, 1]])):
+        said = rf"attention_mask covers {mask.shape[1]} tokens, but the text has 12.*\[batch, 12\]"
+        with pytest.raises(InvalidParameterError, match=said):
+            model(text, attention_mask=mask)
+        cache = model(text[:, :8], use_cache=True).past_key_values
+        with pytest.raises(InvalidParameterError, match=said):
+            model(text[:, 8:], attention_mask=mask, past_key_values=cache)

@@ -1,0 +1,269 @@
+"""Models with buckets of relative distances: T5 and its kin, stretched in stock form."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5EncoderModel
+
+import ctxext
+from ctxext.checkpoints.export import export
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.core.edits import Edits
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.models import find_architecture
+from tests._famous import FAMOUS
+from tests._models import on_recent
+from tests.walk.check import Stock, check_model, walked_methods
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+
+RIGHT = ["t5", "mt5", "umt5", "switch_transformers"]
+LONG = 6 * TRAINED_LENGTH  # twice what T5's last bucket holds
+
+
+def tiny(model_type: str = "t5", **changes: Any) -> PreTrainedModel:
+    return tiny_model(tiny_config(model_type, **changes))
+
+
+def patched(model_type: str = "t5", **arguments: Any) -> PreTrainedModel:
+    return ctxext.patch(
+        tiny(model_type), "stretch_buckets", **{"factor": 4.0, "trained_length": TRAINED_LENGTH} | arguments
+    )
+
+
+def text(length: int = LONG) -> Tensor:
+    return torch.randint(40, 128, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: Any, length: int = LONG) -> Tensor:
+    found: Tensor = model(input_ids=text(length), decoder_input_ids=text(length)).logits
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_saved_reloaded_by_stock_code_and_unpatched(model_type: str, stock: Stock, tmp_path: Path) -> None:
+    """Everything that the walk looks at: bit for bit in a process without ctxext, nothing left by a refusal."""
+    findings = check_model(tiny(model_type), walked_methods(["stretch_buckets", "yarn", "alibi"]), stock, tmp_path)
+    found = {finding.method: finding for finding in findings}
+    assert found["stretch_buckets"].outcome == "right", found["stretch_buckets"].detail
+    assert found["stretch_buckets"].stock
+    for name in ("yarn", "alibi"):
+        assert found[name].outcome == "refused"
+        assert "32 buckets of relative distances" in found[name].detail
+        assert "stretch_buckets" in found[name].detail
+
+
+@pytest.mark.slow
+def test_a_short_text_is_read_as_before_and_a_long_one_otherwise() -> None:
+    plain, long = tiny(), patched()
+    assert torch.equal(logits(long, 8), logits(plain, 8)), "8 tokens know 7 tokens of distance each way"
+    assert (logits(long, 9) - logits(plain, 9)).abs().max() == 0, "and the first wide bucket begins where it did"
+    assert (logits(long) - logits(plain)).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_it_is_what_stock_code_builds_from_the_config() -> None:
+    """Without a word of ctxext: the weights of the plain model under a config with another number."""
+    plain = tiny()
+    config = copy.deepcopy(plain.config)
+    config.relative_attention_max_distance = 512
+    other = type(plain)(config).eval()
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(logits(patched()), logits(other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", ["t5", on_recent("umt5", reason="UMT5 reads its cache wrongly, extended or not")]
+)
+def test_generating_with_a_cache_equals_generating_without(model_type: str) -> None:
+    model = patched(model_type)
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "decoder_start_token_id": 0}
+    cached, plain = (model.generate(text(2 * TRAINED_LENGTH), use_cache=use, **options) for use in (True, False))
+    assert cached.shape[1] > 40
+    assert torch.equal(cached, plain)
+
+
+@pytest.mark.slow
+def test_every_part_says_the_same_and_unpatching_brings_all_back(tmp_path: Path) -> None:
+    model = tiny()
+    before, said = logits(model), copy.deepcopy(model.config.to_dict())
+    parts = [module for module in model.modules() if hasattr(module, "relative_attention_max_distance")]
+    assert len(parts) == 6
+    ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    assert {part.relative_attention_max_distance for part in parts} == {512}
+    assert {one.config.relative_attention_max_distance for one in (model, model.encoder, model.decoder)} == {512}
+    model.encoder.save_pretrained(tmp_path)
+    alone = T5EncoderModel.from_pretrained(tmp_path)
+    assert alone.encoder.block[0].layer[0].SelfAttention.relative_attention_max_distance == 512
+    with pytest.raises(PatchStateError, match="already extended by 'stretch_buckets'"):
+        ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    ctxext.unpatch(model)
+    assert torch.equal(logits(model), before)
+    assert model.config.to_dict() == said
+    assert {part.relative_attention_max_distance for part in parts} == {128}
+    assert {one.config.relative_attention_max_distance for one in (model.encoder, model.decoder)} == {128}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_patched_model_of_its_own(copied: Any) -> None:
+    model = patched()
+    other = copied(model)
+    assert torch.equal(logits(other), logits(model))
+    ctxext.unpatch(other)
+    assert torch.equal(logits(other), logits(tiny()))
+    assert ctxext.describe(model).method is not None
+
+
+@pytest.mark.slow
+def test_ctxext_load_brings_it_back_and_takes_another_in_its_place(tmp_path: Path) -> None:
+    model = patched()
+    model.save_pretrained(tmp_path)
+    again = ctxext.load(tmp_path).eval()
+    assert ctxext.describe(again).fingerprint == ctxext.describe(model).fingerprint
+    assert torch.equal(logits(again), logits(model))
+    ctxext.unpatch(again)
+    assert torch.equal(logits(again), logits(tiny()))
+    further = ctxext.load(tmp_path, "stretch_buckets", factor=8, trained_length=TRAINED_LENGTH)
+    assert further.config.relative_attention_max_distance == 8 * 128, "from the trained one, never on top"
+    assert further.config.ctxext["original"] == {"relative_attention_max_distance": 128}
+
+
+@pytest.mark.slow
+def test_the_published_config_says_its_length(tmp_path: Path) -> None:
+    """t5-small's config.json has n_positions, which no code reads; other T5 are told trained_length."""
+    config = T5Config.from_dict(FAMOUS["google-t5/t5-small"])
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config)
+    ctxext.patch(model, "stretch_buckets", factor=4)
+    assert (model.config.n_positions, model.config.relative_attention_max_distance) == (2048, 512)
+    assert "512 -> 2048 tokens" in str(ctxext.describe(model))
+    assert "from 128 to 512 tokens, which shared one bucket, are distinguished" in str(ctxext.describe(model))
+    model.config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["relative_attention_max_distance"] == 512
+    found = inspect_checkpoint(tmp_path)
+    assert found.no_positions == "none: this t5 has buckets of relative distances"
+    assert {one.method for one in found.verdicts if one.refused is None} <= {"stretch_buckets"}
+    with pytest.raises(IncompatibleError, match="not one of rotary positions"):
+        export(tmp_path, to="llama.cpp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"trained_length": None}, IncompatibleError, "does not state the trained length. Pass trained_length"),
+        ({"sliding_window": "lift"}, InvalidParameterError, "sliding_window='lift': this t5 has only buckets"),
+        ({"attention": "sdpa"}, InvalidParameterError, "attention='sdpa': this t5 has only buckets"),
+        ({"sharpening": 0.1}, UnknownNameError, "sharpening"),
+        ({"factor": 0.5}, InvalidParameterError, "factor must be a finite number, at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(arguments: Any, error: type[Exception], message: str) -> None:
+    model = tiny()
+    before = model.config.to_dict()
+    given = {"factor": 4.0, "trained_length": TRAINED_LENGTH} | arguments
+    with pytest.raises(error, match=message):
+        ctxext.patch(model, "stretch_buckets", **given)
+    assert model.config.to_dict() == before
+    assert torch.equal(logits(model), logits(tiny()))
+
+
+def test_a_number_that_was_changed_in_a_live_config_without_effect_is_found() -> None:
+    model = tiny()
+    model.config.relative_attention_max_distance = 512
+    with pytest.raises(IncompatibleError, match=r"buckets distances up to 128, but its config says .*=512"):
+        ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+
+
+@pytest.mark.slow
+def test_a_failure_in_the_middle_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    before, original = model.config.to_dict(), Edits.set
+
+    def failing(self: Edits, owner: object, name: str, value: object) -> None:
+        if len(self._entries) > 4:
+            raise OSError("in the middle")
+        original(self, owner, name, value)
+
+    monkeypatch.setattr(Edits, "set", failing)
+    with pytest.raises(OSError, match="in the middle"):
+        ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    monkeypatch.undo()
+    assert model.config.to_dict() == before
+    assert torch.equal(logits(model), logits(tiny()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("longt5", "sees only the tokens around each token"),
+        ("udop", "whose largest distance is in its code and not in its config"),
+    ],
+)
+def test_buckets_that_cannot_be_stretched_rightly_are_refused(model_type: str, said: str) -> None:
+    config = AutoConfig.for_model(model_type, d_model=16, d_kv=8, d_ff=16, num_heads=2, num_layers=2, vocab_size=64)
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config) if model_type == "longt5" else _udop(config)
+    before = config.to_dict()
+    with pytest.raises(IncompatibleError, match=said):
+        ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("kind", ["Pop2PianoForConditionalGeneration", "Pix2StructTextModel", "T5EncoderModel"])
+def test_kin_that_reads_or_writes_something_else(kind: str) -> None:
+    """Music and pictures beside text, an encoder alone: what each class calls itself does not matter."""
+    cls = getattr(transformers, kind)
+    width = {"hidden_size": 16} if kind.startswith("Pix") else {"d_model": 16}
+    config = cls.config_class(d_kv=8, d_ff=16, num_heads=2, num_layers=2, vocab_size=64, **width)
+    with torch.device("meta"):
+        model = cls(config)
+    before = model.config.to_dict()
+    ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    assert model.config.relative_attention_max_distance == 512
+    ctxext.unpatch(model)
+    assert model.config.to_dict() == before
+
+
+def _udop(config: Any) -> PreTrainedModel:
+    from transformers import UdopForConditionalGeneration
+
+    return UdopForConditionalGeneration(config)
+
+
+def test_code_that_buckets_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof fails where the model's code does not do what the paper says."""
+    model = tiny()
+    attention = type(model.encoder.block[0].layer[0].SelfAttention)
+    original = attention._relative_position_bucket
+
+    def otherwise(relative_position: Tensor, **given: Any) -> Tensor:
+        return original(relative_position // 2, **given)
+
+    monkeypatch.setattr(attention, "_relative_position_bucket", staticmethod(otherwise))
+    with pytest.raises(IncompatibleError, match=r"does not bucket a distance of -?\d+ tokens as T5 does"):
+        ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+
+
+@pytest.mark.parametrize("model_type", ["mpnet", "llama", "bloom", "deberta-v2"])
+def test_other_models_refuse_it_by_name(model_type: str) -> None:
+    model = tiny(model_type)
+    architecture = find_architecture(Subject.of(model))
+    assert architecture is None or architecture.name != "buckets"
+    with pytest.raises(IncompatibleError) as refusal:
+        ctxext.patch(model, "stretch_buckets", factor=4)
+    assert model_type in str(refusal.value)
+    assert "changes rotations" not in str(refusal.value)

@@ -1,0 +1,196 @@
+"""A sample of ``tests/walk/run.py``, through its own code: one model type for each structure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import ctxext
+from ctxext.core.probe import Layers
+from ctxext.errors import IncompatibleError
+from tests._models import RECENT, tiny
+from tests._products import some
+from tests.walk import check, run
+from tests.walk.check import Stock, check_model, walked_methods
+from tests.walk.tiny import model_types
+
+# One method that stays static, one stored as another base, one with a temperature, one that needs its own cache.
+METHODS = ["pi", "ntk", "yarn", "dynamic_ntk"]
+RIGHT = {
+    "gpt_neox": "partial rotation",
+    "cohere": "interleaved pairs",
+    "deepseek_v2": "latent attention, complex numbers",
+    "qwen3_5_text": "three position axes, linear attention between",
+    "granite_swa": "rotary modules that hold changed copies of the config",
+    "smollm3": "layers without positions",
+    "gpt_oss": "extended by default",
+    "bamba": "a config with an infinite number",
+}
+
+
+@pytest.fixture(autouse=True)
+def _with_the_sessions_stock_process(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_stock", stock)
+
+
+def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:
+    findings = check_model(tiny(model_type), walked_methods(METHODS), stock, folder)
+    return {finding.method: (finding.outcome, finding.detail) for finding in findings}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", some(RIGHT, "gpt_neox", "deepseek_v2", "gpt_oss"))
+def test_every_structure_is_right(model_type: str, stock: Stock, tmp_path: Path) -> None:
+    found = outcomes(model_type, stock, tmp_path)
+    assert list(found) == METHODS
+    assert {name: detail for name, (outcome, detail) in found.items() if outcome != "right"} == {}
+
+
+@pytest.mark.slow
+def test_every_layer_windowed_is_right_kept_and_lifted(stock: Stock, tmp_path: Path) -> None:
+    found = outcomes("ministral", stock, tmp_path)
+    assert list(found) == [f"{name} ({choice})" for name in METHODS for choice in ("keep", "lift")]
+    assert {outcome for outcome, _ in found.values()} == {"right"}
+
+
+@pytest.mark.slow
+def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: Path) -> None:
+    found = outcomes("phi3", stock, tmp_path)
+    assert {found[name] for name in ("pi", "yarn")} == {
+        ("right", "stock rope_type 'longrope' holding the frequencies themselves")
+    }
+    assert found["ntk"][0] == "right"
+    assert found["dynamic_ntk"][0] == "refused"
+    assert "must be one of ['longrope']" in found["dynamic_ntk"][1]
+
+
+@pytest.mark.slow
+def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path: Path) -> None:
+    found = outcomes("gemma4_text", stock, tmp_path)
+    assert {name: outcome for name, (outcome, _) in found.items()} == {
+        "pi": "right",
+        "ntk": "right",
+        "yarn": "refused",
+        "dynamic_ntk": "refused",
+    }
+    assert "'proportional'" in found["yarn"][1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gptj", "rotates by a sinusoid table"),
+        ("roformer", "rotates by a sinusoid table"),
+        ("blt", "follow configs of their own"),
+        pytest.param(
+            "cohere_compass_text",
+            "belong to its sliding-window layers only",
+            marks=pytest.mark.skipif(not RECENT, reason="transformers 5.17 cannot build its layers without positions"),
+        ),
+        ("gpt2", "learned positions, one vector each for 64 tokens"),
+    ],
+)
+def test_a_refusal_names_its_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(IncompatibleError, match=reason):
+        ctxext.patch(tiny(model_type), "yarn", factor=4.0)
+
+
+def test_rotation_that_the_config_leaves_off_is_named() -> None:
+    with pytest.raises(IncompatibleError, match="this checkpoint's config switches them off"):
+        ctxext.patch(tiny("granitemoehybrid", position_embedding_type=None), "yarn", factor=4.0)
+
+
+def test_rotation_by_another_class_is_not_called_left_off() -> None:
+    class Turn(torch.nn.Module):
+        pass
+
+    with pytest.raises(
+        IncompatibleError, match=r"it rotates by code of its own \(.*rotary_embeddings: EsmRotaryEmbedding\)"
+    ):
+        ctxext.patch(tiny("esm", position_embedding_type="rotary"), "yarn", factor=4.0)
+    model = tiny("llama")
+    model.model.rotary_emb = Turn()
+    with pytest.raises(IncompatibleError, match=r"it rotates by code of its own \(model.rotary_emb: Turn\)"):
+        ctxext.patch(model, "yarn", factor=4.0)
+
+
+def test_phimoe_takes_what_reaches_its_forward_pass_and_nothing_else() -> None:
+    """Its forward pass ignores the buffers and computes frequencies from the config, anew each time."""
+    model = tiny("phimoe")
+    with pytest.raises(IncompatibleError, match="short_mscale"):
+        ctxext.patch(model, "yarn", factor=4.0)
+    ctxext.patch(model, "abf", factor=4.0)
+    assert model.config.rope_parameters["rope_theta"] > 10000
+
+
+@pytest.mark.slow
+def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = model_types("causal")
+    assert len(types) > 150
+    assert {"llama", "gemma3_text", "deepseek_v3"} <= set(types)
+    line = run.walk_safely("mamba", ["pi", "alibi"])
+    assert (line["positions"], line["outcome"]) == ("none", "refused")
+    assert "it has no positions at all, so nothing needs extending" in line["reason"]
+
+    def crash(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(run, "check_model", crash)
+    line = run.walk_safely("llama", ["pi"])
+    assert line["outcome"] == "wrong"
+    assert "KeyError" in line["reason"]
+    assert "0 right, 0 refused by reason, 1 wrong" in run.summarise([line])
+
+
+@pytest.mark.slow
+def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself fails where a model computes what its saved config does not say."""
+    model = tiny()
+    original = type(model).save_pretrained
+
+    def forgetful(self: transformers.PreTrainedModel, folder: Path, **arguments: object) -> None:
+        original(self, folder, **arguments)
+        path = Path(folder) / "config.json"
+        saved = json.loads(path.read_text())
+        saved.pop("rope_scaling", None)  # the same in the form of older readers
+        saved["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        path.write_text(json.dumps(saved))
+
+    monkeypatch.setattr(type(model), "save_pretrained", forgetful)
+    (finding,) = check_model(model, walked_methods(["pi"]), stock, tmp_path)
+    assert finding.outcome == "wrong"
+    assert "stock reload: logits differ" in finding.detail
+
+
+@pytest.mark.slow
+def test_retrofits_and_encoders_are_walked_as_well(stock: Stock, tmp_path: Path) -> None:
+    for model_type in ("eurobert", "mixtral"):
+        folder = tmp_path / model_type
+        folder.mkdir()
+        findings = check_model(tiny(model_type), walked_methods(["pi", "alibi"]), stock, folder)
+        found = {finding.method: (finding.outcome, finding.detail) for finding in findings}
+        assert found["pi"][0] == "right", found
+        assert found["alibi"][0] == "right", found
+        assert "only ctxext loads" in found["alibi"][1]
+    line = run.walk_safely("moonshine", ["pi"])
+    assert (line["kind"], line["outcome"]) == ("speech", "refused")
+    assert "one and the same config" in line["reason"]
+
+
+def test_the_walk_finds_layers_seen_wrongly_and_causality_lost(
+    stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks themselves fail where what they look at is wrong."""
+    monkeypatch.setattr(check, "look", lambda model, paths: Layers(rotating=frozenset({"model.layers.0"})))
+    (finding,) = check_model(tiny(), walked_methods(["pi"]), stock, tmp_path)
+    assert "layers that rotate" in finding.detail
+    monkeypatch.undo()
+    answers = iter([(True,), (False,)])
+    monkeypatch.setattr(check, "sees_ahead", lambda *_: next(answers))
+    (finding,) = check_model(tiny(), walked_methods(["pi"]), stock, tmp_path)
+    assert finding.outcome == "wrong"
+    assert "tokens no longer see those that come after them" in finding.detail

@@ -1,0 +1,518 @@
+"""Sinusoids that are added to the input: their rows, what stock code loads, what it must refuse, and what cannot be."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.methods import Method, known_methods
+from ctxext.models import find_architecture
+from ctxext.models.sinusoid import Sinusoids, usable_methods
+from tests._models import on_recent
+from tests._tokenizer import make_tokenizer
+from tests.walk.check import State, Stock
+from tests.walk.stock import logits_of
+from tests.walk.tiny import tiny_config, tiny_model
+
+LENGTH, FACTOR, WIDTH = 32, 2, 32
+LONG = LENGTH * FACTOR
+
+
+@dataclass(frozen=True)
+class Case:
+    """One structure: which class, how its table is computed, and what a checkpoint holds of it.
+
+    Args:
+        name: transformers' class.
+        model_type: of its config.
+        first: row of the first token.
+        fairseq: whether its spectrum is fairseq's; else that of the Transformer's paper.
+        interleaved: whether sines and cosines alternate.
+        stock: whether stock transformers loads an extended one.
+        grows: whether its own code computes a longer table where a text is longer.
+        changes: fields of its config.
+    """
+
+    name: str
+    model_type: str
+    first: int = 0
+    fairseq: bool = False
+    interleaved: bool = False
+    stock: bool = False
+    grows: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+PAD = {"pad_token_id": 1}
+SPEECHLESS = {"d_model": WIDTH, "max_position_embeddings": LENGTH}
+CASES = {
+    case.name: case
+    for case in (
+        Case("MarianMTModel", "marian", changes=SPEECHLESS),
+        Case("MarianForCausalLM", "marian", stock=True, changes=SPEECHLESS),
+        Case("PegasusForConditionalGeneration", "pegasus", stock=True, changes=SPEECHLESS),
+        Case("FSMTForConditionalGeneration", "fsmt", 2, True, stock=True, grows=True, changes=SPEECHLESS | PAD),
+        Case("XGLMForCausalLM", "xglm", 2, True, grows=True, changes=SPEECHLESS | PAD),
+        Case("M2M100ForConditionalGeneration", "m2m_100", 2, True, grows=True, changes=SPEECHLESS | PAD),
+        Case("CTRLLMHeadModel", "ctrl", changes={"n_embd": WIDTH, "n_positions": LENGTH}),
+        Case(
+            "DistilBertForMaskedLM",
+            "distilbert",
+            interleaved=True,
+            stock=True,
+            changes={"sinusoidal_pos_embds": True, "dim": WIDTH, "hidden_dim": 48, "max_position_embeddings": LENGTH},
+        ),
+    )
+}
+every_case = pytest.mark.parametrize("name", CASES)
+causal = pytest.mark.parametrize("name", ["MarianForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel"])
+
+
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    case = CASES[name]
+    return tiny_model(tiny_config(case.model_type, **(case.changes | changes)), loader=AsClass(name))
+
+
+@dataclass(frozen=True)
+class AsClass:
+    """What ``tiny_model`` takes for an Auto class."""
+
+    name: str
+
+    def from_config(self, config: Any) -> PreTrainedModel:
+        model: PreTrainedModel = getattr(transformers, self.name)(config)
+        return model
+
+
+def tables_of(model: nn.Module) -> dict[str, Tensor]:
+    """By name, found here as what is called so."""
+    names = ("embed_positions.weight", "embed_positions.weights", "pos_encoding", "position_embeddings.weight")
+    held = [*model.named_parameters(), *model.named_buffers()]
+    found = {name: tensor.detach() for name, tensor in held if name.endswith(names)}
+    assert found
+    return found
+
+
+def frequencies(case: Case, method: str) -> tuple[Tensor, Tensor]:
+    """The spectrum that the class is trained with, and what a method makes of it, as the papers write it."""
+    half = WIDTH // 2
+    k = torch.arange(half, dtype=torch.float64)
+    plain = torch.exp(-k * math.log(10000) / (half - 1)) if case.fairseq else 1 / 10000 ** (2 * k / WIDTH)
+    if method == "pi":
+        return plain, plain / FACTOR
+    if method == "ntk":  # each a little more, from nothing for the fastest to the factor for the slowest
+        return plain, plain / FACTOR ** (k / (half - 1))
+    turns = LENGTH * plain / (2 * math.pi)
+    kept = ((turns - 1) / 31).clamp(0, 1)
+    assert method == "ntk_by_parts"
+    return plain, kept * plain + (1 - kept) * plain / FACTOR
+
+
+def rows(case: Case, method: str, count: int) -> Tensor:
+    """The vectors of the first ``count`` tokens, float64."""
+    plain, moving = frequencies(case, method)
+    angle = case.first * plain + torch.arange(count, dtype=torch.float64)[:, None] * moving
+    made = torch.empty(count, WIDTH, dtype=torch.float64)
+    half = WIDTH // 2
+    sines, cosines = slice(0, half), slice(half, None)
+    if case.interleaved:
+        sines, cosines = slice(0, None, 2), slice(1, None, 2)
+    made[:, sines], made[:, cosines] = torch.sin(angle), torch.cos(angle)
+    return made
+
+
+def text(length: int, rows: int = 2) -> Tensor:
+    return torch.randint(40, 128, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+# --- what the rows become --------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_it_is_found(name: str) -> None:
+    model = build(name)
+    found = find_architecture(Subject.of(model))
+    assert isinstance(found, Sinusoids)
+    assert {table.first for table in found.tables(Subject.of(model))} == {CASES[name].first}
+    assert [table.name for table in found.tables(Subject.of(model))] == list(tables_of(model))
+    assert ctxext.describe(model).trained_length == LENGTH
+
+
+@every_case
+@pytest.mark.parametrize("method", ["pi", "ntk", "ntk_by_parts"])
+def test_every_row_is_the_methods_own(name: str, method: str) -> None:
+    case, model = CASES[name], build(name)
+    before = {name: table.clone() for name, table in tables_of(model).items()}
+    ctxext.patch(model, method, factor=FACTOR)
+    for path, table in tables_of(model).items():
+        assert len(table) == case.first + LONG
+        assert torch.equal(table[: case.first], before[path][: case.first])
+        torch.testing.assert_close(table[case.first :].double(), rows(case, method, LONG), rtol=0, atol=2.0**-24)
+        torch.testing.assert_close(table[case.first], before[path][case.first], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@every_case
+def test_it_computes_what_a_longer_model_with_these_rows_computes(name: str) -> None:
+    """Stock code with a longer config, into which the rows are put by hand."""
+    case, model = CASES[name], build(name)
+    length = "n_positions" if case.model_type == "ctrl" else "max_position_embeddings"
+    other = build(name, **{length: LONG})
+    other.load_state_dict(
+        {key: value for key, value in model.state_dict().items() if key not in tables_of(model)}, strict=False
+    )
+    short = logits_of(model, text(LENGTH))
+    ctxext.patch(model, "ntk", factor=FACTOR)
+    with torch.no_grad():
+        for table in tables_of(other).values():
+            table[case.first :] = rows(case, "ntk", LONG)
+    for length in (LENGTH, LONG):
+        found = logits_of(model, text(length))
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found, logits_of(other, text(length)), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(short, logits_of(model, text(LENGTH)), atol=1e-3)
+
+
+def test_yarn_without_its_temperature_is_its_ramp() -> None:
+    model = ctxext.patch(build("PegasusForConditionalGeneration"), "yarn", factor=FACTOR, attention_factor=1.0)
+    half = WIDTH // 2
+    k = torch.arange(half, dtype=torch.float64)
+    plain = 1 / 10000 ** (2 * k / WIDTH)
+    ends = [WIDTH * math.log(LENGTH / (2 * math.pi * turns)) / (2 * math.log(10000)) for turns in (32, 1)]
+    low, high = max(math.floor(ends[0]), 0), math.ceil(ends[1])
+    kept = 1 - ((k - low) / (high - low)).clamp(0, 1)
+    angle = torch.arange(LONG, dtype=torch.float64)[:, None] * (kept * plain + (1 - kept) * plain / FACTOR)
+    for table in tables_of(model).values():
+        torch.testing.assert_close(table.double(), torch.cat([angle.sin(), angle.cos()], 1), rtol=0, atol=2.0**-24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.grows])
+def test_a_text_beyond_the_target_goes_on_as_extended(name: str) -> None:
+    case, model = CASES[name], build(name)
+    short = text(LENGTH)
+    ctxext.patch(model, "pi", factor=FACTOR)
+    before = logits_of(model, short)
+    assert torch.isfinite(logits_of(model, text(3 * LENGTH))).all()
+    for table in tables_of(model).values():
+        assert len(table) >= case.first + 3 * LENGTH
+        torch.testing.assert_close(
+            table[case.first :].double(), rows(case, "pi", len(table) - case.first), rtol=0, atol=2.0**-24
+        )
+    assert torch.equal(logits_of(model, short), before), "what was read before is read alike afterwards"
+    ctxext.unpatch(model)
+    assert all(len(table) == case.first + LENGTH for table in tables_of(model).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["MarianForCausalLM", "XGLMForCausalLM"])
+def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    model = ctxext.patch(build(name).to(dtype), "pi", factor=FACTOR)
+    [table] = tables_of(model).values()
+    assert table.dtype is dtype
+    assert torch.equal(table[CASES[name].first :], rows(CASES[name], "pi", LONG).to(dtype))
+
+
+# --- saved, loaded, undone -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@every_case
+def test_stock_code_loads_it_exactly_or_refuses_it(name: str, stock: Stock, tmp_path: Path) -> None:
+    """A process that never imports ctxext; then ``ctxext.load``, which has to give the same in either case."""
+    case, model = CASES[name], build(name)
+    model.save_pretrained(tmp_path / "plain")
+    before = State.of(model, text(LENGTH))
+    ctxext.patch(model, "ntk", factor=FACTOR)
+    inputs = text(LONG)
+    expected = logits_of(model, inputs)
+    model.save_pretrained(tmp_path / "long")
+    save_file({"input_ids": inputs}, tmp_path / "inputs.safetensors")
+    found = stock.logits(tmp_path / "long", tmp_path / "inputs.safetensors")
+    assert ctxext.describe(model).stock is case.stock
+    if case.stock:
+        assert isinstance(found, Tensor), found
+        assert torch.equal(found, expected)
+    else:
+        assert isinstance(found, str)
+        assert "this checkpoint is extended by ctxext: load it with ctxext.load" in found
+    ctxext.unpatch(model)
+    assert before.difference(model) is None
+    for loaded in (
+        ctxext.load(tmp_path / "long"),
+        ctxext.load(tmp_path / "plain", "ntk", factor=FACTOR, auto_class=name),
+    ):
+        assert torch.equal(logits_of(loaded.eval(), inputs), expected)
+        assert ctxext.describe(loaded).target_length == LONG
+        ctxext.unpatch(loaded)
+        assert torch.equal(logits_of(loaded, before.inputs), before.logits)
+
+
+@pytest.mark.slow
+def test_what_was_trained_in_a_table_that_is_saved_stays(tmp_path: Path) -> None:
+    model = ctxext.patch(build("PegasusForConditionalGeneration"), "pi", factor=FACTOR)
+    with torch.no_grad():
+        for table in tables_of(model).values():
+            table[LENGTH:].mul_(1.01)
+    expected = logits_of(model, text(LONG))
+    ctxext.save(model, tmp_path)
+    assert torch.equal(logits_of(ctxext.load(tmp_path).eval(), text(LONG)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MarianMTModel", "PegasusForConditionalGeneration", "XGLMForCausalLM"])
+def test_extending_again_replaces_the_extension(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    expected = logits_of(ctxext.patch(copy.deepcopy(model), "ntk", factor=4), text(4 * LENGTH))
+    ctxext.patch(model, "pi", factor=FACTOR).save_pretrained(tmp_path)
+    with pytest.raises(PatchStateError, match=r"already extended \(ctxext pi, trained_length=32\)"):
+        ctxext.load(tmp_path, "ntk", factor=4)
+    again = ctxext.load(tmp_path, "ntk", factor=4, trained_length=LENGTH).eval()
+    assert torch.equal(logits_of(again, text(4 * LENGTH)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MarianMTModel", "PegasusForConditionalGeneration"])
+def test_a_checkpoint_on_the_disk(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path / "plain")
+    written = patch_checkpoint(tmp_path / "plain", tmp_path / "long", "pi", factor=FACTOR)
+    assert written.rewritten is CASES[name].stock
+    loaded = ctxext.load(tmp_path / "long").eval()
+    assert torch.equal(logits_of(loaded, text(LONG)), logits_of(ctxext.patch(model, "pi", factor=FACTOR), text(LONG)))
+
+
+@pytest.mark.slow
+def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
+    build("XGLMForCausalLM").save_pretrained(tmp_path)
+    found = inspect_checkpoint(tmp_path)
+    assert found.no_positions == "none: it adds sinusoids to its input, from model.embed_positions.weights"
+    extending = {one.method for one in found.verdicts if one.refused is None}
+    assert extending == set(usable_methods()) == {"pi", "ntk", "ntk_by_parts", "llama3", "abf", "clipped"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FSMTForConditionalGeneration", "M2M100ForConditionalGeneration"])
+def test_copies_are_undone_by_themselves(name: str) -> None:
+    model = build(name)
+    olds = {path: table.clone() for path, table in tables_of(model).items()}
+    ctxext.patch(model, "pi", factor=FACTOR)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        logits_of(again, text(3 * LENGTH))
+        assert all(len(table) >= 3 * LENGTH for table in tables_of(again).values())
+        ctxext.unpatch(again)
+        assert all(torch.equal(table, olds[path]) for path, table in tables_of(again).items())
+    assert all(len(table) == 2 + LONG for table in tables_of(model).values()), "a copy's growth is its own"
+
+
+@pytest.mark.slow
+def test_a_model_on_the_meta_device() -> None:
+    for name in ("MarianMTModel", "XGLMForCausalLM"):
+        with torch.device("meta"):
+            model = getattr(transformers, name)(tiny_config(CASES[name].model_type, **CASES[name].changes))
+        assert ctxext.describe(ctxext.patch(model, "pi", factor=FACTOR)).target_length == LONG
+        assert all(table.is_meta and len(table) == LONG + CASES[name].first for table in tables_of(model).values())
+
+
+# --- read ------------------------------------------------------------------------------------------------------------
+
+
+@causal
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+def test_generate_beyond_the_old_end_equals_decoding_without_a_cache(name: str, cache: str | None) -> None:
+    model = ctxext.patch(build(name), "pi", factor=FACTOR)
+    prompt, new = text(LENGTH - 4, rows=1), 12
+    greedy = prompt
+    for _ in range(new):
+        greedy = torch.cat([greedy, logits_of(model, greedy)[:, -1:].argmax(-1)], 1)
+    arguments: dict[str, Any] = {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    arguments |= {"eos_token_id": None, "forced_eos_token_id": None}
+    found = model.generate(prompt, max_new_tokens=new, do_sample=False, **arguments)
+    assert torch.equal(found, greedy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        on_recent(name, reason="FSMT's decoder puts every cached token at position 0")
+        if case.model_type == "fsmt"
+        else name
+        for name, case in CASES.items()
+        if "Conditional" in name or "MT" in name
+    ],
+)
+def test_an_encoder_decoder_writes_beyond_the_old_end(name: str) -> None:
+    model = ctxext.patch(build(name), "pi", factor=FACTOR)
+    inputs, new = text(LONG), LENGTH + 8
+    settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": new, "bad_words_ids": None}
+    settings |= {"forced_bos_token_id": None, "forced_eos_token_id": None, "eos_token_id": None}
+    found = model.generate(inputs, **settings)
+    greedy = found[:, :1]
+    for _ in range(new):
+        with torch.no_grad():
+            said = model(input_ids=inputs, decoder_input_ids=greedy, use_cache=False).logits
+        greedy = torch.cat([greedy, said[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, greedy)
+
+
+@causal
+def test_a_padded_row_says_what_it_says_alone(name: str) -> None:
+    model = build(name)
+    padding = 1 if CASES[name].grows else 0
+    for length in (LENGTH, LONG):
+        if length == LONG:
+            ctxext.patch(model, "pi", factor=FACTOR)
+        alone = text(length - 5, rows=1)
+        pads, mask = torch.full((1, 5), padding), torch.ones_like(alone)
+        expected = logits_of(model, alone)
+        right = model(torch.cat([alone, pads], 1), attention_mask=torch.cat([mask, 0 * pads], 1)).logits[:, :-5]
+        torch.testing.assert_close(right, expected, rtol=0, atol=1e-4)
+        settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        settings["pad_token_id"] = padding
+        left = {"inputs": torch.cat([pads, alone], 1), "attention_mask": torch.cat([0 * pads, mask], 1)}
+        if takes_positions(model):
+            assert torch.equal(
+                model.generate(**left, **settings)[:, length:], model.generate(alone, **settings)[:, length - 5 :]
+            )
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Those that do not count the padding of a row from its left, extended or not."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FSMTForConditionalGeneration", "M2M100ForConditionalGeneration"])
+def test_padding_on_the_left_has_no_positions(name: str) -> None:
+    model = ctxext.patch(build(name), "pi", factor=FACTOR)
+    encoder, alone = model.get_encoder(), text(LONG - 5, rows=1)
+    pads, mask = torch.ones(1, 5, dtype=torch.long), torch.ones_like(alone)
+    with torch.no_grad():
+        expected = encoder(alone, attention_mask=mask)[0]
+        found = encoder(torch.cat([pads, alone], 1), attention_mask=torch.cat([0 * pads, mask], 1))[0][:, 5:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_pads_otherwise(tmp_path: Path) -> None:
+    model = ctxext.patch(build("M2M100ForConditionalGeneration"), "pi", factor=FACTOR)
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(7)
+    with pytest.raises(InvalidParameterError, match=r"pads with the token 7 .* counts positions of all tokens but 1"):
+        ctxext.save(model, tmp_path / "x", tokenizer=tokenizer)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refused(model: PreTrainedModel, error: type[Exception], match: str, method: str = "pi", **arguments: Any) -> None:
+    before = State.of(model, text(16))
+    with pytest.raises(error, match=match):
+        ctxext.patch(model, method, **arguments)
+    assert before.difference(model) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("yarn", r"also multiplies cos and sin by 1\.069.*no such effect.*attention_factor=1\.0"),
+        ("dynamic_ntk", "follows the length of each text"),
+        ("self_extend", "gives a token several positions"),
+        ("nope", "the same vector to every token"),
+        ("alibi", "gives no frequencies"),
+        ("tile", "gives no frequencies"),
+        ("hierarchical", "gives no frequencies"),
+    ],
+)
+def test_methods_that_say_nothing_about_it(method: str, why: str) -> None:
+    refused(build("MarianForCausalLM"), IncompatibleError, f"{why}.*pi", method, factor=FACTOR)
+
+
+def test_targets_and_choices_that_cannot_be() -> None:
+    model = build("XGLMForCausalLM")
+    refused(model, InvalidParameterError, "have rows for 32 tokens. Leave", factor=2, trained_length=64)
+    refused(model, InvalidParameterError, "needs to know how far to reach")
+    refused(model, InvalidParameterError, "leave attention to the model", factor=2, attention="sdpa")
+    refused(model, InvalidParameterError, "leave attention to the model", factor=2, sliding_window="lift")
+
+
+def test_another_spectrum() -> None:
+    model = build("PegasusForConditionalGeneration")
+    angle = torch.arange(LENGTH)[:, None] * 500.0 ** -(torch.arange(WIDTH // 2) / (WIDTH // 2))
+    with torch.no_grad():
+        for table in tables_of(model).values():
+            table.copy_(torch.cat([angle.sin(), angle.cos()], 1))
+    refused(model, IncompatibleError, "they are neither those of the Transformer's paper nor of", factor=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "changes", "why"),
+    [
+        ("PegasusXForConditionalGeneration", "pegasus_x", {}, "which its own code computes for each text"),
+        ("TrOCRForCausalLM", "trocr", {"use_learned_position_embeddings": False}, "which its own code computes for"),
+        ("MusicgenForCausalLM", "musicgen_decoder", {}, "reading tokens never asks for a row of"),
+        ("GPTJForCausalLM", "gptj", {}, "rotates by a sinusoid table"),
+        ("RoFormerForMaskedLM", "roformer", {}, "rotates by a sinusoid table"),
+    ],
+)
+def test_models_that_cannot_be_right(name: str, model_type: str, changes: dict[str, Any], why: str) -> None:
+    model = AsClass(name).from_config(tiny_config(model_type, **changes))
+    before = model.config.to_dict()
+    with pytest.raises(IncompatibleError, match=why):
+        ctxext.patch(model, "pi", factor=FACTOR)
+    assert model.config.to_dict() == before
+
+
+def test_audio_is_left_as_it_is() -> None:
+    """The decoder's text is longer; the encoder's table is for frames of sound, which no token asks for."""
+    config = tiny_config("speech_to_text", max_source_positions=96, max_target_positions=LENGTH)
+    model = AsClass("Speech2TextForConditionalGeneration").from_config(config)
+    ctxext.patch(model, "pi", factor=FACTOR)
+    assert (model.config.max_source_positions, model.config.max_target_positions) == (96, LONG)
+    assert {len(table) for table in tables_of(model).values()} == {96 + 2, LONG + 2}
+
+
+@pytest.mark.slow
+def test_a_table_that_is_longer_than_what_was_trained() -> None:
+    """Its rows are all computed anew, and its size stays, where the target is not beyond it."""
+    model = build("CTRLLMHeadModel", n_positions=128)
+    ctxext.patch(model, "pi", factor=2, trained_length=16)
+    found = ctxext.describe(model)
+    assert (found.trained_length, found.target_length, model.config.n_positions) == (16, 32, 128)
+    [table] = tables_of(model).values()
+    torch.testing.assert_close(table.double(), rows(CASES["CTRLLMHeadModel"], "pi", 128), rtol=0, atol=2.0**-24)
+
+
+@pytest.mark.slow
+def test_every_method_is_served_or_refused_by_name() -> None:
+    model = build("MarianForCausalLM")
+    spec = Sinusoids().spec(Subject.of(model))
+    assert (spec.rotary_dim, spec.base) == (WIDTH, 10000.0)
+    served = [method.name for method in known_methods().values() if _is_served(model, method.example(spec))]
+    assert sorted(served) == sorted(usable_methods())
+
+
+def _is_served(model: PreTrainedModel, method: Method) -> bool:
+    try:
+        ctxext.unpatch(ctxext.patch(model, method))
+    except IncompatibleError:
+        return False
+    return True

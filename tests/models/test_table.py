@@ -1,0 +1,399 @@
+"""Tables of learned positions: how they are found, what is refused, what is said, and what lies beside a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+import ctxext
+from ctxext.adapters import EXTENSION_FILE
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.models import find_architecture
+from ctxext.models.table import LearnedTable
+from tests._models import RECENT
+from tests._tokenizer import make_tokenizer
+from tests.walk.check import State
+from tests.walk.tiny import tiny_config, tiny_model
+
+SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+BERT = SMALL | {"intermediate_size": 48, "max_position_embeddings": 32}
+
+
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    small = {"vocab_size": 300, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(**(small | changes))).eval()
+
+
+def roberta() -> RobertaModel:
+    torch.manual_seed(0)
+    return RobertaModel(RobertaConfig(**(BERT | {"max_position_embeddings": 34, "pad_token_id": 1}))).eval()
+
+
+def tables(model: PreTrainedModel) -> list[tuple[str, int, int, bool]]:
+    found = find_architecture(Subject.of(model))
+    assert isinstance(found, LearnedTable)
+    return [(table.name, table.rows, table.first, table.skips_padding) for table in found.tables(Subject.of(model))]
+
+
+# --- found -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "first", "skips_padding"),
+    [("gpt2", 0, False), ("bert", 0, False), ("opt", 2, False), ("roberta", 5, True), ("mra", 2, False)],
+)
+def test_the_first_row_is_watched(model_type: str, first: int, skips_padding: bool) -> None:
+    model = tiny_model(tiny_config(model_type, pad_token_id=4))
+    [(name, rows, found, skips)] = tables(model)
+    assert (found, skips) == (first, skips_padding)
+    assert rows == len(dict(model.named_parameters())[name])
+    subject = Subject.of(model)
+    assert find_architecture(subject).trained_length(subject) == rows - first  # type: ignore[union-attr]
+
+
+def test_a_model_on_the_meta_device_is_read_as_well() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_positions=64))
+    assert tables(model) == [("transformer.wpe.weight", 64, 0, False)]
+    assert ctxext.describe(ctxext.patch(model, "pi", factor=2)).target_length == 128
+    assert model.transformer.wpe.weight.shape == (128, 768)
+    assert model.transformer.wpe.weight.is_meta
+
+
+@pytest.mark.parametrize("model_type", ["marian", "pegasus", "xglm", "t5", "mamba", "llama", "bloom"])
+def test_others_are_not_taken_for_one(model_type: str) -> None:
+    from transformers import AutoModel
+
+    model = AutoModel.from_config(tiny_config(model_type))
+    assert not isinstance(find_architecture(Subject.of(model)), LearnedTable)
+
+
+def test_a_random_state_stays_what_it_was() -> None:
+    model = gpt2()
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    ctxext.patch(model, "pi", factor=2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("build", [BertModel, BertForSequenceClassification])
+def test_any_head(build: Callable[..., PreTrainedModel]) -> None:
+    model = build(BertConfig(**BERT)).eval()
+    ctxext.patch(model, "tile", factor=4)
+    assert torch.isfinite(model(torch.randint(5, 300, (1, 128)))[0]).all()
+
+
+def test_the_text_side_of_clip_as_long_clip_has_it() -> None:
+    model = CLIPTextModel(CLIPTextConfig(**(BERT | {"max_position_embeddings": 77}))).eval()
+    ctxext.patch(model, "stretch", target_length=248)
+    assert model.config.max_position_embeddings == 248
+    assert torch.isfinite(model(torch.randint(5, 300, (1, 248)))[0]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
+def test_a_decoder_that_looks_at_its_encoder_first() -> None:
+    """It projects what it is told from the encoder's width to its own before it asks for positions."""
+    model = tiny_model(tiny_config("cohere_asr", encoder_config={"hidden_size": 64}))
+    [(name, rows, first, _)] = tables(model)
+    assert (name, rows, first) == ("model.decoder.pos_emb.weight", 64, 0)
+    assert ctxext.describe(ctxext.patch(model, "tile", factor=2)).target_length == 128
+
+
+def test_a_field_that_says_the_length_again_is_raised_too() -> None:
+    model = gpt2()
+    model.config.n_ctx = 32
+    ctxext.patch(model, "pi", factor=2)
+    assert (model.config.n_positions, model.config.n_ctx) == (64, 64)
+    ctxext.unpatch(model)
+    assert (model.config.n_positions, model.config.n_ctx) == (32, 32)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refused(model: PreTrainedModel, error: type[Exception], match: str, method: str = "pi", **arguments: Any) -> None:
+    inputs = torch.randint(10, 100, (1, 16))
+    before = State.of(model, inputs) if not model.config.is_encoder_decoder else None
+    objects = dict(model.named_parameters(remove_duplicate=False))
+    with pytest.raises(error, match=match):
+        ctxext.patch(model, method, **arguments)
+    assert ctxext.describe(model).method is None
+    assert all(weight is objects[name] for name, weight in model.named_parameters(remove_duplicate=False))
+    assert before is None or before.difference(model) is None
+
+
+@pytest.mark.slow
+def test_one_length_for_two_tables_of_which_tokens_read_one() -> None:
+    model = tiny_model(tiny_config("luke", entity_vocab_size=50))
+    refused(
+        model,
+        IncompatibleError,
+        r"but not of that alone: reading tokens never asks for a row of luke\.entity_",
+        factor=2,
+    )
+
+
+@pytest.mark.slow
+def test_a_table_that_is_read_twice() -> None:
+    model = tiny_model(tiny_config("prophetnet"))
+    refused(
+        model, IncompatibleError, r"rows \[1, 2, 3, 4, 5, 6\] and \[2, 3, 4, 5, 6, 7\], not for one row after", factor=2
+    )
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "alibi", "self_extend"])
+def test_methods_for_other_positions(method: str) -> None:
+    match = f"one vector each for 32 tokens .*, which method '{method}' cannot change. Methods for it: .*"
+    refused(gpt2(), IncompatibleError, match + "hierarchical, pi", method, factor=2)
+
+
+@pytest.mark.parametrize("method", ["tile", "group", "hierarchical", "stretch"])
+def test_methods_for_tables_on_a_rotary_model(method: str) -> None:
+    model = tiny_model(tiny_config("llama"))
+    refused(
+        model,
+        IncompatibleError,
+        f"This llama has rotations, which method '{method}' does not extend",
+        method,
+        factor=2,
+    )
+
+
+@pytest.mark.slow
+def test_targets_that_cannot_be() -> None:
+    refused(gpt2(), InvalidParameterError, "reaches 1,024 positions with two digits", "hierarchical", factor=33)
+    refused(gpt2(), InvalidParameterError, "needs to know how far to reach", "tile")
+    refused(gpt2(), InvalidParameterError, "target_length=16 is below the trained length of 32", target_length=16)
+    refused(gpt2(), InvalidParameterError, "have rows for 32 tokens. Leave", factor=2, trained_length=64)
+    refused(
+        gpt2(), InvalidParameterError, "below the 32 that transformer.wpe.weight has", factor=1.5, trained_length=16
+    )
+    refused(gpt2(), InvalidParameterError, "keep=31 leaves less than two", "stretch", factor=2, keep=31)
+
+
+@pytest.mark.parametrize("choice", [{"sliding_window": "lift"}, {"attention": "sdpa"}])
+def test_choices_for_other_models(choice: dict[str, str]) -> None:
+    refused(gpt2(), InvalidParameterError, f"{next(iter(choice))}=.*leaves attention to the model", factor=2, **choice)
+
+
+def test_a_quantised_table() -> None:
+    model = gpt2()
+    model.transformer.wpe.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(
+        IncompatibleError, match=r"wpe\.weight .* cannot be lengthened: it is quantised or sharded \(Par"
+    ):
+        ctxext.patch(model, "pi", factor=2)
+    assert model.transformer.wpe.weight.dtype is torch.int8
+    assert (model.config.n_positions, len(model.transformer.wpe.weight)) == (32, 32)
+
+
+def test_an_adapter_around_the_table() -> None:
+    peft = pytest.importorskip("peft")
+    model = gpt2()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wpe"], r=2))
+    with pytest.raises(IncompatibleError, match=r"stands in its place\. Extend the model before you wrap"):
+        ctxext.patch(adapted, "pi", factor=2)
+
+
+def test_an_adapter_elsewhere_is_no_matter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True))
+    ctxext.patch(adapted, "tile", factor=2)
+    assert torch.isfinite(adapted(torch.randint(0, 300, (1, 64))).logits).all()
+    ctxext.save(adapted, tmp_path)
+    assert json.loads((tmp_path / EXTENSION_FILE).read_text())["extension"]["target_length"] == 64
+
+
+def test_a_buffer_that_somebody_changed() -> None:
+    model = BertModel(BertConfig(**BERT)).eval()
+    model.embeddings.position_ids = model.embeddings.position_ids.flip(1)
+    with pytest.raises(
+        IncompatibleError,
+        match=r"The buffer embeddings\.position_ids has to grow .* differs from the one that BertModel",
+    ):
+        ctxext.patch(model, "pi", factor=2)
+    assert len(model.embeddings.position_embeddings.weight) == 32
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_undone_by_themselves() -> None:
+    model = gpt2()
+    old = model.transformer.wpe.weight.detach().clone()
+    ctxext.patch(model, "pi", factor=2)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        ctxext.unpatch(again)
+        assert torch.equal(again.transformer.wpe.weight, old)
+    assert len(model.transformer.wpe.weight) == 64
+
+
+def test_the_longer_table_is_trained() -> None:
+    model = ctxext.patch(gpt2(), "pi", factor=2).train()
+    ids = torch.randint(0, 300, (1, 64))
+    model(ids, labels=ids).loss.backward()
+    assert model.transformer.wpe.weight.grad.shape == (64, 32)
+    frozen = gpt2().requires_grad_(False)
+    ctxext.patch(frozen, "pi", factor=2)
+    assert not frozen.transformer.wpe.weight.requires_grad
+
+
+# --- on the disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_the_disk_is_written_anew(tmp_path: Path) -> None:
+    model = gpt2()
+    model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    assert (tmp_path / "plain/model.safetensors.index.json").is_file()
+    with pytest.raises(InvalidParameterError, match=r"link: .* gpt2 changes some of its weights.*a longer table"):
+        patch_checkpoint(tmp_path / "plain", tmp_path / "long", "pi", factor=2, link=True)
+    written = patch_checkpoint(tmp_path / "plain", tmp_path / "long", "pi", factor=2)
+    assert (written.rewritten, written.copied, written.linked) == (True, 0, 0)
+    ids = torch.randint(0, 300, (1, 64))
+    found = GPT2LMHeadModel.from_pretrained(tmp_path / "long").eval()(ids).logits
+    assert torch.equal(found, ctxext.patch(model, "pi", factor=2)(ids).logits)
+    assert not (tmp_path / "long/model.safetensors.index.json").exists()
+
+
+@pytest.mark.slow
+def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
+    roberta().save_pretrained(tmp_path)
+    found = inspect_checkpoint(tmp_path)
+    assert found.no_positions == (
+        "none: it has learned positions, one vector each for 32 tokens (embeddings.position_embeddings.weight)"
+    )
+    assert found.trained_length == 32
+    extending = {one.method: one.target_length for one in found.verdicts if one.refused is None}
+    assert extending.keys() >= {"pi", "tile", "group", "hierarchical", "stretch"}
+    assert set(extending.values()) == {128}
+    assert all(one.stock for one in found.verdicts if one.refused is None)
+
+
+@pytest.mark.slow
+def test_inspect_of_what_was_extended(tmp_path: Path) -> None:
+    ctxext.patch(gpt2(), "tile", factor=2).save_pretrained(tmp_path)
+    found = inspect_checkpoint(tmp_path)
+    assert found.extended == "ctxext tile, trained_length=32"
+    assert found.exports is not None
+    for target, flag in (("vllm", "--max-model-len"), ("llama.cpp", "-c")):
+        made = found.exports[target]
+        assert not isinstance(made, str), made
+        assert (made.flags, made.exact) == ((flag, "64"), False)
+        assert "among the weights" in made.notes[0]
+
+
+def test_export_of_what_is_not_written_yet(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleError, match=r"No flag makes vllm read a longer table .* ctxext patch SOURCE NEW"):
+        ctxext.export(tmp_path, to="vllm", method="pi", factor=2)
+
+
+def test_describe() -> None:
+    model = roberta()
+    assert ctxext.describe(model).trained_length == 32, "not the 34 of its config"
+    text = str(ctxext.describe(ctxext.patch(model, "pi", factor=4), verbose=True))
+    for part in (
+        "32 -> 128 tokens",
+        "max_position_embeddings=130",
+        "plain transformers",
+        "compare with the unextended",
+    ):
+        assert part in text
+    assert "Embedding.weight" in text
+
+
+def test_a_loaded_checkpoint_that_was_extended_already(tmp_path: Path) -> None:
+    ctxext.patch(gpt2(), "pi", factor=1.5).save_pretrained(tmp_path)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert ctxext.describe(model).target_length == 48
+    with pytest.raises(PatchStateError, match="already extended"):
+        ctxext.patch(model, "pi", factor=2)
+    lost = "The 32 learned rows of this gpt2 cannot be recovered from the 48 that method 'pi'"
+    with pytest.raises(IncompatibleError, match=lost):
+        ctxext.patch(model, "pi", factor=2, trained_length=32)
+    with pytest.raises(PatchStateError, match=f"nothing to undo. {lost}.*Load the original checkpoint"):
+        ctxext.unpatch(model)
+    assert len(model.transformer.wpe.weight) == 48
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_saving_raises_the_limits_of_what_lies_beside(tmp_path: Path) -> None:
+    model = ctxext.patch(roberta(), "tile", factor=4)
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.model_max_length = 32
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 32, "do_lower_case": false}')
+    ctxext.save(model, tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 128
+    assert json.loads((tmp_path / "sentence_bert_config.json").read_text()) == {
+        "max_seq_length": 128,
+        "do_lower_case": False,
+    }
+
+
+def test_a_shorter_choice_of_sentence_transformers_stays(tmp_path: Path) -> None:
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
+    ctxext.save(ctxext.patch(roberta(), "tile", factor=4), tmp_path)
+    assert json.loads((tmp_path / "sentence_bert_config.json").read_text()) == {"max_seq_length": 16}
+
+
+def test_a_tokenizer_that_pads_otherwise(tmp_path: Path) -> None:
+    model, tokenizer = ctxext.patch(roberta(), "tile", factor=4), make_tokenizer(bos=True)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(7)
+    with pytest.raises(InvalidParameterError, match=r"pads with the token 7 .* counts positions of all tokens but 1"):
+        ctxext.save(model, tmp_path / "x", tokenizer=tokenizer)
+    assert not (tmp_path / "x").exists()
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
+    ctxext.save(model, tmp_path / "x", tokenizer=tokenizer)
+    assert json.loads((tmp_path / "x/tokenizer_config.json").read_text())["model_max_length"] >= 128
+
+
+@pytest.mark.nightly
+def test_sentence_transformers_reads_beyond_the_old_window(tmp_path: Path) -> None:
+    """Its own ``encode``: a word behind the trained length changes the embedding, and nothing is cut."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
+    tokenizer.model_max_length = 32
+    model = roberta()
+    for name, saved in (("plain", model), ("long", ctxext.patch(copy.deepcopy(model), "hierarchical", factor=4))):
+        if name == "long":
+            ctxext.save(saved, tmp_path / name, tokenizer=tokenizer)
+        else:
+            saved.save_pretrained(tmp_path / name)
+            tokenizer.save_pretrained(tmp_path / name)
+    texts = ["a" * 100 + "b", "a" * 100 + "c"]
+    for name, sees in (("plain", False), ("long", True)):
+        encoder = sentence_transformers.SentenceTransformer(str(tmp_path / name), device="cpu")  # with mean pooling
+        assert encoder.max_seq_length == (128 if sees else 32)
+        first, second = encoder.encode(texts)
+        assert bool(abs(first - second).max() > 1e-6) is sees
