@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import ctxext
+from ctxext.attention import remap
 from ctxext.checkpoints.load import extended_config
-from ctxext.kernels import remap
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import METHODS
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model

@@ -12,8 +12,8 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 import ctxext
+from ctxext.caches import call
 from ctxext.caches.paged_batch import PagedBatch
-from ctxext.kernels import positions
 from tests._models import tiny
 
 WINDOW, GROUP, THINNING = 24, 128, 0.5
@@ -75,7 +75,7 @@ def test_requests_of_any_lengths_decode_as_alone(
         storage[:, slots] = x
     k, v = (storage[None, :, given["read_index"][0]] for storage in stored)
     assert batch.are_rows(KIND) == (lengths != [1, 2, 3000])
-    monkeypatch.setattr(positions._current, "call", positions._DecoderCall(None, None, batch=batch))
+    monkeypatch.setattr(call.current, "call", call.DecoderCall(None, None, batch=batch))
     with torch.no_grad():
         out, _ = AttentionInterface()["ctxext"](layer, q[None], k, v, None, scaling=wide**-0.5)
     wanted = [self_extended(q[:, -1:], k, v, inv_freq) for q, k, v in texts]
