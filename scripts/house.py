@@ -13,8 +13,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -29,6 +30,10 @@ RIDDLES = re.compile(
     r"(What|Which|Whether|How|Of|The same|Who|Whoever|As|It|Its|From|Those|Theirs|Likewise|Nobody|Where)\b"
 )
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+VERB = "ctxext.patching"
+# What a reader of the core opens: the mechanisms, the contract of methods, and three methods.
+CONTRACT = ("spec", *(f"methods.{name}" for name in ("base", "formulas", "parameters", "yarn", "ntk", "pi")))
+PERPLEXITY = "ctxext.cli.eval.perplexity"
 
 
 def lines(folder: Path, pattern: str = "*.py") -> int:
@@ -46,6 +51,58 @@ def docstrings(folder: Path) -> list[str]:
     """Return the docstring of every module, class and function that has one."""
     nodes = (node for tree in trees(folder) for node in ast.walk(tree) if isinstance(node, Documented))
     return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def args_without_a_noun(folder: Path) -> list[str]:
+    """Return the lines under ``Args:`` that begin with a preposition or a question instead of a noun."""
+    sections = (re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", text, re.M) for text in docstrings(folder))
+    entry = re.compile(r"^    \**[\w, *]+: ((?:of|what|which|whether|as|how|where)\b.*)", re.M | re.I)
+    return [line for section in sections if section for line in entry.findall(section[1])]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the file of every module of the package by its dotted name, a package by the name of its folder."""
+    paths = {path.relative_to(ROOT).with_suffix("").parts: path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in paths.items()}
+
+
+@cache
+def imported(name: str) -> frozenset[str]:
+    """Return what a module imports of this package: at its top, in functions, for types, and through strings."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules().keys()
+            if names - modules().keys():
+                found.add(node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            found |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    return frozenset(each for each in found if each.split(".")[0] == "ctxext")
+
+
+def closure(name: str) -> set[str]:
+    """Return every module that importing one pulls in, the face of the library left out."""
+    seen, left = set(), {name}
+    while left:
+        module = left.pop()
+        seen.add(module)
+        parents = {module.rpartition(".")[0]}
+        left |= ((imported(module) | parents) & modules().keys()) - seen - {"ctxext"}
+    return seen
+
+
+def lines_of(names: Iterable[str]) -> int:
+    """Count the lines of modules."""
+    return sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in names)
+
+
+def core() -> set[str]:
+    """Return the modules of the core, with the contract of methods and the methods yarn, ntk and pi."""
+    return {name for name in modules() if name.startswith("ctxext.core.")} | {f"ctxext.{name}" for name in CONTRACT}
 
 
 def classes(folder: Path) -> int:
@@ -126,9 +183,15 @@ def widest_command() -> int:
 
 def measure() -> dict[str, int]:
     """Return every figure of the house by its name."""
-    walk = patch_walk()
+    walk, pulled, commanded = patch_walk(), closure(VERB), closure(PERPLEXITY)
     return {
         "lines of ctxext/": lines(PACKAGE),
+        "lines that importing the verb pulls in": lines_of(pulled),
+        "files that importing the verb pulls in": len(pulled),
+        "lines of the core": lines_of(core()),
+        "files of the core": len(core()),
+        "lines that eval perplexity pulls in": lines_of(commanded),
+        "arguments without a noun": len(args_without_a_noun(PACKAGE)),
         "classes of evaluation/": classes(PACKAGE / "evaluation"),
         "files that one patch enters": len({file for file, _ in walk}),
         "functions that one patch enters": len(walk),

@@ -1,0 +1,41 @@
+"""A commit that raises a ceiling says what falls for it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.check_ceilings import HOUSE, unexplained
+
+
+def commit(folder: Path, lines: int, message: str) -> None:
+    path = folder / HOUSE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'CEILINGS = {{"lines": {lines}}}  # {message}\n')
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    subprocess.run(["git", *identity, "commit", "-qm", message], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message", "is_refused"),
+    [
+        (101, "A new method", True),
+        (101, "A new method, after 52 tries", True),
+        (101, "A new method (issue 52 allows 600 lines)", False),
+        (101, "A new method; -120 lines: the old search", False),
+        (101, "A new method, and 120 lines fell with the old search", False),
+        (100, "A new method", False),
+        (99, "A new method", False),
+    ],
+)
+def test_a_raise_names_its_reason(lines: int, message: str, is_refused: bool, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    commit(tmp_path, 100, "Begin")
+    commit(tmp_path, lines, message)
+    commit(tmp_path, lines, "Another change")
+    sentences = unexplained("HEAD~2..HEAD", tmp_path)
+    assert len(sentences) == is_refused
+    assert all("ceiling of lines" in sentence for sentence in sentences)
