@@ -47,10 +47,6 @@ def launched_parallelism() -> Any:
 def require_carried(model: nn.Module, accelerator: Any, *, lengths: Collection[int] = (), packed: bool = False) -> None:
     """Refuse a run that its engine would train wrongly, or not at all.
 
-    Args:
-        lengths: tokens of the training sequences, each once.
-        packed: whether some of them hold several documents.
-
     Raises:
         IncompatibleError: with the reason and what to do instead.
     """
