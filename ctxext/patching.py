@@ -140,7 +140,7 @@ def patch(
 
     Without training take ``self_extend``, by 2 to 4: short texts are read as before. For other runtimes take ``yarn``,
     by 2, and to fine-tune too. ``retrieval_heads`` needs less time and memory on long texts. To choose by measuring:
-    ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, clipped, dynamic_ntk, dynamic_pi,
+    ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, dynamic_ntk, dynamic_pi,
     dynamic_yarn, llama3, longrope, ntk, ntk_by_parts, pi, table, yarn; for its positions: dpe, dual_chunk, rerope,
     retrieval_heads, self_extend, streaming, string; for biases and tables: alibi, group, hierarchical, stretch,
     stretch_buckets, tile.

@@ -138,7 +138,6 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         arguments,
         train_dataset=sequences,
         embedding_learning_rate=training.embedding_learning_rate,
-        shifted_groups=training.shifted_groups,
         callbacks=[
             Curriculum(model, stages_of(settings), memory, held),
             ExtensionCallback(model),

@@ -107,8 +107,8 @@ def by_formula_markdown() -> str:
     plain = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=TRAINED)
     tables = [name for name, method in _methods().items() if isinstance(method, TableMethod)]
     lines = [
-        f"| method | vLLM | SGLang | mlx-lm | exllamav3 | {' | '.join(READERS)} |",
-        f"|---|---|---|---|---|{'---|' * len(READERS)}",
+        f"| method | vLLM | SGLang | mlx-lm | {' | '.join(READERS)} |",
+        f"|---|---|---|---|{'---|' * len(READERS)}",
     ]
     for name, method in _methods().items():
         if not isinstance(method, RopeMethod):
@@ -116,7 +116,7 @@ def by_formula_markdown() -> str:
         config = extended_config(plain, method)
         if config.rope_parameters["rope_type"].startswith("ctxext"):
             continue
-        told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm", "exllamav3")]
+        told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm")]
         read = [rule(dict(config.rope_parameters)) for rule in READERS.values()]
         lines.append(f"| {_code(name)} | {' | '.join([*told, *read])} |")
     rest = "On a rotary model all others are saved under a rope type that each of these programs refuses by itself."

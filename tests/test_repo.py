@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from ctxext.models import ARCHITECTURES
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = sorted((ROOT / "ctxext").rglob("*.py"))
+OTHERS = {"transformers", "torch"}
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".json", ".cfg", ""}
 
 
@@ -64,6 +66,42 @@ def test_every_part_has_a_test_file(folder: str, registry: dict[str, type[object
     assert len(parts) >= 4
     missing = {part for part in parts if not any(_is_about(path, part) for path in tests)}
     assert missing == set(), f"without a test file: {sorted(missing)}"
+
+
+def test_nothing_of_transformers_or_torch_is_reassigned() -> None:
+    """No file sets, deletes or replaces anything that it reaches through a name imported from them."""
+    found = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(place)}"
+        for path in SOURCES
+        for place in _changed_places(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    # The function that DeepSpeed puts over transformers' own for a training run, after the run.
+    assert found == ["ctxext/training/parallel.py: ALL_ATTENTION_FUNCTIONS[name]"]
+
+
+def _changed_places(tree: ast.Module) -> list[ast.expr]:
+    """Every place that a file changes behind a name from transformers or torch: an attribute, an item, an object."""
+    theirs, changed = set[str](), list[ast.expr]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OTHERS:
+            theirs |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            theirs |= {
+                alias.asname or alias.name.partition(".")[0]
+                for alias in node.names
+                if alias.name.partition(".")[0] in OTHERS
+            }
+        elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed.append(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "delattr", "attr__")):
+            changed += node.args[:1]
+    return [place for place in changed if _root(place) in theirs]
+
+
+def _root(place: ast.expr) -> str | None:
+    while isinstance(place, ast.Attribute | ast.Subscript):
+        place = place.value
+    return place.id if isinstance(place, ast.Name) else None
 
 
 def test_no_encoding_has_the_name_of_a_method() -> None:

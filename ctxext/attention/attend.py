@@ -183,7 +183,6 @@ class Tried:
     """The result of a trial run of a twin on ctxext's attention.
 
     Args:
-        failure: why the twin does not run; None if it does.
         layers: the attention layers that were called, by their paths below the decoder, in order.
         silent: paths of modules that look like attention and were not called.
     """
@@ -243,11 +242,7 @@ def _paths(decoder: nn.Module) -> list[str]:
 
 @dataclass
 class LeaveAttend:
-    """Attention of a layer that an extension leaves as it is, under its own mask.
-
-    Args:
-        implementation: the attention implementation of the model before ``patch``.
-    """
+    """Attention of a layer that an extension leaves as it is, under its own mask."""
 
     implementation: str
     checks_window: ClassVar[bool] = False
@@ -291,7 +286,6 @@ def install_attention(
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
     Args:
-        place: the rotary module, whose owner is the decoder.
         attend: replacement of the attention of all layers; or that of each, by its path below the decoder.
         crossing: paths of layers that attend to an encoder's text; they get attention without distances.
     """

@@ -282,7 +282,6 @@ def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, 
     """Return the weights of the encodings on a model, by their names in its ``state_dict`` as if it had no adapters.
 
     Args:
-        model: a transformers model, perhaps with PEFT's layers in it.
         adapter: leave out the encodings of which this adapter holds a copy of its own (``modules_to_save``).
     """
     weights: dict[str, Tensor] = {}

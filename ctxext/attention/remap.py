@@ -163,7 +163,6 @@ class RemapAttend:
         far: the pieces of the heads that read far, or of all heads.
         near: the pieces of the other heads; None where all heads read far.
         heads: the groups of both kinds; None where a layer has one kind only, which ``far`` serves.
-        implementation: the attention implementation of the model before ``patch``.
         drops: whether keys out of sight are dropped from the cache after a call; not where the layer calls again.
         kind: name that the layers share whose heads attend alike.
     """
@@ -637,9 +636,7 @@ class Groups:
     """The key-value groups of the layers that reach far, and which of them read far.
 
     Args:
-        count: by the path of a layer, its groups.
         far: by the path of a layer, the groups of it that read far, counted from 0 in the layer.
-        number: by the path of a layer, its number among all attention layers of the model.
     """
 
     count: Mapping[str, int]

@@ -66,12 +66,7 @@ def reach_of(regions: Sequence[Region]) -> Reach | None:
 
 
 class BoundedLayer(DynamicLayer):  # type: ignore[misc]
-    """A cache layer that holds the first tokens of each row and the newest ones.
-
-    Args:
-        reach: the numbers of tokens that must be held.
-        whole: the layer to replace, with the keys of all tokens.
-    """
+    """A cache layer that holds the first tokens of each row and the newest ones."""
 
     keys: Any
     values: Any
@@ -197,9 +192,6 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
 
     Until there is something to drop, ``keys`` and ``values`` are those of all heads. From then on they are those of the
     far heads, ``near`` has the others', and ``update`` returns the far heads' alone.
-
-    Args:
-        heads: the key heads that read far, and the others.
     """
 
     keys: Any

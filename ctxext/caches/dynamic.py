@@ -76,9 +76,6 @@ class DynamicSite:
     They come from transformers' rope function if there is one, so that a model equals its plain reload bit for bit.
     Where a method leaves texts inside the trained window alone, they are those of the model before the extension, in
     which float32 rounds some frequencies to a neighbour of what the formula gives.
-
-    Args:
-        site: its place, and the frequencies that the extension starts from.
     """
 
     rotary: nn.Module

@@ -24,7 +24,6 @@ class LayoutMask:
 
     Args:
         layout: the positions of queries and keys; None where a layout cannot say what the mask does.
-        length: the ``ctxext_length`` of the call.
         window: tokens that a query would see under the replaced mask; None for all.
         is_plain: whether the replaced mask is causal or full and hides padding only.
         crosses: whether the keys come from an encoder, so that they belong to another text than the queries.

@@ -48,11 +48,7 @@ def outside_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
 
 @dataclass(frozen=True)
 class FilledUnder:
-    """The extension under which a model fills its caches.
-
-    Args:
-        identity: a string that differs between extensions.
-    """
+    """The extension under which a model fills its caches."""
 
     identity: str
     said: str
@@ -65,7 +61,6 @@ class Filled:
     Args:
         fitted_lengths: per row, the length to which the positions of its cached tokens are fitted; one number for
             all rows if they agree.
-        tokens: the cached tokens, if generate() has seen them.
         expected: the tokens in the cache after the call that generate() is preparing.
     """
 

@@ -49,7 +49,7 @@ def export(
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``ctxext.save``).
             With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
-        to: the runtime: "exllamav3", "llama.cpp", "mlx-lm", "sglang" or "vllm".
+        to: the runtime: "llama.cpp", "mlx-lm", "sglang" or "vllm".
         method: for a checkpoint that is to be served extended while its files stay as they are; as for
             ``ctxext.patch``. None exports the extension that the checkpoint carries.
         gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of a copy to write that holds
@@ -68,7 +68,7 @@ def export(
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
         llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers);
-        mlx-lm 0.32.2 (models/rope_utils.py); exllamav3 1.6.5 (util/rope.py).
+        mlx-lm 0.32.2 (models/rope_utils.py).
     """
     _check_target(to)
     if gguf is not None and to != "llama.cpp":

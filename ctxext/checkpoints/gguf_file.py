@@ -149,7 +149,6 @@ class GGUFFile:
         """Write a copy with other keys and at most one other tensor; the copy appears when it is whole, or not at all.
 
         Args:
-            out: a path where nothing exists yet.
             keys: values by key; they replace those of the file, or are added.
             drop: whether to leave out a key that is not among ``keys``.
             tensor: a name and float32 numbers, which replace as many or are added; None to keep all tensors.

@@ -57,9 +57,7 @@ class MethodCheck:
     """The verdict about one method on this checkpoint, proven on a model on the meta device.
 
     Args:
-        target_length: tokens that this gives; None where it is refused.
         stock: whether a process without ctxext loads the result.
-        refused: why the method is refused; None where it applies.
         needs_training: whether the model is useless with it until it has been trained so.
     """
 

@@ -41,7 +41,6 @@ def write_into_gguf(
 
     Args:
         plain: the config before it, or the same one where nothing says what was before.
-        out: a path where nothing exists yet.
 
     Raises:
         CheckpointError: the file is not GGUF, or of another model, or ``out`` is in the way or cannot be written.

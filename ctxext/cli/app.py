@@ -183,7 +183,7 @@ def export(
         str,
         Option(
             "--to",
-            help="The runtime that serves it: exllamav3, llama.cpp, mlx-lm, sglang or vllm.",
+            help="The runtime that serves it: llama.cpp, mlx-lm, sglang or vllm.",
             autocompletion=runtime_names,
         ),
     ],

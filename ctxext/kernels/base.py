@@ -69,9 +69,6 @@ class Need:
     """The requirements of an attention call, without its tensors; a backend answers them by ``why_not``.
 
     Args:
-        capability: CUDA compute capability; None elsewhere.
-        head_dim: last dimension of q and k.
-        kv_heads: number of key heads; divides ``heads``.
         key_length: keys per row, unfilled cache slots included.
         score: the form of an encoding's score: ``"none"``; ``"columns"``: further dimensions of q and k;
             ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair; ``"own"``: the encoding
@@ -81,7 +78,6 @@ class Need:
             (``Layout.shard``).
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
         window: tokens that a query sees to each visible side, itself included; None for all.
-        dropout: probability, in [0, 1).
         softcap: bound of the scores, above 0; None for none.
         value_dim: last dimension of v, where it differs from ``head_dim``; else None.
         lse: whether the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
@@ -287,10 +283,6 @@ class AttentionBackend(ABC):
         """Compute attention without positions, and the log-sum-exp of each query's scores.
 
         Args:
-            q: ``[batch, heads, query, head_dim]``.
-            k: ``[batch, kv_heads, key, head_dim]``.
-            v: values, ``[batch, kv_heads, key, value_dim]``.
-            scale: factor of ``q . k``.
             causal: the last query sees all keys, and each query before it one key fewer; otherwise all queries see all
                 keys. Only a backend with ``bands`` is given more keys than queries.
             mask: visible pairs, bool, ``[batch, heads or 1, query, key]``; not together with ``causal``.

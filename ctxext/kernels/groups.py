@@ -12,11 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Some of the ``total`` key-value groups of a layer, in ascending order.
-
-    Args:
-        numbers: the groups, counted from 0; at least one.
-    """
+    """Some of the ``total`` key-value groups of a layer, in ascending order."""
 
     numbers: tuple[int, ...]
     total: int

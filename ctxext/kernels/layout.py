@@ -86,7 +86,6 @@ class Layout:
         """Return the usual layout: one document per row and the last query at the last key.
 
         Args:
-            batch: rows, at least 1.
             key: number of keys, at least ``query``; None means as many.
 
         Raises:
@@ -202,10 +201,6 @@ class Layout:
         """Return any layout from explicit positions and documents; see the module for the rule.
 
         Args:
-            query_positions: ``[batch, query]``.
-            key_positions: ``[batch, key]``.
-            query_documents: ``[batch, query]`` or None.
-            key_documents: ``[batch, key]``, given iff ``query_documents`` is.
             analyse: whether to check the values and look for spans, which on an accelerator copies the ids to the host
                 once (a few bytes per token). Never done while compiling.
 

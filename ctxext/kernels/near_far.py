@@ -35,12 +35,7 @@ def has_far_keys(call: Call) -> bool:
 
 
 def attend_near_far(backend: AttentionBackend, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
-    """Compute a call for which ``has_far_keys`` holds, differentiable in all its inputs.
-
-    Args:
-        backend: the backend of the far part; it serves ``call.need`` with ``lse`` and without a score.
-        call: a call with a score that has ``far_from``.
-    """
+    """Compute a call for which ``has_far_keys`` holds, differentiable in all its inputs."""
     assert call.score is not None
     assert call.score.far_from is not None
     band, q, heads = call.score.far_from, call.q, call.q.shape[1]

@@ -18,7 +18,6 @@ LABELS = {
     "longrope": "LongRoPE",
     "llama3": "Llama 3",
     "abf": "ABF",
-    "clipped": "Clipped RoPE",
     "dynamic_pi": "dynamic PI",
     "alibi": "ALiBi",
     "self_extend": "Self-Extend",

@@ -23,7 +23,8 @@ class ABF(RopeMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
         base: the new ``rope_theta``, at least the model's own; None chooses it from ``factor``.
-        clip: number of the slowest pairs to clip, at least 2, or "auto": see ``clipped``. None clips nothing.
+        clip: number of the slowest pairs that are slowed along half a wave of a cosine, the last to a stop, at least 2
+            (arXiv:2602.05258); "auto" takes the pairs that turn less than once in the trained window, None takes none.
 
     Source: Xiong et al., arXiv:2309.16039, section 2.1 (no code published). The choice: Liu et al., arXiv:2310.05209,
         "critical base"; authors' statement: OpenLMLab/scaling-rope@eee27a0, README.md, theorem 3.

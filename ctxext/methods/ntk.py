@@ -21,7 +21,8 @@ class NTK(RopeMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
-        clip: number of the slowest pairs to clip, at least 2, or "auto": see ``clipped``. None clips nothing.
+        clip: number of the slowest pairs that are slowed along half a wave of a cosine, the last to a stop, at least 2
+            (arXiv:2602.05258); "auto" takes the pairs that turn less than once in the trained window, None takes none.
 
     Raises:
         InvalidParameterError: from ``frequencies``, if only two dimensions rotate.

@@ -41,7 +41,8 @@ class YaRN(RopeMethod):
             the architecture's business, not a frequency's.
         divisor: divisor of a frequency that is not kept, at least 1; None is ``factor``, as published. Measurements on
             a model may favour a divisor above or below the factor.
-        clip: number of the slowest pairs to clip, at least 2, or "auto": see ``clipped``. None clips nothing.
+        clip: number of the slowest pairs that are slowed along half a wave of a cosine, the last to a stop, at least 2
+            (arXiv:2602.05258); "auto" takes the pairs that turn less than once in the trained window, None takes none.
 
     Raises:
         InvalidParameterError: from ``frequencies`` with an index ramp, if the trained window is shorter than

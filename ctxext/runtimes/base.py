@@ -34,11 +34,9 @@ class Export:
     """Flags that make another runtime serve an extension.
 
     Args:
-        flags: command-line arguments, one string each, to pass on unchanged.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
             length; if not, a note gives the reason.
         in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
-        file: the file that was written, with the extension in it; None if no file was asked for.
         start: the command that serves the checkpoint without an extension, word by word; as a runtime returns it, the
             words before the checkpoint, or none for its usual ones.
     """

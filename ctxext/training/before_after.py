@@ -29,9 +29,6 @@ from ctxext.training.settings import Settings
 class BeforeAndAfter:
     """Measurements of a model in training, set by ``settings.evaluation``.
 
-    Args:
-        checkpoint: the checkpoint before it is extended, which gives the baseline inside the trained window.
-
     Raises:
         IncompatibleError: if a measurement is set under DeepSpeed ZeRO-3.
         CtxextError: if a measurement is impossible: texts too short, a length beyond the window, ...

@@ -104,7 +104,6 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
     that a checkpoint on the border of two stages carries the extension of the next step.
 
     Args:
-        model: a model extended as in the last stage.
         memory: how the model holds its activations; its edits are undone for a change of stages, since they may wrap
             those of the extension.
 

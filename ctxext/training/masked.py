@@ -30,9 +30,6 @@ class MaskedSequences(DerivedSequences):
     """The sequences of ``whole``, with the tokenizer's suffix at their ends, and tokens masked.
 
     Args:
-        whole: sequences of text, each in one piece or, with skip-wise positions, two.
-        tokenizer: a transformers tokenizer with a mask token.
-        share: share of the tokens to fill in, above 0 and below 1.
         shift: offset of the positions, from ``shift_of``; None leaves positions to the model.
 
     Raises:

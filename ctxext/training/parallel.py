@@ -44,15 +44,8 @@ def launched_parallelism() -> Any:
     return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
 
 
-def require_carried(
-    model: nn.Module, accelerator: Any, *, lengths: Collection[int] = (), packed: bool = False, grouped: bool = False
-) -> None:
+def require_carried(model: nn.Module, accelerator: Any, *, lengths: Collection[int] = (), packed: bool = False) -> None:
     """Refuse a run that its engine would train wrongly, or not at all.
-
-    Args:
-        lengths: tokens of the training sequences, each once.
-        packed: whether some of them hold several documents.
-        grouped: whether heads attend in groups of tokens.
 
     Raises:
         IncompatibleError: with the reason and what to do instead.
@@ -76,7 +69,7 @@ def require_carried(
     if size == 1:
         return
     context = parallelism.cp_size > 1
-    reason = _why_not_data(size, lengths, packed, grouped)
+    reason = _why_not_data(size, lengths, packed)
     reason = reason or (_why_not_context(base) if context else _why_not_ulysses(base, parallelism))
     if reason is not None:
         engine = "Context parallelism" if context else "DeepSpeed Ulysses"
@@ -142,9 +135,7 @@ def release_attention(model: nn.Module) -> None:
         del ALL_ATTENTION_FUNCTIONS[name]  # an entry on top of transformers' own
 
 
-def _why_not_data(size: int, lengths: Collection[int], packed: bool, grouped: bool) -> str | None:
-    if grouped:
-        return "it computes whole attention in a way of its own, not in groups. Leave out training.shifted_groups."
+def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | None:
     if packed:
         return (
             "it takes no mask, and packed documents need one to keep apart. Set data.positions to consecutive or pose."

@@ -51,10 +51,6 @@ class RetrievalSequences(DerivedSequences):
     * ``chains``: two numbers that are handed on from name to name, up to three times, and the last name asked for.
 
     A sequence too short for that stays as it is.
-
-    Args:
-        whole: sequences of one text each, in one piece or, with skip-wise positions, two.
-        share: share of the sequences with something to find, from 0 to 1.
     """
 
     def __init__(

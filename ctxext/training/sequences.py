@@ -84,7 +84,6 @@ class CutSequences(Sequences):
 
     Args:
         length: tokens of a sequence, what the tokenizer puts in front of a text included.
-        count: how many sequences there are to be, over as many epochs as that takes.
         target_length: tokens; the extended window. Positions are below it.
         shortest: tokens below which a document is left out; None for no such limit.
 

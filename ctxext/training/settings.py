@@ -199,9 +199,6 @@ class TrainingSettings(Section):
         warmup: steps until the highest learning rate.
         weight_decay: AdamW's weight decay.
         clip: the largest norm of the gradient; 0 leaves it as it is.
-        shifted_groups: in how many groups of tokens the heads attend while training, at least 2, half of them in groups
-            shifted by half a group (LongLoRA's shifted sparse attention, which takes 4); None attends to the whole
-            sequence. Whoever measures or uses the result has whole attention either way.
         log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
         checkpoint_every: steps between checkpoints.
         keep: how many checkpoints stay; at least 2, so that a run killed while saving has one to resume from.
@@ -216,7 +213,6 @@ class TrainingSettings(Section):
     warmup: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, ge=0)
-    shifted_groups: int | None = Field(None, ge=2)
     log_every: int = Field(1, ge=1)
     checkpoint_every: int = Field(25, ge=1)
     keep: int = Field(2, ge=2)
@@ -334,7 +330,7 @@ class Settings(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        data, groups = self.data, self.training.shifted_groups
+        data = self.data
         is_safetensors = self.checkpoint is not None and not self.checkpoint.endswith(".gguf")
         early = sum(stage.steps for stage in self.stages)
         if early and early >= self.training.steps:
@@ -348,19 +344,6 @@ class Settings(Section):
             yield "weights held in 4 bits are not trained themselves: set lora.whole to false"
         if self.quantisation and not is_safetensors:
             yield "quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it"
-        if groups is not None and data.positions != "consecutive":
-            yield (
-                f"training.shifted_groups hides from a token what lies outside its group, which data.positions "
-                f"{data.positions!r} has distances or documents across: set it to consecutive"
-            )
-        if groups is not None and data.masked is not None:
-            yield "training.shifted_groups is for models that read one way: leave out data.masked"
-        for length in (data.length, *(stage.length for stage in self.stages if stage.length)):
-            if groups is not None and length % (2 * groups):
-                yield (
-                    f"sequences of {length} tokens cannot be cut into {groups} groups and those into halves: set their "
-                    f"length to a multiple of {2 * groups}"
-                )
         if self.table is not None and self.stages:
             yield "stages exchange the table, and would drop the rows just trained: leave out table or them"
         if self.table == "new_rows" and self.training.weight_decay:

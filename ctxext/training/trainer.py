@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import math
@@ -21,7 +20,6 @@ from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError
 from ctxext.training.parallel import release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
-from ctxext.training.shifted import ShiftedAttention
 
 
 class NotANumberError(CtxextError, ArithmeticError):
@@ -36,8 +34,6 @@ class LongTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         embedding_learning_rate: of the token embedding, where it is trained; None for the same as everything else.
-        shifted_groups: groups of shifted sparse attention in every training step, see
-            ``ctxext.training.shifted.ShiftedAttention``; None for whole attention.
 
     Raises:
         IncompatibleError: if the engine that spreads the run over processes cannot carry it; see
@@ -51,7 +47,6 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         self,
         *args: Any,
         embedding_learning_rate: float | None = None,
-        shifted_groups: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **{"data_collator": collate, **kwargs})
@@ -62,9 +57,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             self.model_accepts_loss_kwargs = False
         data = self.train_dataset
         lengths = {data.length_of(i) for i in range(len(data))} if isinstance(data, Sequences) else set()
-        grouped = shifted_groups is not None
-        require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data), grouped=grouped)
-        self.shifted = ShiftedAttention(self.model, shifted_groups) if shifted_groups is not None else None
+        require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data))
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
             # accelerate's policy rounds the loss to 16 bits, and adds up the processes' gradients in as many.
@@ -111,9 +104,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run one forward and backward pass."""
         self._indices: list[int] = inputs.pop("index")
-        # Around the backward pass, too: what checkpointing computes again must be what it computed.
-        with contextlib.nullcontext() if self.shifted is None else self.shifted.on():
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if not math.isfinite(self._largest_gradient(model)):
             raise self._not_a_number(f"A gradient is not finite (the loss is {loss.item():.4g})")
         return loss

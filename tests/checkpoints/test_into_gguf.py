@@ -67,7 +67,6 @@ EXTENSIONS: dict[str, tuple[dict[str, Any], np.ndarray, float]] = {
         0.9,
     ),
     "nope": ({"factor": 4.0}, np.zeros(HALF), 1.0),
-    "clipped": ({"factor": 4.0, "clip": 4}, PLAIN * np.array([1, 1, 1, 1, 1, 0.75, 0.25, 0]), 1.0),
 }
 
 
@@ -276,7 +275,7 @@ def test_without_a_file_llama_cpp_is_said_to_load_it_this_way(llama: Path) -> No
 
 
 # What no flag says on a GGUF file of the original.
-BY_FILE = ("llama3", "ntk_by_parts", "longrope", "table", "clipped")
+BY_FILE = ("llama3", "ntk_by_parts", "longrope", "table")
 
 
 def test_two_sets_of_factors_are_not_exact(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ctxext.measuring import loss
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.statistics import PairedDifference
-from ctxext.methods import PI, Clipped, SelfExtend, YaRN
+from ctxext.methods import NTK, PI, SelfExtend, YaRN
 from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
@@ -165,7 +165,7 @@ def test_a_budget_in_time_is_turned_into_passes(
 def test_only_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "candidates", lambda *_: (*FEW, Clipped(factor=2, clip=1000)))
+    monkeypatch.setattr(choose, "candidates", lambda *_: (*FEW, NTK(factor=2, clip=1000)))
     found = chosen(model, bos_tokenizer, keys=False, stock=True, budget="12 passes")
     [refusal] = found.refusals
     assert "clip must be at most" in refusal.reason, "what does not fit the model is refused with its reason"

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.generic import GeneralInterface
 
 import ctxext
 import ctxext.models.rope
@@ -70,7 +71,7 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(
         assert "follows the length of the text" in refused.detail
     assert problems == []
     loaded_by_stock = {finding.method for finding in findings if finding.stock}
-    stored = {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "clipped", "table"}
+    stored = {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "table"}
     assert loaded_by_stock >= stored & {method.name for method in methods}
 
 
@@ -269,6 +270,8 @@ def _everything_global() -> dict[tuple[str, str], int]:
                 found[name, key] = id(value)
                 if isinstance(value, type) and value.__module__ == name:
                     found |= {(f"{name}.{key}", inner): id(thing) for inner, thing in vars(value).items()}
+                elif type(value) is dict or isinstance(value, GeneralInterface):
+                    found |= {(f"{name}.{key}", str(inner)): id(thing) for inner, thing in value.items()}
     return found
 
 
@@ -278,12 +281,15 @@ def test_nothing_global_is_reassigned(method: type[RopeMethod]) -> None:
     model = tiny()
     logits(model, tokens())  # lazy imports happen before we look
     ctxext.unpatch(ctxext.patch(model, example(method, model)))
-    before = _everything_global()
+    before, during = _everything_global(), []
     ctxext.patch(model, example(method, model))
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: during.append(_everything_global()))
     logits(model, tokens())
-    after = _everything_global()
     assert len(before) > 1000
-    assert [key for key, value in before.items() if after.get(key) != value] == []
+    assert ("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "sdpa") in before
+    assert len(during) == 1
+    for seen in (*during, _everything_global()):
+        assert [key for key, value in before.items() if seen.get(key) != value] == []
 
 
 def test_a_model_without_rotary_positions_is_refused_untouched() -> None:

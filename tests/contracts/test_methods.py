@@ -22,7 +22,6 @@ import ctxext.methods
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.alibi import ALiBi
-from ctxext.methods.clipped import Clipped
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
 
@@ -139,8 +138,7 @@ def test_frequencies_are_sound(cls: type[RopeMethod], rope: RopeSpec) -> None:
         assert found.inv_freq.dtype is torch.float64
         assert found.inv_freq.shape == (rope.rotary_dim // 2,)
         assert found.inv_freq.isfinite().all()
-        turning = found.inv_freq[:-1] if cls is Clipped else found.inv_freq
-        assert (found.inv_freq == 0).all() if cls.needs_training else (turning > 0).all()
+        assert (found.inv_freq == 0).all() if cls.needs_training else (found.inv_freq > 0).all()
         assert (found.inv_freq <= plain(rope) * (1 + 1e-12)).all(), "an extension turned faster than the model"
         assert (found.inv_freq.diff() <= 0).all(), "a later pair turned faster"
         assert math.isfinite(found.attention_scale)
@@ -166,11 +164,7 @@ def test_result_depends_on_length_iff_dynamic(cls: type[RopeMethod], rope: RopeS
 def test_factor_one_is_plain_or_the_frequencies_are_given(cls: type[RopeMethod], rope: RopeSpec) -> None:
     method = cls.example(rope)
     one = dataclasses.replace(method, factor=1.0)
-    given = (
-        cls.needs_training
-        or cls is Clipped
-        or {"short_factor", "inv_freq"} & {field.name for field in dataclasses.fields(cls)}
-    )
+    given = cls.needs_training or {"short_factor", "inv_freq"} & {field.name for field in dataclasses.fields(cls)}
     found, expected = one.frequencies(rope, rope.trained_length), plain(rope)
     if given:
         expected = method.frequencies(rope, rope.trained_length).inv_freq

@@ -305,7 +305,7 @@ def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
     found = inspect_checkpoint(tmp_path)
     assert found.no_positions == "none: it adds sinusoids to its input, from model.embed_positions.weights"
     extending = {one.method for one in found.verdicts if one.refused is None}
-    assert extending == set(usable_methods()) == {"pi", "ntk", "ntk_by_parts", "llama3", "abf", "clipped"}
+    assert extending == set(usable_methods()) == {"pi", "ntk", "ntk_by_parts", "llama3", "abf"}
 
 
 @pytest.mark.slow

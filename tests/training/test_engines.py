@@ -34,7 +34,6 @@ SETUPS: dict[str, tuple[str, list[str]]] = {
     "untied": ("untied", ["--memory.checkpointing", "false"]),
     "bf16": ("tied", ["--dtype", "bf16", "--method", "alibi"]),
     "pose": ("untied", ["--data.positions", "pose"]),
-    "shifted": ("untied", ["--data.positions", "consecutive", "--training.shifted_groups", "4"]),
     "alibi": ("tied", ["--method", "alibi"]),
     "bloom": ("bloom", ["--method", "alibi"]),
     # Beyond the trained window of 64 tokens: frequencies of 96 tokens, of which a process sees 48.
@@ -45,7 +44,6 @@ CASES = {
     "sharded-tied": ["sharded", "tied"],
     "sharded-untied": ["sharded", "untied"],
     "sharded-bf16": ["sharded", "bf16"],
-    "sharded-shifted": ["sharded", "shifted"],
     "context-pose": ["context", "pose"],
     "context-alibi": ["context", "alibi"],
     "context-bloom": ["context", "bloom"],

@@ -69,13 +69,6 @@ def test_packed_documents_are_refused() -> None:
     require_carried(patched("yarn"), accelerator(dp_shard_size=2), packed=True)
 
 
-def test_groups_of_tokens_are_refused() -> None:
-    for sizes in ({"sp_size": 2}, {"cp_size": 2}):
-        with pytest.raises(IncompatibleError, match=r"not in groups. Leave out training\.shifted_groups"):
-            require_carried(patched("yarn"), accelerator(**sizes), grouped=True)
-    require_carried(patched("yarn"), accelerator(dp_shard_size=2), grouped=True)
-
-
 def test_flattened_weights_are_refused() -> None:
     engine = accelerator()
     engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)

@@ -45,7 +45,6 @@ COLOURS = {
     "hierarchical": "#8B2E8B",
     "stretch": "#1F5FA8",
     "nope": "#A33B2A",
-    "clipped": "#3F6F75",
 }
 OTHERS = ("#4D4D9F", "#A0522D", "#556B2F", "#8B4789")
 INK, NOTE, FAINT, BAND = "#333333", "#777777", "#DDDDDD", "#F4F4F4"

@@ -1,4 +1,4 @@
-"""Clipped RoPE: the slowest pairs slow to a stop, alone and after YaRN, NTK and ABF."""
+"""The parameter ``clip``: the slowest pairs slow to a stop after YaRN, NTK and ABF."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.methods import ABF, NTK, YaRN
-from ctxext.methods.clipped import Clipped
+from ctxext.methods.formulas import clipped, plain_inv_freq
 from ctxext.methods.table import Table
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
@@ -32,23 +32,19 @@ def unturned(thetas: list[float], trained: int) -> int:
 
 
 @pytest.mark.parametrize("clip", [2, 4, "auto"])
-@pytest.mark.parametrize("factor", [1, 4])
-def test_the_last_pairs_fall_by_half_a_wave(
-    rope: RopeSpec, thetas: Callable[..., list[float]], clip: Any, factor: float
-) -> None:
+def test_the_last_pairs_fall_by_half_a_wave(rope: RopeSpec, thetas: Callable[..., list[float]], clip: Any) -> None:
     plain = thetas(rope)
     count = unturned(plain, rope.trained_length) if clip == "auto" else clip
-    found = Clipped(factor=factor, clip=clip).frequencies(rope, 7)
+    found = clipped(rope, plain_inv_freq(rope), clip)
     expected = [theta * share for theta, share in zip(plain, shares(len(plain), count), strict=True)]
-    assert found.inv_freq.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-20)
-    assert found.inv_freq[-1] == 0
-    assert found.inv_freq[-count] == pytest.approx(plain[-count], rel=1e-14)
-    assert found.attention_scale == 1
+    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-20)
+    assert found[-1] == 0
+    assert found[-count] == pytest.approx(plain[-count], rel=1e-14)
 
 
 def test_all_pairs_can_be_clipped(rope: RopeSpec, thetas: Callable[..., list[float]]) -> None:
     pairs = rope.rotary_dim // 2
-    found = Clipped(clip=pairs).frequencies(rope, 7).inv_freq.tolist()
+    found = clipped(rope, plain_inv_freq(rope), pairs).tolist()
     expected = [theta * share for theta, share in zip(thetas(rope), shares(pairs, pairs), strict=True)]
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-20)
 
@@ -58,7 +54,8 @@ def test_the_authors_clip_20_of_64() -> None:
     inv_freq = 1.0 / 500000.0 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
     wave = torch.linspace(0.0, torch.pi, steps=20, dtype=torch.float32)
     inv_freq[44:] = inv_freq[44:] * (0.5 * (1.0 + torch.cos(wave)))
-    found = Clipped(clip=20).frequencies(RopeSpec(128, 5e5, 8192), 7).inv_freq
+    rope = RopeSpec(128, 5e5, 8192)
+    found = clipped(rope, plain_inv_freq(rope), 20)
     # 1 + cos loses digits near the end of the wave.
     torch.testing.assert_close(found, inv_freq.double(), rtol=1e-4, atol=1e-12)
 
@@ -87,20 +84,20 @@ def test_what_clips_nothing_is_saved_as_before_there_was_clipping(name: str) -> 
 
 
 def test_latent_attention_gets_the_temperature_on_cos_and_sin_where_yarn_is_clipped() -> None:
-    clipped = YaRN(factor=4, clip=4)
-    assert clipped.for_latent_attention() is clipped
+    method = YaRN(factor=4, clip=4)
+    assert method.for_latent_attention() is method
 
 
 def test_frequencies_of_the_training_count_where_they_were_scaled() -> None:
     scaled = (0.5, 0.1, 0.004, 0.003, 0.002)
     rope = RopeSpec(rotary_dim=10, base=1e4, trained_length=1024, inv_freq=scaled)
-    found = Clipped().frequencies(rope, 7).inv_freq.tolist()
+    found = clipped(rope, plain_inv_freq(rope), "auto").tolist()
     assert found == pytest.approx([0.5, 0.1, 0.004, 0.0015, 0.0], abs=1e-18)
     assert unturned(list(scaled), 1024) == 3
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "glm"])
-@pytest.mark.parametrize("method", ["clipped", "yarn", "ntk", "abf"])
+@pytest.mark.parametrize("method", WHOLE)
 def test_stock_transformers_loads_it(tmp_path: Any, model_type: str, method: str) -> None:
     model = ctxext.patch(tiny(model_type), method, factor=4.0, clip="auto")
     assert not torch.equal(logits(model, tokens()), logits(tiny(model_type), tokens()))
@@ -115,20 +112,19 @@ def test_stock_transformers_loads_it(tmp_path: Any, model_type: str, method: str
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
-        (1, "clip must be 'auto', or a whole number of pairs, at least 2, found 1"),
-        (2.5, "clip must be 'auto', or a whole number of pairs, at least 2, found 2.5"),
-        ("all", "clip must be 'auto', or a whole number of pairs, at least 2, found 'all'"),
-        (None, "clip must be 'auto', or a whole number of pairs, at least 2, found None"),
+        (1, "clip must be 'auto', or a whole number of pairs, at least 2, or None, found 1"),
+        (2.5, "clip must be 'auto', or a whole number of pairs, at least 2, or None, found 2.5"),
+        ("all", "clip must be 'auto', or a whole number of pairs, at least 2, or None, found 'all'"),
     ],
 )
 def test_bad_parameters_are_refused(clip: Any, message: str) -> None:
     with pytest.raises(InvalidParameterError, match=message):
-        Clipped(clip=clip)
+        NTK(factor=4, clip=clip)
 
 
 def test_more_pairs_than_there_are_are_refused() -> None:
     with pytest.raises(InvalidParameterError, match=r"clip must be at most 16 pairs \(rotary_dim / 2\), found 17"):
-        Clipped(clip=17).frequencies(RopeSpec(32, 1e4, 4096), 7)
+        NTK(factor=4, clip=17).frequencies(RopeSpec(32, 1e4, 4096), 7)
 
 
 def test_auto_is_refused_where_every_pair_completed_a_turn() -> None:
@@ -142,7 +138,7 @@ def test_a_stopped_pair_turns_in_no_text(tmp_path: Any) -> None:
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    model = ctxext.patch(AutoModelForCausalLM.from_config(config), "clipped", factor=4)
+    model = ctxext.patch(AutoModelForCausalLM.from_config(config), "ntk", factor=4, clip="auto")
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.tensor([[0, 1, 10**6]]))
     assert (cos[..., 7] == 1).all()
     assert (sin[..., 7].abs() < 1e-20).all()
