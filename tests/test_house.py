@@ -34,8 +34,6 @@ ROOMS = [
     "caches",
     "attention",
     "models",
-    "adapters",
-    "patching",
     "runtimes",
     "checkpoints",
     "texts",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.adapters import is_adapter
+from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
-from ctxext.adapters import is_adapter
+from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, running_code
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions

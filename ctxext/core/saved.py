@@ -17,7 +17,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.subject import SIDES, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
-from ctxext.spec import Extension, ExtensionArguments
+from ctxext.spec import Description, Extension, ExtensionArguments
 from ctxext.version import __version__
 
 # The newest versions that the test suite was run on; releases that mend the same minor version count as tested.
@@ -169,6 +169,27 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
         if part not in saved[name]:
             raise CheckpointError(f"The extension in {place} is incomplete: {name} is without {part}.")
     return saved
+
+
+def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
+    """Describe an extension from its saved form, ``config.ctxext``."""
+    if sides := saved_sides(saved):
+        each = {name: describe_saved(side, f"{model_type} {name}") for name, side in sides.items()}
+        return Description(
+            model_type=model_type,
+            method={name: side["method"] for name, side in sides.items()},
+            trained_length=saved["trained_length"],
+            target_length=saved["target_length"],
+            stored_as="; ".join(f"{name}: {side.stored_as}" for name, side in each.items()),
+            stock=all(side.stock for side in each.values()),
+            fingerprint="-".join(side.fingerprint for side in each.values()),
+            edits=edits,
+            sides=tuple(each.items()),
+        )
+    known = {field.name for field in fields(Description)} - {"method", "notes", "attention", "sides", "verbose"}
+    values = {key: value for key, value in saved.items() if key in known}
+    notes = tuple(saved["notes"])
+    return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
 
 
 def saved_method(saved: dict[str, Any]) -> Method:

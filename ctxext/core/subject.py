@@ -143,22 +143,6 @@ class Subject:
             sides[name] = Subject(reader, place=".".join(place))
         return sides
 
-    def length_limits(self) -> list[tuple[Any, str, int]]:
-        """Find the limits at which the wrappers cut their texts: the object, the attribute and its value.
-
-        Such limits are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a
-        tokenizer, which newer ones, their CrossEncoder and transformers' pipelines go by.
-        """
-        limits: list[tuple[Any, str, int]] = []
-        for holder in self.wrappers:
-            places = [(getattr(holder, "tokenizer", None), "model_max_length")]
-            places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
-            for owner, name in places:
-                value = getattr(owner, name, None)
-                if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in limits):
-                    limits.append((owner, name, value))
-        return limits
-
 
 def base_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside its wrappers, see ``Subject.of``."""
