@@ -62,6 +62,7 @@ registry.filled_by(
     tuple(
         f"{__name__}.{room}"
         for room in (
+            "core.own_config",
             "core.replicas",
             "caches.continuous",
             "caches.generation",

@@ -19,7 +19,7 @@ from ctxext.core.probe import Layers, forward_without_data, reads_an_encoder
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import UNSEEN, RotaryPlace
-from ctxext.core.steps import Part, register_description
+from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import AttentionBackend, Call, Need, named, require_usable, select
@@ -311,7 +311,7 @@ def install_attention(
         edits.set(decoder.get_submodule(path), "_ctxext_attend", others.get(path, own))
 
 
-def _name_backend(part: Part, description: Description) -> Description:
+def _name_backend(part: ExtendedPart, description: Description) -> Description:
     """Name the backend that serves a whole text on this model now, and the reasons against those before it in order."""
     if (name := part.extension.attention) is None:
         return description

@@ -20,7 +20,7 @@ from ctxext.caches.call import ATTENTION
 from ctxext.caches.paged_batch import REACHES
 from ctxext.caches.records import PAGED_IN_LAYERS, guards_of
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.steps import Stage, Step, Work, register
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import Method
 
@@ -232,14 +232,14 @@ def _batch_continuously(work: Work) -> None:
 
 register(
     Step(
-        Stage.CHECK,
+        Moment.CHECK,
         _refuse_managed,
         applies=lambda work: str(work.subject.config._attn_implementation).startswith("paged|"),
     )
 )
 register(
     Step(
-        Stage.MODULES,
+        Moment.MODULES,
         _batch_continuously,
         applies=lambda work: hasattr(work.subject.model, "init_continuous_batching"),
     )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ctxext.caches.call import PositionedForward
 from ctxext.caches.records import Filled, FittedModules, cache_in, current_pass, empty, filled, guards_of, remember
-from ctxext.core.steps import Stage, Step, Work, register
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 
@@ -392,4 +392,4 @@ def _recompute_in_generate(work: Work) -> None:
         edits.set(model, "forward", FittedForward.around(model))  # some models pass no keywords to their decoder
 
 
-register(Step(Stage.MODULES, _recompute_in_generate, applies=lambda work: work.method.dynamic and not work.sides))
+register(Step(Moment.MODULES, _recompute_in_generate, applies=lambda work: work.method.dynamic and not work.sides))

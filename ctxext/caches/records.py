@@ -24,7 +24,7 @@ from transformers.masking_utils import create_causal_mask
 
 from ctxext.core.code import masks_follow_positions
 from ctxext.core.saved import identity
-from ctxext.core.steps import Stage, Step, Work, register
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, PatchStateError
 
 # Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
@@ -411,4 +411,4 @@ def _release(model: PreTrainedModel) -> None:
         guard.release()
 
 
-register(Step(Stage.CACHES, _guard_caches, undo=_release))
+register(Step(Moment.CACHES, _guard_caches, undo=_release))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ctxext.attention.encodings import ENCODING, encoding_weights, put_encoding_weights
 from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
-from ctxext.core.steps import Stage, Step, register
+from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import hidden_beside, read_json, write_whole
@@ -525,4 +525,4 @@ def require_trained_on(saved: dict[str, Any], directory: Path, model: Any) -> No
         )
 
 
-register(Step(Stage.SAVING, lambda work: keep_extension(work.subject, work.edits)))
+register(Step(Moment.SAVING, lambda work: keep_extension(work.subject, work.edits)))

@@ -17,6 +17,7 @@ from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_
 from ctxext.core.architecture import trained_length_of
 from ctxext.core.config import published_json, shortened, window_fields, window_note
 from ctxext.core.edits import own_attributes
+from ctxext.core.own_config import owns_its_config
 from ctxext.core.patching import describe, patch, unpatch
 from ctxext.core.published import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rebuild import Scalar
@@ -29,7 +30,7 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
 )
-from ctxext.core.subject import Subject, owns_its_config
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods

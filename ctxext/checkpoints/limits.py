@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ctxext.core.steps import Part, Stage, Step, Work, register, register_description
+from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.files import read_json
@@ -147,7 +147,7 @@ def _raise_wrappers(work: Work) -> None:
             work.edits.set(owner, name, work.extension.target_length)
 
 
-def _note_limits(part: Part, description: Description) -> Description:
+def _note_limits(part: ExtendedPart, description: Description) -> Description:
     """Note where the texts of a whole model are cut below its new window."""
     length = part.extension.target_length
     if part.subject.place or length <= part.extension.trained_length:
@@ -180,7 +180,7 @@ def _note_short_config(work: Work) -> None:
 
 register(
     Step(
-        Stage.MODULES,
+        Moment.MODULES,
         _note_short_config,
         applies=lambda work: (
             not work.sides
@@ -191,7 +191,7 @@ register(
 )
 register(
     Step(
-        Stage.CONFIG,
+        Moment.CONFIG,
         _raise_generation,
         applies=lambda work: (
             (not work.sides or "decoder" in work.sides)
@@ -201,5 +201,5 @@ register(
         ),
     )
 )
-register(Step(Stage.CONFIG, _raise_wrappers, applies=lambda work: work.subject.wrappers))
+register(Step(Moment.CONFIG, _raise_wrappers, applies=lambda work: work.subject.wrappers))
 register_description(_note_limits)

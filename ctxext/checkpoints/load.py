@@ -36,7 +36,6 @@ from ctxext.checkpoints.source import (
 )
 from ctxext.core.config import drop_old_form, same_rope
 from ctxext.core.edits import Edits
-from ctxext.core.guard import without_guard
 from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
 from ctxext.core.saved import (
@@ -50,6 +49,7 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
     version_of,
+    without_guard,
 )
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import (

@@ -31,8 +31,8 @@ from ctxext.core.saved import (
     saved_sides_form,
     untested_versions,
 )
-from ctxext.core.steps import Part, Stage, Step, Work, described, register, run, steps
-from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, give_own_config
+from ctxext.core.steps import ExtendedPart, Moment, Step, Work, described, register, run, steps
+from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import PatchStateError
 from ctxext.methods import Method
 from ctxext.methods.base import resolve
@@ -60,7 +60,7 @@ class Patched:
     method: Method
     extension: Extension
     edits: Edits
-    sides: dict[str, Part] = field(default_factory=dict)
+    sides: dict[str, ExtendedPart] = field(default_factory=dict)
 
     def saved_form(self) -> dict[str, Any]:
         """Build what ``config.ctxext`` holds."""
@@ -154,7 +154,7 @@ def patch(
 
 
 def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:
-    """Extend a model as ``patch`` does, by the steps of every room in the order of their stages.
+    """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
     Args:
         arguments: Arguments of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved.
@@ -163,23 +163,22 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
     work = Work(Subject.of(model), arguments, Edits())
     base = work.subject.model
     _refuse_state(work.subject)
-    run(work, Stage.CHECK, Stage.CHECK)
+    run(work, Moment.CHECK, Moment.CHECK)
     with own_defaults(), work.edits as edits:
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)
         work.saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
-        give_own_config(base, edits)
-        run(work, Stage.PARTS, Stage.PARTS)
+        run(work, Moment.OWN_CONFIG, Moment.PARTS)
         if work.sides:
             work.method, work.extension = (lead := next(iter(work.sides.values()))).method, lead.extension
         else:
             extend_positions(work)
-        run(work, Stage.MODULES, Stage.REPLICAS)
+        run(work, Moment.MODULES, Moment.REPLICAS)
         state = Patched(work.method, work.extension, edits, work.sides)
         edits.set(base.config, "ctxext", state.saved_form())
-        run(work, Stage.CONFIG, Stage.CONFIG)
+        run(work, Moment.CONFIG, Moment.CONFIG)
         base._ctxext = state
-        run(work, Stage.SAVING, Stage.CACHES)
+        run(work, Moment.SAVING, Moment.CACHES)
     return model
 
 
@@ -227,7 +226,7 @@ def extend_positions(work: Work) -> None:
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
-    run(work, Stage.METHOD, Stage.METHOD)
+    run(work, Moment.METHOD, Moment.METHOD)
     if known_length is not None:
         known_length = checked_tokens("The trained length that the config names", known_length)
         if carried is not None:
@@ -250,7 +249,7 @@ def _write_config(work: Work) -> None:
         write_old_form(part.config, work.edits, of_any_type=True)
 
 
-register(Step(Stage.CONFIG, _write_config))
+register(Step(Moment.CONFIG, _write_config))
 
 
 def unpatch(model: ModelT) -> ModelT:
@@ -319,7 +318,7 @@ def describe(model: Any, *, verbose: bool = False) -> Description:
             each = tuple((name, described(part, side)) for (name, side), part in sides)
             description = replace(description, notes=(), sides=each)
         else:
-            description = described(Part(subject, state.method, state.extension), description)
+            description = described(ExtendedPart(subject, state.method, state.extension), description)
             if getattr(subject.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
                 description = replace(description, notes=(*description.notes, REFERENCE))
     elif subject.saved is not None:

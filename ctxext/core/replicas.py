@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ctxext.core.edits import own_attributes
-from ctxext.core.steps import Stage, Step, Work, register
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError
 
 
@@ -70,4 +70,4 @@ def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
     return value
 
 
-register(Step(Stage.REPLICAS, _follow_replicas))
+register(Step(Moment.REPLICAS, _follow_replicas))

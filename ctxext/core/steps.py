@@ -17,7 +17,7 @@ from ctxext.spec import Description, Extension, ExtensionArguments
 
 
 @dataclass(frozen=True)
-class Part:
+class ExtendedPart:
     """The extension of a whole model, or of one side of an encoder-decoder."""
 
     subject: Subject
@@ -25,11 +25,13 @@ class Part:
     extension: Extension
 
 
-class Stage(IntEnum):
-    """Stages of an extension in their order; steps of one stage do not depend on each other."""
+class Moment(IntEnum):
+    """Moments of an extension in their order; steps of one moment do not depend on each other."""
 
     CHECK = auto()
     """Refuse a model. Nothing has been edited yet, and there is no journal to undo."""
+    OWN_CONFIG = auto()
+    """Give the model a config that no other model changes with."""
     PARTS = auto()
     """Extend the positions of a model that consists of several text models, and fill ``Work.sides``."""
     METHOD = auto()
@@ -61,7 +63,7 @@ class Work:
     edits: Edits
     saved: dict[str, Any] | None = None
     side: str = ""
-    sides: dict[str, Part] = field(default_factory=dict)
+    sides: dict[str, ExtendedPart] = field(default_factory=dict)
     method: Method = field(init=False)
     extension: Extension = field(init=False)
 
@@ -74,14 +76,14 @@ class Step:
         undo: Function that unpatching calls with the model before the journal is undone.
     """
 
-    stage: Stage
+    moment: Moment
     do: Callable[[Work], None]
     applies: Callable[[Work], object] = lambda work: True
     undo: Callable[[PreTrainedModel], None] = lambda model: None
 
 
 _STEPS: list[Step] = []
-Describer = Callable[[Part, Description], Description]
+Describer = Callable[[ExtendedPart, Description], Description]
 _DESCRIBERS: list[Describer] = []
 
 
@@ -96,19 +98,19 @@ def register_description(describer: Describer) -> None:
 
 
 def steps() -> list[Step]:
-    """Return the steps of all rooms in the order of their stages, and by file within a stage."""
+    """Return the steps of all rooms in the order of their moments, and by file within a moment."""
     registry.fill("steps")
-    return sorted(_STEPS, key=lambda step: (step.stage, step.do.__module__))
+    return sorted(_STEPS, key=lambda step: (step.moment, step.do.__module__))
 
 
-def run(work: Work, first: Stage, last: Stage) -> None:
-    """Run the steps of these stages that apply."""
+def run(work: Work, first: Moment, last: Moment) -> None:
+    """Run the steps of these moments that apply."""
     for step in steps():
-        if first <= step.stage <= last and step.applies(work):
+        if first <= step.moment <= last and step.applies(work):
             step.do(work)
 
 
-def described(part: Part, description: Description) -> Description:
+def described(part: ExtendedPart, description: Description) -> Description:
     """Add to a description what each room knows of a part of a live model."""
     registry.fill("steps")
     for describer in sorted(_DESCRIBERS, key=lambda describer: describer.__module__):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctxext.core.patching import extend_positions
 from ctxext.core.saved import arguments_in_place_of, saved_sides
-from ctxext.core.steps import Part, Stage, Step, Work, register
+from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register
 from ctxext.core.subject import SIDES
 from ctxext.errors import IncompatibleError
 from ctxext.spec import ExtensionArguments
@@ -23,7 +23,7 @@ def _extend_sides(work: Work) -> None:
     for name in (name for name in SIDES if name in subject.sides and name in arguments):
         side = Work(subject.sides[name], arguments[name], work.edits, before.get(name), name)
         extend_positions(side)
-        work.sides[name] = Part(side.subject, side.method, side.extension)
+        work.sides[name] = ExtendedPart(side.subject, side.method, side.extension)
 
 
 def _refuse_growing(work: Work) -> None:
@@ -35,5 +35,5 @@ def _refuse_growing(work: Work) -> None:
         )
 
 
-register(Step(Stage.PARTS, _extend_sides, applies=lambda work: work.subject.sides))
-register(Step(Stage.METHOD, _refuse_growing, applies=lambda work: work.side == "decoder"))
+register(Step(Moment.PARTS, _extend_sides, applies=lambda work: work.subject.sides))
+register(Step(Moment.METHOD, _refuse_growing, applies=lambda work: work.side == "decoder"))

@@ -47,9 +47,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.choosing.candidates import grid
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
 from ctxext.choosing.search import Descent, State
+from ctxext.core.digest import weights_digest
 from ctxext.core.patching import patched
 from ctxext.core.rotary import find_sites
-from ctxext.core.subject import Subject, weights_digest
+from ctxext.core.subject import Subject
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.readings import TIMES
