@@ -16,7 +16,7 @@ import pathlib
 import sys
 import typing
 
-from ctxext import errors
+from ctxext import errors, registry
 from ctxext.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
@@ -26,8 +26,9 @@ if typing.TYPE_CHECKING:
     from ctxext.checkpoints.load import load
     from ctxext.checkpoints.save import save
     from ctxext.choosing.choose import choose
+    from ctxext.core.patching import describe, patch, patched, unpatch
     from ctxext.methods import package as methods
-    from ctxext.patching import describe, method, patch, patched, unpatch
+    from ctxext.methods.base import method
 
 __all__ = [
     "choose",
@@ -46,15 +47,35 @@ __all__ = [
 ]
 
 _VERBS = {
-    "describe": "patching",
-    "method": "patching",
-    "patch": "patching",
-    "patched": "patching",
-    "unpatch": "patching",
+    "describe": "core.patching",
+    "method": "methods.base",
+    "patch": "core.patching",
+    "patched": "core.patching",
+    "unpatch": "core.patching",
     "export": "checkpoints.export",
     "load": "checkpoints.load",
     "save": "checkpoints.save",
 }
+# The core imports no room above it. These rooms fill its registries, and are imported before the first use of each.
+registry.filled_by(
+    "steps",
+    tuple(
+        f"{__name__}.{room}"
+        for room in (
+            "core.own_config",
+            "core.replicas",
+            "caches.continuous",
+            "caches.generation",
+            "caches.records",
+            "attention.attend",
+            "attention.heads",
+            "models",
+            "checkpoints.adapters",
+            "checkpoints.limits",
+        )
+    ),
+)
+registry.filled_by("encodings", (f"{__name__}.laboratory.encodings",))
 # What a program that only extends a model need not wait for.
 _MEASURING = {"choose": "choosing.choose", "heads": "attention.heads"}
 _PACKAGES = ("methods", "training")

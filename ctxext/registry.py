@@ -1,4 +1,4 @@
-"""A folder is its own registry: every concrete class in it, by its ``name``."""
+"""A folder is its own registry: every concrete class in it, by its ``name``; and rooms fill registries below them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import json
 import pkgutil
 import re
+import threading
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,21 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 METHODS = ("methods", "laboratory/encodings")
+_FILLED_BY: dict[str, tuple[str, ...]] = {}
+_FILLING = threading.RLock()
+
+
+def filled_by(registry: str, modules: tuple[str, ...]) -> None:
+    """Name the modules whose import fills a registry of a lower room, which itself imports nothing above it."""
+    _FILLED_BY[registry] = modules
+
+
+@cache
+def fill(registry: str) -> None:
+    """Import the modules that fill a registry, before its first use; another thread waits until all are imported."""
+    with _FILLING:
+        for module in _FILLED_BY.get(registry, ()):
+            importlib.import_module(module)
 
 
 def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:

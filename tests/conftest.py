@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
-from ctxext import patching
 from ctxext.checkpoints import load
-from ctxext.methods import known_methods
+from ctxext.core import patching
+from ctxext.methods import base, known_methods
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
@@ -31,9 +31,9 @@ for _cls in (*known_methods().values(), RopeSpec):
 for _verb in (
     patching.patch,
     patching.unpatch,
-    patching.method,
-    patching.resolve,
-    patching._factor_for,
+    base.method,
+    base.resolve,
+    base._factor_for,
     load.load,
 ):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext.adapters import is_adapter
+from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
 from ctxext.checkpoints.load import load_saved

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ctxext
-from ctxext.adapters import ENCODING_FILE, EXTENSION_FILE
+from ctxext.checkpoints.adapters import ENCODING_FILE, EXTENSION_FILE
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding, EncodingMethod

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
-from ctxext import adapters
-from ctxext.adapters import EXTENSION_FILE, SENTENCE
+from ctxext.checkpoints import adapters
+from ctxext.checkpoints.adapters import EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
 from tests._checkpoints import contents

@@ -33,8 +33,6 @@ ROOMS = [
     "caches",
     "attention",
     "models",
-    "adapters",
-    "patching",
     "runtimes",
     "checkpoints",
     "texts",

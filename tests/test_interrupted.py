@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ctxext
+from ctxext.core import steps
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods import METHODS, LongRoPE, RetrievalHeads
@@ -168,7 +169,7 @@ def test_a_patch_that_failed_and_was_interrupted_while_it_undid_its_work(
     def refuse(*_: Any) -> None:
         raise IncompatibleError("no")
 
-    monkeypatch.setattr("ctxext.patching._guard_caches", refuse)
+    monkeypatch.setattr("ctxext.core.steps._STEPS", [*steps.steps(), steps.Step(max(steps.Moment), refuse)])
     in_part = []
     for call in itertools.count(1, step=5):
         model = copy.deepcopy(untouched)

@@ -6,6 +6,8 @@ import copy
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import ctxext
+from ctxext.core import steps
 from ctxext.core.saved import TESTED
 from ctxext.errors import (
     CtxextError,
@@ -33,6 +36,8 @@ from ctxext.spec import ExtensionArguments
 from tests._models import logits, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH
+
+ROOT = Path(ctxext.__file__).parents[1]
 
 
 def refused(model: Any, error: type[CtxextError], message: str, *arguments: Any, **parameters: Any) -> None:
@@ -352,6 +357,68 @@ def test_unknown_choices() -> None:
         tiny(), InvalidParameterError, "method 'pi' leaves attention to the model", "pi", factor=4, attention="sdpa"
     )
     refused(tiny(), UnknownNameError, "Did you mean 'flash'?", "alibi", attention="flahs")
+
+
+FRESH = """
+from ctxext.core.patching import patch
+from ctxext.methods.base import method
+from tests._models import tiny
+from tests.walk.tiny import tiny_config, tiny_model
+
+def guarded(model):
+    return [hook.extension for hook in vars(model)["_ctxext_guards"]]
+
+sided = tiny_config("t5gemma")
+for part in (sided.encoder, sided.decoder):
+    part.attn_logit_softcapping = None
+for model, name in ((tiny("bloom"), "pi"), (tiny(), "dynamic_ntk"), (tiny_model(sided), "yarn"), (tiny(), "t5_bias")):
+    patch(model, method(name, factor=4.0))
+    assert guarded(model), name
+    if name == "dynamic_ntk":
+        assert "prepare_inputs_for_generation" in vars(model)
+    if name == "yarn":
+        assert model._ctxext.sides.keys() == {"encoder", "decoder"}
+"""
+
+
+@pytest.mark.slow
+def test_the_verb_finds_every_room_in_a_fresh_process() -> None:
+    """Whatever a program imports first, the rooms have registered before the first extension."""
+    done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -> None:
+    order = [(step.moment.name, step.do.__module__.removeprefix("ctxext.")) for step in steps.steps()]
+    assert order == [
+        ("CHECK", "caches.continuous"),
+        ("OWN_CONFIG", "core.own_config"),
+        ("PARTS", "models.sides"),
+        ("METHOD", "attention.heads"),
+        ("METHOD", "models.sides"),
+        ("MODULES", "caches.continuous"),
+        ("MODULES", "caches.generation"),
+        ("MODULES", "checkpoints.limits"),
+        ("REPLICAS", "core.replicas"),
+        ("CONFIG", "checkpoints.limits"),
+        ("CONFIG", "checkpoints.limits"),
+        ("CONFIG", "core.patching"),
+        ("SAVING", "checkpoints.adapters"),
+        ("CACHES", "caches.records"),
+    ]
+
+
+@pytest.mark.parametrize("moment", steps.Moment)
+def test_a_failure_in_any_moment_leaves_the_model_as_it_was(
+    moment: steps.Moment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: steps.Work) -> None:
+        raise IncompatibleError(f"failed in {moment.name}")
+
+    monkeypatch.setattr(steps, "_STEPS", [*steps.steps(), steps.Step(moment, fail)])
+    model = tiny()
+    refused(model, IncompatibleError, f"failed in {moment.name}", "yarn", factor=4.0)
+    assert not [name for name in vars(model) if name.startswith("_ctxext")]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,14 +13,18 @@ from transformers import PreTrainedModel
 from ctxext.caches.call import ATTENTION, SharedForward
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.core.code import names_of
+from ctxext.core.config import heads_of
 from ctxext.core.edits import Edits
 from ctxext.core.probe import Layers, forward_without_data, reads_an_encoder
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import UNSEEN, RotaryPlace
+from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError
+from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import AttentionBackend, Call, Need, named, require_usable, select
+from ctxext.methods import EncodingMethod
+from ctxext.spec import Description
 
 
 @dataclass
@@ -299,3 +303,27 @@ def install_attention(
             continue  # no text reaches it, such as a layer that reads images
         own = attend.get(path) if isinstance(attend, Mapping) else attend
         edits.set(decoder.get_submodule(path), "_ctxext_attend", others.get(path, own))
+
+
+def _name_backend(part: ExtendedPart, description: Description) -> Description:
+    """Name the backend that serves a whole text on this model now, and the reasons against those before it in order."""
+    if (name := part.extension.attention) is None:
+        return description
+    base = part.subject.model
+    heads, kv_heads, head_dim = heads_of(part.subject.text)
+    like = {"dtype": base.dtype, "device": base.device}
+    q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
+    slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
+    need = Call.of(q, k, k, scale=1.0, slopes=slopes).need
+    if isinstance(part.method, EncodingMethod):
+        need = replace(need, biased=False, score=part.method.score_form)
+    try:
+        backend, passed_over = select(name, need)
+    except BackendUnavailableError as error:  # a forward pass raises it; a description says it
+        return replace(description, attention=f"{name} ({error})")
+    reasons = "; ".join(f"{other}: {why}" for other, why in passed_over.items())
+    line = name + (f" -> {backend.name}" if name == "auto" else "") + (f" (not {reasons})" if reasons else "")
+    return replace(description, attention=line)
+
+
+register_description(_name_backend)

@@ -28,9 +28,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.attention.attend import attention_function
 from ctxext.core.config import stated_length
+from ctxext.core.digest import is_shared_out, sample
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.subject import Subject, is_shared_out, sample
+from ctxext.core.steps import Moment, Step, Work, register
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
 from ctxext.files import digest, parse_json, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
@@ -553,5 +555,12 @@ def _mask(**arguments: Any) -> Tensor:
     return mask
 
 
+def _measure_heads(work: Work) -> None:
+    """Complete a method that leaves open which heads read far."""
+    assert isinstance(work.method, RetrievalHeads)
+    work.method = with_heads(work.subject, work.method)
+
+
+register(Step(Moment.METHOD, _measure_heads, applies=lambda work: isinstance(work.method, RetrievalHeads)))
 AttentionInterface.register(RECORDING, _attention)
 AttentionMaskInterface.register(RECORDING, _mask)

@@ -19,8 +19,8 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from ctxext.caches.call import ATTENTION
 from ctxext.caches.paged_batch import REACHES
 from ctxext.caches.records import PAGED_IN_LAYERS, guards_of
-from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import Method
 
@@ -208,15 +208,39 @@ class ContinuousBatching:
         return settings
 
 
-def batch_continuously(model: PreTrainedModel, method: Method, edits: Edits) -> None:
+def _refuse_managed(work: Work) -> None:
+    """Refuse a model whose attention a manager has set."""
+    base = work.subject.model
+    raise PatchStateError(
+        f"A manager of continuous batches has set the attention of this {type(base).__name__} to "
+        f"{base.config._attn_implementation!r}. Stop the manager first, or call model.set_attn_implementation."
+    )
+
+
+def _batch_continuously(work: Work) -> None:
     """Make continuous batching right, or refuse it, and hide a manager that was kept from before the extension.
 
     Such a manager would share the blocks of equal prompts, whose keys have other positions.
     """
-    if not hasattr(model, "init_continuous_batching"):
-        return
+    model, method, edits = work.subject.model, work.method, work.edits
     edits.set(model, "_cached_continuous_batching_manager", None)
     decoders = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     by_layout = any(decoder.config._attn_implementation == ATTENTION for decoder in decoders)
     if method.dynamic or by_layout or PAGED_IN_LAYERS:
         edits.set(model, "init_continuous_batching", ContinuousBatching(model, method, by_layout))
+
+
+register(
+    Step(
+        Moment.CHECK,
+        _refuse_managed,
+        applies=lambda work: str(work.subject.config._attn_implementation).startswith("paged|"),
+    )
+)
+register(
+    Step(
+        Moment.MODULES,
+        _batch_continuously,
+        applies=lambda work: hasattr(work.subject.model, "init_continuous_batching"),
+    )
+)

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ctxext.caches.call import PositionedForward
 from ctxext.caches.records import Filled, FittedModules, cache_in, current_pass, empty, filled, guards_of, remember
-from ctxext.core.edits import Edits
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 
@@ -373,8 +372,10 @@ def _never_compiles(*_: Any, **__: Any) -> bool:
     return False
 
 
-def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
+def _recompute_in_generate(work: Work) -> None:
     """Make ``model.generate`` follow a dynamic method."""
+    model, edits = work.subject.model, work.edits
+    rule = LengthRule(work.method, work.extension.trained_length)
     forwards = [vars(module).get("forward") for module in model.modules() if rule.by_request]
     rotaries = [forward for forward in forwards if hasattr(forward, "fitted_to")]
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
@@ -389,3 +390,6 @@ def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits
         edits.set(model, "_prepare_generated_length", requested.prepare_length)
         edits.set(model, "_prepare_cache_for_generation", requested.prepare_cache)
         edits.set(model, "forward", FittedForward.around(model))  # some models pass no keywords to their decoder
+
+
+register(Step(Moment.MODULES, _recompute_in_generate, applies=lambda work: work.method.dynamic and not work.sides))

@@ -23,7 +23,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
 
 from ctxext.core.code import masks_follow_positions
-from ctxext.core.edits import Edits
+from ctxext.core.saved import identity
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, PatchStateError
 
 # Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
@@ -360,18 +361,20 @@ class StaleUpdate:
         return cache.update(*args, **kwargs)
 
 
-def guard_caches(
-    model: PreTrainedModel, extension: FilledUnder, *, dynamic: bool, takes_made: bool, edits: Edits
-) -> None:
+def _guard_caches(work: Work) -> None:
     """Guard every decoder of a patched model: the innermost models that take a cache.
 
-    ``dynamic`` says that positions follow the length of each sequence; ``takes_made`` is as for ``CacheGuard``.
+    A prefix that PEFT learned is taken without a record.
 
     Raises:
         IncompatibleError: if the model keeps a cache but takes none under a known name. Unguarded, it would continue
             a cache with other positions.
     """
-    kind = DynamicGuard if dynamic else CacheGuard
+    model, method, holders = work.subject.model, work.method, (*work.subject.wrappers, work.subject.model)
+    under = FilledUnder(repr(identity(model.config.ctxext)), f"{method.name!r} (factor {method.factor:g})")
+    configs = [getattr(holder, "active_peft_config", None) for holder in holders]
+    prefix = any(getattr(config, "is_prompt_learning", False) for config in configs)
+    kind = DynamicGuard if method.dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     arguments = {module: tuple(inspect.signature(type(module).forward).parameters)[1:] for module in models}
     taking = [module for module in models if cache_argument(module) is not None]
@@ -382,12 +385,12 @@ def guard_caches(
             f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
         )
     guards: list[CacheGuard] = []
-    edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
+    work.edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
     for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(extension, arguments[module], takes_made)
-        edits.hook(module, guard.before, guard.after)
+        guard = kind(under, arguments[module], prefix)
+        work.edits.hook(module, guard.before, guard.after)
         guards.append(guard)
 
 
@@ -395,3 +398,12 @@ def guards_of(model: nn.Module) -> list[CacheGuard]:
     """Return the guards of a patched model."""
     guards: list[CacheGuard] = vars(model).get(GUARDS, [])
     return guards
+
+
+def _release(model: PreTrainedModel) -> None:
+    """Make the caches that a model has filled refuse to grow, before the model is unpatched."""
+    for guard in guards_of(model):
+        guard.release()
+
+
+register(Step(Moment.CACHES, _guard_caches, undo=_release))

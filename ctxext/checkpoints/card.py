@@ -16,10 +16,9 @@ from huggingface_hub import RepoCard
 from transformers import PreTrainedModel
 
 from ctxext.checkpoints.export import exports_of
-from ctxext.core.saved import saved_sides
+from ctxext.core.saved import describe_saved, saved_sides
 from ctxext.errors import CheckpointError
 from ctxext.methods import known_methods
-from ctxext.patching import describe_saved
 
 MODEL_CARD = "README.md"
 BEGIN, END = "<!-- ctxext: written anew whenever the checkpoint is saved -->", "<!-- /ctxext -->"

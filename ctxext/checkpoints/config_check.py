@@ -13,9 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.core.config import rope_dicts
-from ctxext.core.guard import GUARD
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.saved import extended_texts, saved_extension, saved_method, saved_sides
+from ctxext.core.saved import GUARD, extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
 

@@ -10,17 +10,27 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.adapters import EXTENSION_FILE, is_adapter, read_beside
+from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
 from ctxext.checkpoints.export import exports_of
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
+from ctxext.core.architecture import trained_length_of
 from ctxext.core.config import published_json, shortened, window_fields, window_note
 from ctxext.core.edits import own_attributes
+from ctxext.core.own_config import owns_its_config
+from ctxext.core.patching import describe, patch, unpatch
 from ctxext.core.published import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rebuild import Scalar
 from ctxext.core.rotary import find_sites
-from ctxext.core.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
-from ctxext.core.subject import Subject, owns_its_config
+from ctxext.core.saved import (
+    already_extended,
+    checked_trained_length,
+    describe_saved,
+    plain_config,
+    saved_extension,
+    saved_sides,
+)
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
@@ -31,7 +41,6 @@ from ctxext.models.buckets import Buckets
 from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
-from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA, Description, RopeSpec
 

@@ -1,16 +1,19 @@
-"""Limits of the length of texts in files beside a model's config: of tokenizers, of generate, of pipelines."""
+"""Limits of the length of texts, on a live model and in files beside its config: of tokenizers, generate, pipelines."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register, register_description
+from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.files import read_json
+from ctxext.spec import Description, Extension
 
 # Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'. The
 # first is a bound of the tokenizer, whose value means the window; the others may hold a choice that is not the window.
@@ -108,3 +111,95 @@ def refuse_tokenizer(tokenizer: Any, config: Any) -> None:
             f"positions than they do alone. Give the tokenizer of this checkpoint, or set tokenizer.pad_token to its "
             f"token {model_id}."
         )
+
+
+def length_limits(subject: Subject) -> list[tuple[Any, str, int]]:
+    """Find the limits at which the wrappers cut their texts: the object, the attribute and its value.
+
+    Such limits are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a
+    tokenizer, which newer ones, their CrossEncoder and transformers' pipelines go by.
+    """
+    limits: list[tuple[Any, str, int]] = []
+    for holder in subject.wrappers:
+        places = [(getattr(holder, "tokenizer", None), "model_max_length")]
+        places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
+        for owner, name in places:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in limits):
+                limits.append((owner, name, value))
+    return limits
+
+
+def _written(work: Work) -> Extension:
+    """Return the extension of the text that ``generate`` writes."""
+    return work.sides["decoder"].extension if "decoder" in work.sides else work.extension
+
+
+def _raise_generation(work: Work) -> None:
+    """Raise the limit of ``generate``, which was the trained length."""
+    work.edits.set(work.subject.model.generation_config, "max_length", _written(work).target_length)
+
+
+def _raise_wrappers(work: Work) -> None:
+    """Raise the limits of the wrappers, where they were the trained length; others were chosen."""
+    for owner, name, value in length_limits(work.subject):
+        if value == work.extension.trained_length < work.extension.target_length:
+            work.edits.set(owner, name, work.extension.target_length)
+
+
+def _note_limits(part: ExtendedPart, description: Description) -> Description:
+    """Note where the texts of a whole model are cut below its new window."""
+    length = part.extension.target_length
+    if part.subject.place or length <= part.extension.trained_length:
+        return description
+    limits = length_limits(part.subject)
+    notes = [
+        f"Texts are cut at {name}={value} of this {type(owner).__name__}, a choice that was not the trained length. "
+        f"Set it to {length} for the whole window."
+        for owner, name, value in limits
+        if value < length
+    ]
+    if not limits:
+        notes = [
+            f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {length}, and save it "
+            f"with the model: ctxext.save(model, path, tokenizer=tokenizer)."
+        ]
+    return replace(description, notes=(*description.notes, *notes))
+
+
+def _note_short_config(work: Work) -> None:
+    """Note in the extension that the config goes on naming a shorter length, at which other programs cut."""
+    note = (
+        f"The config goes on saying max_position_embeddings={work.subject.text.max_position_embeddings}, from which "
+        f"stock code counts. Programs cut texts there unless told otherwise after each load: lm-eval by "
+        f"max_length={work.extension.target_length}, sentence-transformers by "
+        f"max_seq_length={work.extension.target_length}."
+    )
+    work.extension = replace(work.extension, notes=(*work.extension.notes, note))
+
+
+register(
+    Step(
+        Moment.MODULES,
+        _note_short_config,
+        applies=lambda work: (
+            not work.sides
+            and isinstance(named := getattr(work.subject.text, "max_position_embeddings", None), int)
+            and named < work.extension.target_length
+        ),
+    )
+)
+register(
+    Step(
+        Moment.CONFIG,
+        _raise_generation,
+        applies=lambda work: (
+            (not work.sides or "decoder" in work.sides)
+            and getattr(getattr(work.subject.model, "generation_config", None), "max_length", None)
+            == _written(work).trained_length
+            < _written(work).target_length
+        ),
+    )
+)
+register(Step(Moment.CONFIG, _raise_wrappers, applies=lambda work: work.subject.wrappers))
+register_description(_note_limits)

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext.adapters import (
+from ctxext.attention.encodings import building_encodings
+from ctxext.checkpoints.adapters import (
     SavedAdapter,
     base_of,
     is_adapter,
@@ -24,7 +25,6 @@ from ctxext.adapters import (
     read_extension,
     require_trained_on,
 )
-from ctxext.attention.encodings import building_encodings
 from ctxext.checkpoints.config_check import building, running_code
 from ctxext.checkpoints.source import (
     check_weights,
@@ -36,7 +36,7 @@ from ctxext.checkpoints.source import (
 )
 from ctxext.core.config import drop_old_form, same_rope
 from ctxext.core.edits import Edits
-from ctxext.core.guard import without_guard
+from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
 from ctxext.core.saved import (
     already_extended,
@@ -49,6 +49,7 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
     version_of,
+    without_guard,
 )
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import (
@@ -64,7 +65,6 @@ from ctxext.methods import Method, is_choice, known_methods, method_class, metho
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models import architecture_of, find_architecture
 from ctxext.models.table_rows import put_weights
-from ctxext.patching import extend, patch, patched_state
 from ctxext.spec import ExtensionArguments
 
 if TYPE_CHECKING:

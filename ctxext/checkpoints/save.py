@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, Repositor
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from ctxext.adapters import ADAPTER_FILE, ENCODING_FILE, EXTENSION_FILE, save_adapters
+from ctxext.checkpoints.adapters import ADAPTER_FILE, ENCODING_FILE, EXTENSION_FILE, save_adapters
 from ctxext.checkpoints.card import MODEL_CARD, write_card
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map

@@ -17,14 +17,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
-from ctxext.adapters import is_adapter
+from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, running_code
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.config import OLD_GUARD, refuse_idle_scaling, same_rope
-from ctxext.core.guard import GUARD
 from ctxext.core.published import refuse_lost_fields
-from ctxext.core.saved import checked_extension, extended_texts
+from ctxext.core.saved import GUARD, checked_extension, extended_texts
 from ctxext.errors import CheckpointError, CtxextError, VerificationError, unwritable
 from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
 

@@ -32,11 +32,11 @@ from ctxext.checkpoints.source import (
     refuse_source,
 )
 from ctxext.core.config import same_rope
-from ctxext.core.saved import extended_texts, with_old_form
+from ctxext.core.patching import patch
+from ctxext.core.saved import describe_saved, extended_texts, with_old_form
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
 from ctxext.methods import Method
-from ctxext.patching import describe_saved, patch
 from ctxext.spec import Description
 
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.

@@ -20,6 +20,7 @@ from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.search import Search, SearchResult
 from ctxext.choosing.texts import TextStretch, corpus_from, split_texts
 from ctxext.choosing.verdict import HeldOut, judge_held_out
+from ctxext.core.patching import patched_state
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject, base_model, text_of
@@ -35,7 +36,6 @@ from ctxext.methods import RopeMethod
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
-from ctxext.patching import patched_state
 from ctxext.quantities import parse_budget
 from ctxext.runtimes import RUNTIMES
 from ctxext.texts.corpus import Corpus

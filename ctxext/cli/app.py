@@ -102,7 +102,7 @@ def inspect(
     if "torch" not in sys.modules:  # whose import makes a million objects, to be searched for garbage at each 700
         gc.set_threshold(50_000)
     with status(terminal(stderr=True), f"Trying methods on {Path(checkpoint).name} ..."):  # torch alone takes seconds
-        from ctxext.adapters import is_adapter
+        from ctxext.checkpoints.adapters import is_adapter
         from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
         from ctxext.checkpoints.source import read_tokenizer
         from ctxext.cli.show import repeats_in, show_inspection, show_repeats

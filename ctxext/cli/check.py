@@ -73,7 +73,7 @@ def check(
     """
     if why := why_unreachable(asked.url):
         raise VerificationError(f"{asked.url} does not answer as a server of OpenAI's API: {why}.")
-    from ctxext.patching import describe
+    from ctxext.core.patching import describe
     from ctxext.serving.check import Client, check_server
     from ctxext.serving.load import load_served
 

@@ -23,6 +23,7 @@ from ctxext.caches.records import cache_argument
 from ctxext.checkpoints.save import save
 from ctxext.cli.eval.common import cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions
+from ctxext.core.patching import patch, unpatch
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
@@ -38,7 +39,6 @@ from ctxext.measuring.statistics import PairedDifference, check_finite, document
 from ctxext.measuring.survey import Answer, Job, Survey
 from ctxext.measuring.truncation import best_window
 from ctxext.methods import saved_class
-from ctxext.patching import patch, unpatch
 from ctxext.progress import StageBar, status, terminal
 from ctxext.quantities import duration
 from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind

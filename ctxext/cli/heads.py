@@ -35,8 +35,8 @@ def heads(*, haystack: HeadsTextOptions, source: SourceOptions, results: OutputO
     session = Session(source, results)
 
     from ctxext.attention.heads import heads as score
+    from ctxext.core.patching import patched_state, unpatch
     from ctxext.evaluation.report.heads import heads_page
-    from ctxext.patching import patched_state, unpatch
 
     model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
     if patched_state(model) is not None:

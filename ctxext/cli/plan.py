@@ -98,7 +98,7 @@ def plan(
     if asked.memory is None and asked.length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
 
-    from ctxext.adapters import base_of, is_adapter
+    from ctxext.checkpoints.adapters import base_of, is_adapter
     from ctxext.checkpoints.source import checked_path, quantised_beside, read_any_config
     from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ctxext import registry
 from ctxext.core.code import source_of_home, why_absent
-from ctxext.core.config import stated_length
+from ctxext.core.config import scaling_of, stated_length
 from ctxext.core.edits import Edits
 from ctxext.core.published import BLOCKS, NESTED, is_number
 from ctxext.core.subject import Subject
@@ -73,11 +74,12 @@ class Architecture(ABC):
 
 
 ARCHITECTURES: dict[str, type[Architecture]] = {}
-"""Families by name, rotary models first, which are the most; the folder fills it."""
+"""Families by name, rotary models first, which are the most; the room of families fills it before the first look."""
 
 
 def find_architecture(subject: Subject) -> Architecture | None:
     """Return the first architecture that matches the model; None if none does."""
+    registry.fill("steps")
     return next((family for kind in ARCHITECTURES.values() if (family := kind()).matches(subject)), None)
 
 
@@ -94,6 +96,17 @@ def architecture_of(subject: Subject) -> Architecture:
         f"{type(subject.model).__name__} ({subject.kind}) has no positions that ctxext can extend: "
         f"{why_absent(subject.model)}. Known families: {', '.join(ARCHITECTURES)}."
     )
+
+
+def trained_length_of(subject: Subject) -> int | None:
+    """Return how many tokens the weights were trained for by the config; None if the config does not say."""
+    if subject.saved is not None:
+        return int(subject.saved["trained_length"])
+    scaling = scaling_of(subject.config)
+    if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
+        return scaling.window
+    architecture = find_architecture(subject)
+    return stated_length(subject.text) if architecture is None else architecture.trained_length(subject)
 
 
 def unknown_length(subject: Subject) -> IncompatibleError:

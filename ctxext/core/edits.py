@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from ctxext.errors import IncompatibleError
 
 # torch numbers hooks per process. After unpickling, a number could meet another hook's; this name cannot.
 HOOK: Any = "ctxext"
@@ -187,63 +182,6 @@ def _beside(current: Any, old: object) -> object:
     return old
 
 
-@dataclass
-class Replicating:
-    """Replacement of ``module._replicate_for_data_parallel`` that binds a replica's replaced methods to the replica.
-
-    torch copies the module's ``__dict__``, and with it objects that refer to the original module. Unbound, a replica
-    would silently run the original module, with its weights and on its device.
-    """
-
-    module: nn.Module
-
-    def __call__(self) -> nn.Module:
-        """Replicate the module as torch does, and bind the copy's replaced methods to the copy."""
-        module = self.module
-        replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-        for name, value in list(replica.__dict__.items()):
-            if _stands_in(value, module):
-                replica.__dict__[name] = _rebound(value, module, replica)
-        return replica
-
-
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the entries of a module's dictionary, without those that every module has (hooks, weights, parts)."""
     return {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}
-
-
-def follow_replicas(modules: Iterable[nn.Module], edits: Edits) -> None:
-    """Make ``nn.DataParallel`` replicas of these modules run the replaced methods on themselves."""
-    for module in modules:
-        if any(_stands_in(value, module) for value in own_attributes(module).values()):
-            edits.set(module, "_replicate_for_data_parallel", Replicating(module))
-
-
-def _stands_in(value: Any, module: nn.Module) -> bool:
-    """Return whether ``value`` is an object that ctxext put in place of a method of ``module``."""
-    return _is_ours(value) and any(getattr(value, field.name) is module for field in fields(value))
-
-
-def _is_ours(value: Any) -> bool:
-    """Return whether ``value`` is a dataclass of ctxext; configs are dataclasses too, and some refuse to be read."""
-    return is_dataclass(value) and type(value).__module__.partition(".")[0] == "ctxext"
-
-
-def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
-    """Return ``value`` with every reference to ``old`` replaced by ``new``; everything else is shared."""
-    if value is old:
-        return new
-    if isinstance(value, dict):
-        return {key: _rebound(part, old, new) for key, part in value.items()}
-    if _is_ours(value):
-        bound = copy.copy(value)
-        for field in fields(value):
-            object.__setattr__(bound, field.name, _rebound(getattr(value, field.name), old, new))
-        return bound
-    if getattr(value, "__self__", None) is old or old in getattr(value, "args", ()):
-        raise IncompatibleError(
-            f"{type(old).__name__}: nn.DataParallel cannot copy this module, because its forward was wrapped before "
-            f"ctxext patched it (by accelerate, for example). The copy would run the original. Use one process per "
-            f"device instead (torchrun, accelerate launch)."
-        )
-    return value

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ctxext.core.config import REFUSALS, drop_old_form
 from ctxext.core.edits import Edits, own_attributes
-from ctxext.core.guard import without_guard
+from ctxext.core.saved import without_guard
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CtxextError, IncompatibleError
 

@@ -14,10 +14,10 @@ from packaging.version import Version
 
 from ctxext.core.config import drop_old_form, scaling_of, write_old_form
 from ctxext.core.edits import Edits
-from ctxext.core.subject import SIDES, field_of, text_of
+from ctxext.core.subject import SIDES, Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
-from ctxext.spec import Extension, ExtensionArguments
+from ctxext.spec import Description, Extension, ExtensionArguments
 from ctxext.version import __version__
 
 # The newest versions that the test suite was run on; releases that mend the same minor version count as tested.
@@ -51,6 +51,17 @@ KINDS = {
     "trained_length": int,
     "target_length": int,
 }
+
+# A guard keeps programs without ctxext out of a checkpoint whose config has no field about its extension. It is a
+# sentence in place of a number: transformers 5 checks types and quotes it, and programs without checks cannot compute
+# with it. Live modules of a patched model have the number.
+GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
+
+GUARDED_FIELD = "layer_norm_epsilon"
+"""The guarded number of models with ALiBi."""
+
+GUARDED = (GUARDED_FIELD, "dropout", "hidden_dropout", "rms_norm_eps")
+"""Numbers that every class of transformers with such a field reads and checks to be numbers."""
 
 
 def untested_versions() -> list[str]:
@@ -171,6 +182,27 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     return saved
 
 
+def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
+    """Describe an extension from its saved form, ``config.ctxext``."""
+    if sides := saved_sides(saved):
+        each = {name: describe_saved(side, f"{model_type} {name}") for name, side in sides.items()}
+        return Description(
+            model_type=model_type,
+            method={name: side["method"] for name, side in sides.items()},
+            trained_length=saved["trained_length"],
+            target_length=saved["target_length"],
+            stored_as="; ".join(f"{name}: {side.stored_as}" for name, side in each.items()),
+            stock=all(side.stock for side in each.values()),
+            fingerprint="-".join(side.fingerprint for side in each.values()),
+            edits=edits,
+            sides=tuple(each.items()),
+        )
+    known = {field.name for field in fields(Description)} - {"method", "notes", "attention", "sides", "verbose"}
+    values = {key: value for key, value in saved.items() if key in known}
+    notes = tuple(saved["notes"])
+    return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
+
+
 def saved_method(saved: dict[str, Any]) -> Method:
     """Rebuild the method of a saved extension.
 
@@ -285,3 +317,24 @@ def already_extended(config: Any) -> str | None:
         )
     scaling = scaling_of(config)
     return None if scaling is None else str(scaling)
+
+
+def guarded_field(subject: Subject, otherwise: str) -> str:
+    """Return the config field whose guard makes plain transformers refuse a checkpoint.
+
+    Raises:
+        IncompatibleError: if there is no such field.
+    """
+    for name in GUARDED:
+        if isinstance(vars(subject.config).get(name), int | float):
+            return name
+    raise IncompatibleError(
+        f"Plain transformers {otherwise}, and ctxext cannot make it refuse the checkpoint of this {subject.kind}. That "
+        f"needs one of the fields {', '.join(GUARDED)} in the config."
+    )
+
+
+def without_guard(config: Any) -> None:
+    """Replace guards in a config by the original numbers, in place."""
+    for name in [name for name, value in vars(config).items() if value == GUARD]:
+        setattr(config, name, config.ctxext["original"][name])

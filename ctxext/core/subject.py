@@ -8,24 +8,15 @@ the whole config.
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
-import hashlib
-import json
-import sys
-import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ctxext.core.edits import Edits
 from ctxext.errors import IncompatibleError
 
 SIDES = ("encoder", "decoder")
@@ -143,22 +134,6 @@ class Subject:
             sides[name] = Subject(reader, place=".".join(place))
         return sides
 
-    def length_limits(self) -> list[tuple[Any, str, int]]:
-        """Find the limits at which the wrappers cut their texts: the object, the attribute and its value.
-
-        Such limits are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a
-        tokenizer, which newer ones, their CrossEncoder and transformers' pipelines go by.
-        """
-        limits: list[tuple[Any, str, int]] = []
-        for holder in self.wrappers:
-            places = [(getattr(holder, "tokenizer", None), "model_max_length")]
-            places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
-            for owner, name in places:
-                value = getattr(owner, name, None)
-                if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in limits):
-                    limits.append((owner, name, value))
-        return limits
-
 
 def base_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside its wrappers, see ``Subject.of``."""
@@ -224,98 +199,3 @@ def path_to(config: Any, part: Any) -> list[str]:
         if isinstance(value, PreTrainedConfig) and (rest := path_to(value, part)):
             return [name, *rest]
     return []
-
-
-def is_zero3(model: nn.Module) -> bool:
-    """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
-    return any(hasattr(weight, "ds_id") for weight in model.parameters())
-
-
-def is_shared_out(model: nn.Module) -> bool:
-    """Tell whether ZeRO-3 or FSDP has shared a model's weights out between processes."""
-    return is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters())
-
-
-# Values taken from each tensor for a digest: training moves nearly all of them, so a few are enough.
-SAMPLED = 64
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
-
-    Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
-    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
-    """
-    if is_shared_out(model):
-        return "unknown"
-    config = base_model(model).config.to_dict()
-    for noise in ("_name_or_path", "transformers_version", "ctxext"):
-        config.pop(noise, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(sample(tensor, tensor.dtype))
-    return digest.hexdigest()[:12]
-
-
-def sample(tensor: Tensor, dtype: torch.dtype) -> bytes:
-    """Return a few values of a tensor, spread over it, in this dtype."""
-    if tensor.device.type == "meta" or not tensor.numel():
-        return b""
-    flat = tensor.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // SAMPLED)].to(dtype).contiguous().cpu()
-    return bytes(picked.view(torch.uint8).numpy())
-
-
-_OWNERS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-
-
-def owns_its_config(model: PreTrainedModel) -> None:
-    """Note that no other model was built from this one's config, so that none is looked for at each extension.
-
-    To look for one takes a second in a process of many objects, and ``inspect`` tries dozens of methods on one model.
-    """
-    _OWNERS.add(model)
-
-
-def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
-    """Give a model a copy of its config where another live model, built from the same object, would change with it.
-
-    ``LlamaForCausalLM(config)`` keeps the object that it is given, and so do all its modules. A model that shares it
-    with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
-    """
-    if model in _OWNERS:
-        return
-    # How many references an expression makes by itself differs between versions of Python, so they are counted on an
-    # object that has one holder.
-    own = sum(value is model.config for module in model.modules() for value in vars(module).values())
-    lone = SimpleNamespace(config=SimpleNamespace())
-    is_alone = sys.getrefcount(model.config) == own + sys.getrefcount(lone.config) - 1
-    if is_alone and text_of(model.config) is model.config:
-        return
-    config = model.config
-    if not _is_shared(model, config, text_of(config)):  # the text part is edited, too
-        return
-    copies: dict[int, Any] = {}
-    copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id
-    for module in model.modules():
-        copied = copies.get(id(getattr(module, "config", None)))
-        if copied is not None:
-            edits.set(module, "config", copied)
-
-
-def _is_shared(model: nn.Module, *configs: Any) -> bool:
-    """Tell whether another live model has one of the configs: no part of this model, and no whole with it inside."""
-    own = set(model.modules())
-    known = {id(vars(module)) for module in own}
-    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
-    holders = [holder for holder in gc.get_referrers(*configs) if id(holder) not in known]
-    # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
-    attributes = [holder for holder in holders if type(holder) is dict and "_modules" in holder]
-    parts = [*holders, *(gc.get_referrers(*attributes) if attributes else ())]
-    # An entry of another model's journal, which puts the config back into a module, is a tuple of both.
-    parts += [part for holder in holders if type(holder) is tuple for part in holder]
-    others = {part for part in parts if issubclass(type(part), PreTrainedModel)} - own
-    for whole in [inside for other in others if model in (inside := set(other.modules()))]:
-        others -= whole
-    return bool(others)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctxext import patching
+from ctxext.core import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.files import digest, parse_json
 from ctxext.measuring.checkpoint import Checkpoint

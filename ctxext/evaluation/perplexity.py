@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext import patching
+from ctxext.core import patching
+from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import InvalidParameterError, UnknownNameError
@@ -37,7 +38,6 @@ from ctxext.measuring.truncation import (
     windows_of,
 )
 from ctxext.models import architecture_of
-from ctxext.patching import patched_state
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 MODES = ("position", "sliding", "yarn", "longlora")

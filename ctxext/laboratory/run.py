@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, logging
 
-from ctxext import patching
+from ctxext.core import patching
 from ctxext.errors import InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subject_named, subjects

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from ctxext.adapters import base_of, is_adapter
+from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.load import load_saved, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
-from ctxext.core.subject import base_model, weights_digest
+from ctxext.core.digest import weights_digest
+from ctxext.core.subject import base_model
 from ctxext.errors import (
     CheckpointError,
     CtxextError,

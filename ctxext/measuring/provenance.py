@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from ctxext import patching
+from ctxext.core import patching
 from ctxext.core.subject import base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from ctxext import patching
+from ctxext.core import patching
+from ctxext.core.architecture import trained_length_of
+from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended, choices
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
@@ -47,7 +49,6 @@ from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.sinusoid import Sinusoids, usable_methods
 from ctxext.models.table import LearnedTable
 from ctxext.models.table_rows import put_weights
-from ctxext.patching import patched_state, trained_length_of
 from ctxext.quantities import method_said
 from ctxext.spec import AlibiSpec, Description, RopeSpec
 
@@ -368,10 +369,10 @@ def named_method(text: str, factor: float) -> Method:
         InvalidParameterError: a value out of range.
     """
     name, parameters = method_said(text)
-    if method_class(name) is None:
+    kind = method_class(name)
+    if kind is None:
         raise UnknownNameError.of("method", name, known_methods())
-    arguments: dict[str, Any] = {"factor": factor, **parameters}
-    return patching.method(name, **arguments)
+    return kind.of({"factor": factor, **parameters})
 
 
 def name_for(method: Method) -> str:

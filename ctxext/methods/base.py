@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
@@ -12,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.files import parse_json
-from ctxext.methods.parameters import Range, parameters_of
+from ctxext import registry
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
+from ctxext.files import is_choice, parse_json
+from ctxext.methods.parameters import Range, checked_tokens, parameters_of
 from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
 from ctxext.version import __version__
 
@@ -223,16 +223,18 @@ class GrowingMethod(Method):
 
 METHODS: dict[str, type[Method]] = {}
 """Methods that extend a checkpoint, by name; the folder fills it."""
+ENCODINGS: dict[str, type[Method]] = {}
+"""Encodings that a model is trained with, by name; the room that holds them fills it before the first look at it."""
 
 
 def known_methods() -> dict[str, type[Method]]:
-    """Return ``METHODS`` and the encodings of the laboratory, which is imported only here, by name."""
-    laboratory = importlib.import_module("ctxext.laboratory.encodings")
-    return dict(sorted({**laboratory.ENCODINGS, **METHODS}.items()))
+    """Return ``METHODS`` and ``ENCODINGS`` by name."""
+    registry.fill("encodings")
+    return dict(sorted({**ENCODINGS, **METHODS}.items()))
 
 
 def method_class(name: object) -> type[Method] | None:
-    """Return the method of this name, None if there is none. Names that ``METHODS`` lacks are the laboratory's."""
+    """Return the method of this name, None if there is none."""
     if not isinstance(name, str):  # of a file that was damaged
         return None
     return METHODS[name] if name in METHODS else known_methods().get(name)
@@ -273,3 +275,78 @@ def method_in(path: str | Path) -> Method:
             f"{path} holds no method. A file that `ctxext choose ... -o choice.json` writes does, under 'method'."
         )
     return saved_class(saved["method"]).from_dict(saved)
+
+
+def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
+    """Build a method from its name, for configs and command lines.
+
+    Args:
+        name: one of ``ctxext.methods()``.
+        factor: target_length / trained_length, at least 1; left out, the method's default.
+        **parameters: the method's own parameters.
+
+    Raises:
+        UnknownNameError: for an unknown method or parameter, with a suggestion.
+        InvalidParameterError: for a value outside its range, and for "auto", which has to be measured.
+    """
+    if name == "auto" and name not in METHODS:
+        raise InvalidParameterError(
+            "No formula knows which method suits a model, so there is no method 'auto': measure it on your own texts. "
+            "Run `ctxext choose CHECKPOINT -t mine.txt --target TOKENS`, or call ctxext.choose(model, tokenizer, "
+            "texts=[...], target_length=TOKENS) and patch with its method."
+        )
+    kind = method_class(name)
+    if kind is None:
+        raise UnknownNameError.of("method", name, known_methods())
+    return kind.of(parameters if factor is None else parameters | {"factor": factor})
+
+
+def resolve(
+    chosen: str | Method,
+    factor: float | None,
+    target_length: int | None,
+    trained_length: int | None,
+    parameters: dict[str, Any],
+) -> Method:
+    """Turn what the user wrote into one method object, or say which two things contradict each other."""
+    if isinstance(chosen, str) and chosen not in METHODS and is_choice(chosen):
+        chosen = method_in(chosen)
+    if isinstance(chosen, Method):
+        given = {"factor": factor, "target_length": target_length, **parameters}
+        extra = [key for key, value in given.items() if value is not None]
+        if extra:
+            raise InvalidParameterError(
+                f"A method object already holds its parameters; give {', '.join(extra)} to {type(chosen).__name__}(...)"
+                f" instead, or pass the method by name."
+            )
+        return chosen
+    if not isinstance(chosen, str):
+        raise InvalidParameterError(f"method must be a name or a ctxext method object, found {chosen!r}.")
+    if target_length is not None:
+        factor = _factor_for(target_length, trained_length, factor)
+    built = method(chosen, factor=factor, **parameters)
+    if factor is None and isinstance(built, RopeMethod | TableMethod) and not built.says_target:
+        raise no_reach(chosen)
+    return built
+
+
+def _factor_for(target_length: int, trained_length: int | None, factor: float | None) -> float:
+    target_length = checked_tokens("target_length", target_length)
+    if factor is not None:
+        parameters_of(Method)["factor"].checked(factor)
+    if trained_length is None:
+        raise InvalidParameterError(
+            "target_length needs the trained length here. Pass trained_length (--trained-length)."
+        )
+    implied = target_length / trained_length
+    if factor is not None and abs(factor * trained_length - target_length) > 1:
+        raise InvalidParameterError(
+            f"factor={factor} and target_length={target_length} contradict each other: the checkpoint was trained for "
+            f"{trained_length} tokens, so target_length means factor={implied:g}. Give one of them."
+        )
+    if implied < 1:
+        raise InvalidParameterError(
+            f"target_length={target_length} is below the trained length of {trained_length} tokens; there is nothing "
+            f"to extend."
+        )
+    return implied if factor is None else factor

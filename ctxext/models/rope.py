@@ -13,7 +13,6 @@ from ctxext.caches.dynamic import follow_length
 from ctxext.core.architecture import Architecture, unknown_length
 from ctxext.core.config import Scaling, of_layers, scaling_of, window_fields, window_note
 from ctxext.core.edits import Edits
-from ctxext.core.guard import GUARD, guarded_field
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import (
     UNSEEN,
@@ -24,6 +23,7 @@ from ctxext.core.rotary import (
     require_as_configured,
     survey,
 )
+from ctxext.core.saved import GUARD, guarded_field
 from ctxext.core.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ctxext.core.architecture import refuse_attention_choices
 from ctxext.core.code import rotates_by_table
 from ctxext.core.edits import Edits
-from ctxext.core.guard import GUARD, GUARDED, guarded_field
+from ctxext.core.saved import GUARD, GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, Method, RopeMethod

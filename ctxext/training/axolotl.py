@@ -14,7 +14,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn
 
-from ctxext.patching import patch
+from ctxext.core.patching import patch
 from ctxext.training.checkpoints import ExtensionCallback
 
 

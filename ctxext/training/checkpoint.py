@@ -14,9 +14,9 @@ import torch
 from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
-from ctxext import patching
-from ctxext.adapters import base_of, is_adapter
+from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config
+from ctxext.core import patching
 from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ctxext.adapters import encoding_digest, keep_extension
+from ctxext.checkpoints.adapters import encoding_digest, keep_extension
 from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
 from ctxext.core.subject import Subject, base_model

@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ctxext import patching
+from ctxext.core import patching
+from ctxext.core.patching import patched_state
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
-from ctxext.patching import patched_state, resolve
+from ctxext.methods.base import resolve
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.lora import encodings
 from ctxext.training.memory import Memory

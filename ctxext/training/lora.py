@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.adapters import keep_extension, put_adapter, read_extension, require_trained_on
+from ctxext.checkpoints.adapters import keep_extension, put_adapter, read_extension, require_trained_on
 from ctxext.core.code import own_bases, source_of
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject, base_model

@@ -18,9 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.caches.call import ATTENTION
 from ctxext.core.config import of_layers
-from ctxext.core.subject import base_model, is_zero3
+from ctxext.core.digest import is_zero3
+from ctxext.core.patching import patched_state
+from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
-from ctxext.patching import patched_state
 
 CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 

@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from ctxext.core.patching import patched_state
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.models import find_architecture
 from ctxext.models.table import LearnedTable
 from ctxext.models.table_rows import weight_of
-from ctxext.patching import patched_state
 
 
 class TrainedTable:

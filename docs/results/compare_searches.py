@@ -47,14 +47,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.choosing.candidates import grid
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
 from ctxext.choosing.search import Descent, State
+from ctxext.core.digest import weights_digest
+from ctxext.core.patching import patched
 from ctxext.core.rotary import find_sites
-from ctxext.core.subject import Subject, weights_digest
+from ctxext.core.subject import Subject
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.readings import TIMES
 from ctxext.measuring.statistics import PairedDifference, document_difference
 from ctxext.methods import NTK, PI, YaRN
-from ctxext.patching import patched
 from ctxext.spec import RopeSpec
 from ctxext.texts.corpus import TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents

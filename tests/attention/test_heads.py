@@ -16,7 +16,8 @@ from torch import Tensor
 
 import ctxext
 from ctxext.attention.heads import HeadScores, heads, induction_scores
-from ctxext.core.subject import Subject, weights_digest
+from ctxext.core.digest import weights_digest
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.files import digest
 from tests._models import RECENT, bert, byte_model, tiny

@@ -24,7 +24,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import ctxext
-from ctxext.core.subject import base_model, weights_digest
+from ctxext.core.digest import weights_digest
+from ctxext.core.subject import base_model
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training import checkpoint as training

@@ -114,7 +114,7 @@ def test_loading_restores_and_unpatching_brings_the_model_back(
     for loaded in (ctxext.load(tmp_path / "long"), ctxext.load(tmp_path / "plain", example(method))):
         assert torch.equal(logits_of(loaded.eval(), text(FACTOR * LENGTH)), extended)
         assert ctxext.describe(loaded).target_length == FACTOR * LENGTH
-        if ctxext.patching.patched_state(loaded) is None:
+        if ctxext.core.patching.patched_state(loaded) is None:
             assert method == "stretch", "behind its first rows most trained ones are in mixtures only"
             with pytest.raises(PatchStateError, match="was not patched in place"):
                 ctxext.unpatch(loaded)

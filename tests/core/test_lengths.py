@@ -13,11 +13,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 import ctxext
 from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.core.architecture import trained_length_of
 from ctxext.core.published import lost_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS
-from ctxext.patching import trained_length_of
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 from tests._famous import PUBLISHED

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.core.subject import weights_digest
+from ctxext.core.digest import weights_digest
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint, safe_dtype
 from ctxext.measuring.provenance import ExtensionRecord, Provenance, command, git_state, provenance_of

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.adapters import EXTENSION_FILE
+from ctxext.checkpoints.adapters import EXTENSION_FILE
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.subject import Subject

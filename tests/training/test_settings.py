@@ -10,7 +10,7 @@ import pytest
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods import YaRN
-from ctxext.patching import resolve
+from ctxext.methods.base import resolve
 from ctxext.training import Memory
 from ctxext.training.settings import Settings, read_settings
 

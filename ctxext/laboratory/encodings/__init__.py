@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 
+from ctxext.methods.base import ENCODINGS
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.registry import discover
 
-ENCODINGS: dict[str, type[EncodingMethod]] = discover(sys.modules[__name__], EncodingMethod)  # type: ignore[type-abstract]
+ENCODINGS.update(discover(sys.modules[__name__], EncodingMethod))  # type: ignore[type-abstract]
 globals().update({cls.__name__: cls for cls in ENCODINGS.values()})

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.core.edits import Edits
+from ctxext.core.patching import unpatch
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.report.figures import NOTE
 from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Picture, colour_bar, quiet
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.measuring.readings import name_for
 from ctxext.methods import Method
-from ctxext.patching import unpatch
 
 LONGEST = 1024  # tokens of a text that are read unless more are asked for
 QUERIES = 64  # of the end of a text, over which attention is averaged

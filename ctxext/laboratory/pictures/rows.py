@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ctxext.core.patching import unpatch
 from ctxext.evaluation.report.figures import INK
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.picture import AFTER, DIVERGING, GRADED, Picture, colour_bar, quiet
@@ -18,7 +19,6 @@ from ctxext.measuring.readings import name_for
 from ctxext.methods import EncodingMethod, Method, TableMethod
 from ctxext.models.lookups import table_of
 from ctxext.models.table_rows import PositionTable, twins_of
-from ctxext.patching import unpatch
 
 MOST = 320  # positions that a picture tells apart along one side
 WAVES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito

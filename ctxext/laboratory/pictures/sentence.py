@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.core.edits import Edits
+from ctxext.core.patching import patch
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.report.figures import INK
 from ctxext.laboratory.pictures.bias import pairs_at
 from ctxext.laboratory.pictures.picture import DIVERGING, Picture, colour_bar, number_cells
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.patching import patch
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ctxext.attention.encodings import ENCODING, encoding_weights, put_encoding_weights
 from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
+from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import hidden_beside, read_json, write_whole
@@ -522,3 +523,6 @@ def require_trained_on(saved: dict[str, Any], directory: Path, model: Any) -> No
             f"The adapter in {directory} was trained on another extension than this {type(base).__name__} has: "
             f"{different}. Extend it the same way first, with ctxext.patch."
         )
+
+
+register(Step(Moment.SAVING, lambda work: keep_extension(work.subject, work.edits)))

@@ -1,0 +1,53 @@
+"""Digits by which checkpoints differ, from samples of their weights; and weights that engines share out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ctxext.core.subject import base_model
+
+
+def is_zero3(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
+    return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def is_shared_out(model: nn.Module) -> bool:
+    """Tell whether ZeRO-3 or FSDP has shared a model's weights out between processes."""
+    return is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+# Values taken from each tensor for a digest: training moves nearly all of them, so a few are enough.
+SAMPLED = 64
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
+
+    Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
+    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
+    """
+    if is_shared_out(model):
+        return "unknown"
+    config = base_model(model).config.to_dict()
+    for noise in ("_name_or_path", "transformers_version", "ctxext"):
+        config.pop(noise, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(sample(tensor, tensor.dtype))
+    return digest.hexdigest()[:12]
+
+
+def sample(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    """Return a few values of a tensor, spread over it, in this dtype."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return b""
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // SAMPLED)].to(dtype).contiguous().cpu()
+    return bytes(picked.view(torch.uint8).numpy())

@@ -1,0 +1,342 @@
+"""The verbs that extend a live model, undo that and describe it; nothing here knows a cache, a kernel or a family."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
+from ctxext.core.config import (
+    checked_scaling,
+    published_json,
+    refuse_changed_length,
+    refuse_idle_scaling,
+    refuse_shrinking,
+    scaling_of,
+    write_old_form,
+)
+from ctxext.core.edits import Edits
+from ctxext.core.published import refuse_lost_fields, refuse_lost_share
+from ctxext.core.rebuild import own_defaults
+from ctxext.core.saved import (
+    checked_trained_length,
+    choices,
+    describe_saved,
+    saved_extension,
+    saved_form,
+    saved_sides_form,
+    untested_versions,
+)
+from ctxext.core.steps import ExtendedPart, Moment, Step, Work, described, register, run, steps
+from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
+from ctxext.errors import PatchStateError
+from ctxext.methods import Method
+from ctxext.methods.base import resolve
+from ctxext.methods.parameters import checked_tokens
+from ctxext.spec import Description, Extension, ExtensionArguments, Request
+
+ModelT = TypeVar("ModelT")
+JOURNAL = "_ctxext_journal"
+"""Attribute of a model that is extended, or in part: the journal that undoes it."""
+REFERENCE = (
+    "Trainers that load a reference model by themselves (TRL's DPO, KTO, GRPO and RLOO without PEFT) would load the "
+    "plain one: give them ctxext.training.reference(model), or save the model and train what is loaded from there."
+)
+
+
+@dataclass
+class Patched:
+    """The state that ``patch`` leaves on a model: enough to describe the extension and to undo it.
+
+    Args:
+        method: Method of the model; of an encoder-decoder, that of the text that is read.
+        sides: Extension of each side of an encoder-decoder by its name; empty for other models.
+    """
+
+    method: Method
+    extension: Extension
+    edits: Edits
+    sides: dict[str, ExtendedPart] = field(default_factory=dict)
+
+    def saved_form(self) -> dict[str, Any]:
+        """Build what ``config.ctxext`` holds."""
+        each = {
+            name: (part.subject.place, saved_form(part.method, part.extension)) for name, part in self.sides.items()
+        }
+        return saved_sides_form(each) if each else saved_form(self.method, self.extension)
+
+
+def patch(
+    model: ModelT,
+    method: str | Method | None = None,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    scaling: str | None = None,
+    attention: str | None = None,
+    **parameters: Any,
+) -> ModelT:
+    """Give a loaded model a longer context, in place, and prove that it took effect.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    ctxext.patch(model, "self_extend", factor=2)  # 8K -> 16K tokens
+    ```
+
+    Without training take ``self_extend``, by 2 to 4: short texts are read as before. For other runtimes take ``yarn``,
+    by 2, and to fine-tune too. ``retrieval_heads`` needs less time and memory on long texts. To choose by measuring:
+    ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, dynamic_ntk, dynamic_pi,
+    dynamic_yarn, llama3, longrope, ntk, ntk_by_parts, pi, table, yarn; for its positions: dpe, dual_chunk, rerope,
+    retrieval_heads, self_extend, streaming, string; for biases and tables: alibi, group, hierarchical, stretch,
+    stretch_buckets, tile.
+
+    Writes the extension into the model's existing config and live modules, then compares what the rotary modules
+    compute with the method's own mathematics in float64. If anything fails, the model is left as it was.
+
+    PEFT adapters that put layers into the model (LoRA and its kin), added before or after, are saved with the extension
+    whoever saves them. Those that only put virtual tokens before the text (prompt and prefix tuning) leave no trace
+    on the model: wrap it before ``patch`` and give ``patch`` the wrapper, or save with ``ctxext.save``.
+
+    Args:
+        model: a transformers model; or a PEFT, compiled or data-parallel wrapper around one; or what holds one beside
+            its tokenizer (a SentenceTransformer, a CrossEncoder, a pipeline), whose own limit is raised where it was
+            the trained length.
+        method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
+            ``choice.json`` that ``ctxext choose`` wrote. It extends both sides of an encoder-decoder.
+        factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
+            unless ``target_length`` is given.
+        target_length: tokens to extend to, instead of ``factor``.
+        trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``.
+            Required for a checkpoint that is already extended. One that ctxext extended: the length before that, and
+            the new method replaces the old one. One whose config scales its rotary positions (Llama 3.1, gpt-oss,
+            Phi-3): the length with that scaling, and the new method extends the frequencies that it gives.
+        sliding_window: "lift" or "keep", needed where every attention layer has one narrower than the extension.
+        scaling: for a checkpoint whose config scales its rotary positions: "extend", if its weights were trained with
+            that scaling, starts from its frequencies and its scale of cos and sin (the default where
+            ``trained_length`` is the scaled length); "replace", if it was put on afterwards, takes it off.
+        attention: where ctxext computes attention (ALiBi models, and ALiBi on rotary ones): "auto" (the default) takes
+            the first backend that can serve each call, a name such as "flash" never falls back. Rotary methods leave
+            attention to the model and refuse it.
+        **parameters: the method's own parameters, with a name only.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnknownNameError: unknown method or parameter.
+        InvalidParameterError: a value outside its range, factor and target_length that contradict each other, neither
+            of them, or a target below what the checkpoint reads already.
+        IncompatibleError: the method cannot be right on this model; the message says why.
+        PatchStateError: the model is already patched or already extended; or it is not what its config says, because
+            one of them was changed after loading.
+        CheckpointError: the config.json that the model was loaded from names other positions than were built from it.
+        VerificationError: the patched model does not compute what the method says.
+    """
+    return extend(
+        model,
+        ExtensionArguments(
+            method=method,
+            factor=factor,
+            target_length=target_length,
+            trained_length=trained_length,
+            sliding_window=sliding_window,
+            scaling=scaling,
+            attention=attention,
+            parameters=parameters,
+        ),
+    )
+
+
+def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:
+    """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
+
+    Args:
+        arguments: Arguments of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved.
+            A side that is not named remains plain.
+    """
+    work = Work(Subject.of(model), arguments, Edits())
+    base = work.subject.model
+    _refuse_state(work.subject)
+    run(work, Moment.CHECK, Moment.CHECK)
+    with own_defaults(), work.edits as edits:
+        edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
+        edits.set(base, "_ctxext", None)
+        work.saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
+        run(work, Moment.OWN_CONFIG, Moment.PARTS)
+        if work.sides:
+            work.method, work.extension = (lead := next(iter(work.sides.values()))).method, lead.extension
+        else:
+            extend_positions(work)
+        run(work, Moment.MODULES, Moment.REPLICAS)
+        state = Patched(work.method, work.extension, edits, work.sides)
+        edits.set(base.config, "ctxext", state.saved_form())
+        run(work, Moment.CONFIG, Moment.CONFIG)
+        base._ctxext = state
+        run(work, Moment.SAVING, Moment.CACHES)
+    return model
+
+
+def _refuse_state(subject: Subject) -> None:
+    """Refuse a model that is extended, in whole or in part, or that is not what its config says."""
+    base = subject.model
+    name = f"this {type(base).__name__}"
+    if (state := patched_state(base)) is not None:
+        raise PatchStateError(
+            f"This {type(base).__name__} is already extended by {state.method.name!r} (factor "
+            f"{state.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
+        )
+    if JOURNAL in vars(base):
+        raise PatchStateError(
+            f"This {type(base).__name__} is extended in part: ctxext.patch was interrupted while it undid its work. "
+            f"Call ctxext.unpatch(model) first, which undoes the rest."
+        )
+    published = published_json(base.config)
+    refuse_idle_scaling(base.config, name)
+    if published:
+        refuse_lost_fields(base.config, name, published, live=True)
+        refuse_lost_share(subject, name)
+
+
+def extend_positions(work: Work) -> None:
+    """Extend the positions of one part: turn the arguments into a method, and let the architecture apply it.
+
+    The extension that the part was saved with is taken off first: the new one replaces it.
+    """
+    subject, given, edits = work.subject, work.arguments, work.edits
+    assert isinstance(given, ExtensionArguments)  # a mapping has been taken apart
+    architecture, trained_length, taken_off = architecture_of(subject), given.trained_length, None
+    if trained_length is not None:
+        trained_length = checked_tokens("trained_length", trained_length)
+    if work.saved is not None:
+        checked_trained_length(work.saved, trained_length)
+        architecture.revert(subject, work.saved["original"], edits)
+        if subject.saved is not None:  # a side's is in the config of the whole
+            edits.delete(subject.config, "ctxext")
+        taken_off = choices(work.saved)["scaling"]
+    elif trained_length is None:
+        refuse_changed_length(subject)
+    carried, scaling = scaling_of(subject.config), given.scaling or taken_off
+    if carried is not None or scaling is not None:
+        scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
+    known_length = trained_length or architecture.trained_length(subject)
+    work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
+    run(work, Moment.METHOD, Moment.METHOD)
+    if known_length is not None:
+        known_length = checked_tokens("The trained length that the config names", known_length)
+        if carried is not None:
+            refuse_shrinking(carried, work.method.target_length(known_length))
+    request = Request(
+        trained_length=known_length,
+        sliding_window=given.sliding_window,
+        scaling=scaling,
+        attention=given.attention,
+    )
+    work.extension = architecture.apply(subject, work.method, request, edits)
+
+
+def _write_config(work: Work) -> None:
+    """Put the old form beside the extension, and take the path to the plain checkpoint out of the config."""
+    config = work.subject.config
+    if getattr(config, "_name_or_path", ""):  # where the model lies unextended
+        work.edits.set(config, "_name_or_path", EXTENDED_IN_MEMORY)
+    for part in [part.subject for part in work.sides.values()] or [work.subject]:
+        write_old_form(part.config, work.edits, of_any_type=True)
+
+
+register(Step(Moment.CONFIG, _write_config))
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
+
+    After an interrupt (Ctrl-C) a second call undoes the rest. A cache that was filled while the model was patched does
+    not fit any more, and refuses to be continued. A copy of a cache that the patched model never read, or one on the
+    disk, cannot be told what happened: drop those.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
+    """
+    subject = Subject.of(model)
+    base, edits = subject.model, vars(subject.model).get(JOURNAL)
+    if edits is None:
+        architecture = find_architecture(subject) if subject.saved is not None else None
+        final = None if architecture is None else architecture.why_final(subject)
+        way = "A checkpoint that was saved extended is undone by loading the original checkpoint."
+        raise PatchStateError(
+            f"This {type(base).__name__} was not patched in place, so there is nothing to undo. {final or way}"
+        )
+    for step in steps():
+        step.undo(base)
+    with own_defaults():
+        edits.undo(keep=1)
+    edits.undo()  # the journal leaves the model last of all
+    return model
+
+
+@contextlib.contextmanager
+def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[ModelT]:
+    """Extend a model inside a ``with`` statement, and undo the extension at its end, also after an error.
+
+    Pick it to compare a model with its own extension: ``with ctxext.patched(model, "yarn", factor=4): ...``. A model
+    that was unpatched inside the block stays plain.
+
+    Args:
+        model: as for ``patch``.
+        method: as for ``patch``.
+        **arguments: as for ``patch``, whose errors are raised too.
+    """
+    patch(model, method, **arguments)
+    try:
+        yield model
+    finally:
+        if JOURNAL in vars(Subject.of(model).model):
+            unpatch(model)
+
+
+def describe(model: Any, *, verbose: bool = False) -> Description:
+    """Say how a model is extended: method, lengths, saved form, who loads it, and what to know.
+
+    Args:
+        model: as for ``patch``.
+        verbose: print also the pieces of a remapping, the fingerprint, and what was edited.
+    """
+    subject = Subject.of(model)
+    state, model_type = patched_state(subject.model), subject.kind
+    if state is not None:
+        description = describe_saved(state.saved_form(), model_type, tuple(state.edits.lines()))
+        if state.sides:
+            sides = zip(description.sides, state.sides.values(), strict=True)
+            each = tuple((name, described(part, side)) for (name, side), part in sides)
+            description = replace(description, notes=(), sides=each)
+        else:
+            description = described(ExtendedPart(subject, state.method, state.extension), description)
+            if getattr(subject.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
+                description = replace(description, notes=(*description.notes, REFERENCE))
+    elif subject.saved is not None:
+        description = describe_saved(subject.saved, model_type)
+    else:
+        length = trained_length_of(subject)
+        if length is None and (scaling := scaling_of(subject.config)) is not None:
+            length = scaling.reach  # its config leaves open whether it reads further
+        description = Description(model_type=model_type, method=None, trained_length=length, target_length=length)
+    return replace(
+        description,
+        notes=(*description.notes, *untested_versions()),
+        sides=tuple((name, replace(side, verbose=verbose)) for name, side in description.sides),
+        verbose=verbose,
+    )
+
+
+def patched_state(base: PreTrainedModel) -> Patched | None:
+    """Return the state that ``patch`` left on a model; None if it is not patched."""
+    state: Patched | None = base.__dict__.get("_ctxext")
+    return state
