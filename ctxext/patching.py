@@ -15,19 +15,8 @@ from ctxext.attention.heads import with_heads
 from ctxext.caches.continuous import batch_continuously
 from ctxext.caches.generation import LengthRule, recompute_in_generate
 from ctxext.caches.records import FilledUnder, guard_caches, guards_of
-from ctxext.core.config import (
-    checked_scaling,
-    heads_of,
-    published_json,
-    refuse_changed_length,
-    refuse_idle_scaling,
-    refuse_shrinking,
-    scaling_of,
-    stated_length,
-    write_old_form,
-)
 from ctxext.core.edits import Edits, follow_replicas
-from ctxext.core.published import refuse_lost_fields, refuse_lost_share
+from ctxext.core.old_form import write_old_form
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import (
     arguments_in_place_of,
@@ -39,6 +28,14 @@ from ctxext.core.saved import (
     saved_sides,
     saved_sides_form,
     untested_versions,
+)
+from ctxext.core.scaling import (
+    checked_scaling,
+    heads_of,
+    refuse_changed_length,
+    refuse_shrinking,
+    scaling_of,
+    stated_length,
 )
 from ctxext.core.subject import EXTENDED_IN_MEMORY, SIDES, Subject, give_own_config
 from ctxext.errors import (
@@ -226,15 +223,12 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             f"A manager of continuous batches has set the attention of this {type(base).__name__} to "
             f"{base.config._attn_implementation!r}. Stop the manager first, or call model.set_attn_implementation."
         )
-    name, published = f"this {type(base).__name__}", published_json(base.config)
-    refuse_idle_scaling(base.config, name)
-    if published:
-        refuse_lost_fields(base.config, name, published, live=True)
-        refuse_lost_share(subject, name)
+    if subject.sides:  # each of which is checked by itself, too
+        architecture_of(subject)
     with own_defaults(), Edits() as edits:
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)
-        saved = saved_extension(base.config, f"the config of {name}")
+        saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
         if isinstance(arguments, ExtensionArguments) and not subject.sides:
             chosen, architecture, request = _resolved(subject, arguments, saved, edits)
             give_own_config(base, edits)

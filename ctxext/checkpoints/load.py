@@ -25,7 +25,6 @@ from ctxext.adapters import (
     require_trained_on,
 )
 from ctxext.attention.encodings import building_encodings
-from ctxext.checkpoints.config_check import building, running_code
 from ctxext.checkpoints.source import (
     check_weights,
     checked_path,
@@ -34,10 +33,11 @@ from ctxext.checkpoints.source import (
     quantised_beside,
     read_any_config,
 )
-from ctxext.core.config import drop_old_form, same_rope
 from ctxext.core.edits import Edits
 from ctxext.core.guard import without_guard
+from ctxext.core.old_form import drop_old_form
 from ctxext.core.rebuild import own_defaults, restoring
+from ctxext.core.refusals import building, running_code
 from ctxext.core.saved import (
     already_extended,
     arguments_in_place_of,
@@ -50,6 +50,7 @@ from ctxext.core.saved import (
     saved_sides,
     version_of,
 )
+from ctxext.core.scaling import same_rope
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import (
     CheckpointError,

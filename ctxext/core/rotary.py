@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.core.config import FOREIGN_KEYS, is_windowed, mixes_windows
 from ctxext.core.probe import Layers, look, readers_of
 from ctxext.core.rebuild import Rebuild, restoring, running
+from ctxext.core.scaling import FOREIGN_KEYS, is_windowed
 from ctxext.core.subject import Subject
+from ctxext.core.windows import mixes_windows
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq

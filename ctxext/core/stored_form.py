@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.core.config import CHUNKED, REFUSALS, heads_of, max_length_of
 from ctxext.core.guard import GUARD
 from ctxext.core.rebuild import RESTORING, Rebuild
 from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
+from ctxext.core.scaling import CHUNKED, REFUSALS, heads_of, max_length_of
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError, shown
 from ctxext.files import parse_json

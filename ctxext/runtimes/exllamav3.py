@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from ctxext.core.config import window_of
+from ctxext.core.windows import window_of
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, longrope_scale_of, require_known_type
 

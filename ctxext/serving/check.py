@@ -20,8 +20,8 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 import torch
 from torch import Tensor, nn
 
-from ctxext.core.config import scaling_of
 from ctxext.core.rotary import find_sites
+from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
 from ctxext.files import parse_json

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.caches.call import ATTENTION
-from ctxext.core.config import of_layers
+from ctxext.core.scaling import of_layers
 from ctxext.core.subject import base_model, is_zero3
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state

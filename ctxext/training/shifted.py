@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ctxext.attention.attend import attention_layers
 from ctxext.caches.call import ATTENTION
 from ctxext.core.code import names_of
-from ctxext.core.config import heads_of, is_windowed, of_layers
+from ctxext.core.scaling import heads_of, is_windowed, of_layers
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 
