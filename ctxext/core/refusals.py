@@ -56,10 +56,6 @@ DIMENSIONS = re.compile(r"^((rotary|rope)_(emb(ed(ding)?)?_)?n?dim(s|ensions?)?|
 NESTED = re.compile(r"attn|attention|rope|rotary|position", re.I)
 BLOCKS = ("rope_scaling", "rope_parameters")
 ORIGINAL = "original_max_position_embeddings"
-STATED = (
-    *("factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
-    *("mscale", "mscale_all_dim", "short_factor", "long_factor", "truncate"),
-)
 # Names of the length in published configs and other programs; transformers reads the one that the class declares.
 LENGTH = "max_position_embeddings"
 LENGTHS = (
@@ -112,24 +108,20 @@ def _is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_positive, value))
+
+
+POSITIVE = ("factor", ORIGINAL, "attention_factor")
+NUMBERS = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim")
+TABLES = ("short_factor", "long_factor")
+STATED = (*POSITIVE, *NUMBERS, *TABLES, "truncate")
 # Names in a rope dict, the condition for a value that is given, and its wording.
 VALUES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"),
-        _is_positive,
-        "a finite number above 0",
-    ),
-    (
-        ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
-        is_number,
-        "a finite number",
-    ),
+    (("rope_theta", "partial_rotary_factor", *POSITIVE), _is_positive, "a finite number above 0"),
+    (NUMBERS, is_number, "a finite number"),
+    (TABLES, _is_table, "a list of numbers above 0"),
     (("truncate",), lambda value: isinstance(value, bool), "true or false"),  # any other word is true to transformers
-    (
-        ("short_factor", "long_factor"),
-        lambda value: isinstance(value, list) and all(map(_is_positive, value)),
-        "a list of numbers above 0",
-    ),
 )
 
 
@@ -428,7 +420,7 @@ def _refuse_idle_scaling(config: Any, place: str) -> None:
     Extended checkpoints pass: they have their own checks.
     """
     for _, rope in rope_dicts(text_of(config)) if getattr(config, "ctxext", None) is None else ():
-        factors = [(name, rope.get(name)) for name in ("factor", "short_factor", "long_factor")]
+        factors = [(name, rope.get(name)) for name in ("factor", *TABLES)]
         idle = ", ".join(f"{name}={_short(value)}" for name, value in factors if value not in (None, 1))
         if not idle or rope.get("rope_type", "default") != "default":
             continue
