@@ -23,7 +23,7 @@ import ctxext
 from ctxext.caches.bounded import SplitLayer
 from ctxext.measuring.checkpoint import DTYPES
 from ctxext.measuring.readings import named_method
-from ctxext.methods import RetrievalHeads
+from ctxext.methods.retrieval_heads import RetrievalHeads
 
 TRAINED = 8192
 METHODS = "self_extend,rerope,dual_chunk,streaming,retrieval_heads"

@@ -21,8 +21,10 @@ import ctxext
 from ctxext.core import steps
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.laboratory.encodings import ENCODINGS
-from ctxext.methods import METHODS, LongRoPE, RetrievalHeads
+from ctxext.methods import METHODS
+from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH

@@ -30,7 +30,8 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
 )
-from ctxext.methods import METHODS, Method, YaRN, known_methods
+from ctxext.methods import METHODS, Method, known_methods
+from ctxext.methods.yarn import YaRN
 from ctxext.registry import discover
 from ctxext.spec import ExtensionArguments
 from tests._models import logits, tiny, tokens

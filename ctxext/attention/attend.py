@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from ctxext.caches.call import ATTENTION, SharedForward
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.core.code import names_of
-from ctxext.core.config import heads_of
 from ctxext.core.edits import Edits
 from ctxext.core.probe import Layers, forward_without_data, reads_an_encoder
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import UNSEEN, RotaryPlace
+from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError

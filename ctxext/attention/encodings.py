@@ -15,13 +15,13 @@ from transformers.cache_utils import Cache
 from ctxext.attention.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
 from ctxext.caches.layout_mask import LayoutMask, layout_of
 from ctxext.caches.travelling import Travelling
-from ctxext.core.config import heads_of
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
 from ctxext.core.probe import forward_without_data
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import RotaryPlace, find_places
+from ctxext.core.scaling import heads_of
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import digest

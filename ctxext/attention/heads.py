@@ -27,10 +27,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.attention.attend import attention_function
-from ctxext.core.config import stated_length
 from ctxext.core.digest import is_shared_out, sample
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES
+from ctxext.core.scaling import stated_length
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown

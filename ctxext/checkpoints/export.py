@@ -13,13 +13,11 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.checkpoints.adapters import is_adapter
-from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
-from ctxext.core.config import is_windowed, rope_dicts, same_rope, scaling_of
-from ctxext.core.published import foreign_fields
+from ctxext.core.refusals import building, foreign_fields
 from ctxext.core.saved import (
     GUARD,
     GUARDED_FIELD,
@@ -30,6 +28,7 @@ from ctxext.core.saved import (
     saved_method,
     saved_sides,
 )
+from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import base_model, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod

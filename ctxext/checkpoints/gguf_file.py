@@ -108,12 +108,6 @@ class GGUFFile:
         return value
 
     @property
-    def sizes(self) -> dict[str, int | float]:
-        """The values that are single numbers, by their keys without the architecture."""
-        values = {key.partition(".")[2]: self.get(key) for key in self.keys if not key.startswith("tokenizer.")}
-        return {name: value for name, value in values.items() if isinstance(value, int | float)}
-
-    @property
     def tensors(self) -> list[str]:
         """The names of its tensors."""
         return [tensor.name for tensor in self._reader.tensors]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ctxext.checkpoints.gguf_file import GGUFFile
-from ctxext.core.config import heads_of, is_windowed, rope_dicts
+from ctxext.core.scaling import heads_of, is_windowed, rope_dicts
 from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,11 @@ from ctxext.checkpoints.export import exports_of
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.core.architecture import trained_length_of
-from ctxext.core.config import published_json, shortened, window_fields, window_note
 from ctxext.core.edits import own_attributes
 from ctxext.core.own_config import owns_its_config
 from ctxext.core.patching import describe, patch, unpatch
-from ctxext.core.published import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rebuild import Scalar
+from ctxext.core.refusals import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import (
     already_extended,
@@ -30,7 +30,9 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
 )
-from ctxext.core.subject import Subject
+from ctxext.core.scaling import published_json
+from ctxext.core.subject import Subject, text_of
+from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
@@ -180,6 +182,28 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     except CheckpointError:  # its config checks one field against another, which says the number of layers too
         return whole
     return shallow if _kinds(shallow) == _kinds(whole) else whole
+
+
+def shortened(config: Any, least: int) -> Any:
+    """Return a copy of a config with fewer layers that has one of every kind, or the config if none has fewer."""
+    short = copy.deepcopy(config)
+    text = text_of(short)
+    count = getattr(text, "num_hidden_layers", None)
+    if not isinstance(count, int) or getattr(text, "num_kv_shared_layers", None):  # the last layers read earlier ones
+        return config
+    own = {int(layer): fields for layer, fields in (text.to_dict().get("per_layer_config") or {}).items()}
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
+    kinds = [repr(kind) for kind in zip(map(own.get, range(count)), *lists.values(), strict=True)]
+    # The last layer stays of its kind, which some classes require.
+    fits = (end for end in range(least, count) if kinds[end - 1] == kinds[-1] and set(kinds[:end]) == set(kinds))
+    if (keep := next(fits, count)) == count:
+        return config
+    for name, value in lists.items():
+        setattr(text, name, value[:keep])
+    text.num_hidden_layers = keep
+    if own:
+        text.per_layer_config = {layer: fields for layer, fields in own.items() if layer < keep}
+    return short
 
 
 def _is_one_repeated(layers: nn.ModuleList) -> bool:

@@ -25,7 +25,6 @@ from ctxext.checkpoints.adapters import (
     read_extension,
     require_trained_on,
 )
-from ctxext.checkpoints.config_check import building, running_code
 from ctxext.checkpoints.source import (
     check_weights,
     checked_path,
@@ -34,10 +33,11 @@ from ctxext.checkpoints.source import (
     quantised_beside,
     read_any_config,
 )
-from ctxext.core.config import drop_old_form, same_rope
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import drop_old_form
 from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
+from ctxext.core.refusals import building, running_code
 from ctxext.core.saved import (
     already_extended,
     arguments_in_place_of,
@@ -51,6 +51,7 @@ from ctxext.core.saved import (
     version_of,
     without_guard,
 )
+from ctxext.core.scaling import same_rope
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import (
     CheckpointError,

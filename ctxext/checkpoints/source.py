@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -18,13 +17,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedCo
 from transformers.utils import cached_file
 
 from ctxext.checkpoints.adapters import is_adapter
-from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, running_code
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
-from ctxext.core.config import OLD_GUARD, refuse_idle_scaling, same_rope
-from ctxext.core.published import refuse_lost_fields
-from ctxext.core.saved import GUARD, checked_extension, extended_texts
-from ctxext.errors import CheckpointError, CtxextError, VerificationError, unwritable
+from ctxext.core.old_form import OLD_GUARD
+from ctxext.core.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
+from ctxext.core.saved import GUARD, checked_extension
+from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
@@ -72,7 +70,6 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         file = opened_gguf(place, **location)
         if not raw and file is None:
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
-        check_sizes(raw if file is None else file.sizes, os.fspath(place))
         guarded = [name for name, value in raw.items() if value == GUARD]
         if guarded:
             original = checked_extension(raw.get("ctxext"), os.fspath(place))["original"]
@@ -91,9 +88,8 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         del config.auto_map
     check_config(config, os.fspath(place))
     if "ctxext" in raw:
-        _refuse_two_stories(config, raw, place)
+        refuse_two_stories(config, raw, os.fspath(place))
     elif not location.get("gguf_file"):
-        refuse_idle_scaling(config, os.fspath(place))
         refuse_lost_fields(config, os.fspath(place), raw)
     return config
 
@@ -156,34 +152,6 @@ def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
             f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}{unwritable(error)}"
         )
     return f"There is no directory {place}.{nearest_name(Path(place))} The hub did not give it either: {error}"
-
-
-def _refuse_two_stories(config: Any, raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
-    """Refuse an extended config whose old form says something else than its new one: transformers believes the old.
-
-    Raises:
-        VerificationError: the message shows both forms.
-    """
-    new_form = _without_old_scaling(raw)
-    if new_form == raw:
-        return
-    for text, alone in zip(extended_texts(config), extended_texts(type(config).from_dict(new_form)), strict=True):
-        old, new = text.rope_parameters, alone.rope_parameters
-        if not same_rope(old, new):
-            raise VerificationError(
-                f"The config of {place} contradicts itself: rope_scaling and the fields beside it say {old}, and "
-                f"rope_parameters={new}. transformers follows the first. Load the original checkpoint and extend that."
-            )
-
-
-def _without_old_scaling(raw: dict[str, Any]) -> dict[str, Any]:
-    """Copy a config as its file holds it, without the ``rope_scaling`` beside ``rope_parameters`` in any part."""
-    parts = {
-        name: _without_old_scaling(part) if isinstance(part, dict) and name != "ctxext" else part
-        for name, part in raw.items()
-    }
-    has_both = all(isinstance(raw.get(name), dict) for name in ("rope_parameters", "rope_scaling"))
-    return {name: copy.deepcopy(part) for name, part in parts.items() if name != "rope_scaling" or not has_both}
 
 
 def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:

@@ -31,9 +31,9 @@ from ctxext.checkpoints.source import (
     read_tokenizer,
     refuse_source,
 )
-from ctxext.core.config import same_rope
 from ctxext.core.patching import patch
 from ctxext.core.saved import describe_saved, extended_texts, with_old_form
+from ctxext.core.scaling import same_rope
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
 from ctxext.methods import Method

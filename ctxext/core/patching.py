@@ -9,18 +9,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
-from ctxext.core.config import (
-    checked_scaling,
-    published_json,
-    refuse_changed_length,
-    refuse_idle_scaling,
-    refuse_shrinking,
-    scaling_of,
-    write_old_form,
-)
+from ctxext.core.architecture import find_architecture, trained_length_of
 from ctxext.core.edits import Edits
-from ctxext.core.published import refuse_lost_fields, refuse_lost_share
+from ctxext.core.old_form import write_old_form
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import (
     checked_trained_length,
@@ -31,12 +22,14 @@ from ctxext.core.saved import (
     saved_sides_form,
     untested_versions,
 )
+from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
 from ctxext.core.steps import ExtendedPart, Moment, Step, Work, described, register, run, steps
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import PatchStateError
 from ctxext.methods import Method
 from ctxext.methods.base import resolve
 from ctxext.methods.parameters import checked_tokens
+from ctxext.runtimes.llama_cpp import architecture_of
 from ctxext.spec import Description, Extension, ExtensionArguments, Request
 
 ModelT = TypeVar("ModelT")
@@ -185,7 +178,6 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
 def _refuse_state(subject: Subject) -> None:
     """Refuse a model that is extended, in whole or in part, or that is not what its config says."""
     base = subject.model
-    name = f"this {type(base).__name__}"
     if (state := patched_state(base)) is not None:
         raise PatchStateError(
             f"This {type(base).__name__} is already extended by {state.method.name!r} (factor "
@@ -196,11 +188,8 @@ def _refuse_state(subject: Subject) -> None:
             f"This {type(base).__name__} is extended in part: ctxext.patch was interrupted while it undid its work. "
             f"Call ctxext.unpatch(model) first, which undoes the rest."
         )
-    published = published_json(base.config)
-    refuse_idle_scaling(base.config, name)
-    if published:
-        refuse_lost_fields(base.config, name, published, live=True)
-        refuse_lost_share(subject, name)
+    if subject.sides:  # each of which is checked by itself, too
+        architecture_of(subject)
 
 
 def extend_positions(work: Work) -> None:

@@ -12,8 +12,9 @@ import torch
 import transformers
 from packaging.version import Version
 
-from ctxext.core.config import drop_old_form, scaling_of, write_old_form
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import drop_old_form, write_old_form
+from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import SIDES, Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class

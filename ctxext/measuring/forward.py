@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.caches.records import cache_argument
-from ctxext.core.config import heads_of, of_layers, rope_dicts
 from ctxext.core.patching import describe, patched_state
+from ctxext.core.scaling import heads_of, of_layers, rope_dicts
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import require_pieces, shell_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.core.architecture import Architecture, unknown_length
-from ctxext.core.config import REFUSALS
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import Rebuild
+from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import digest

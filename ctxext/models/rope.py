@@ -10,22 +10,25 @@ import torch
 
 from ctxext.attention.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.caches.dynamic import follow_length
+from ctxext.core import refusals as refusals  # adds its checks to those of all families
 from ctxext.core.architecture import Architecture, unknown_length
-from ctxext.core.config import Scaling, of_layers, scaling_of, window_fields, window_note
+from ctxext.core.as_configured import require_as_configured
 from ctxext.core.edits import Edits
+from ctxext.core.latent import score_form
+from ctxext.core.override import PinnedApply
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import (
     UNSEEN,
     LatentSpec,
-    PinnedApply,
     ProportionalSpec,
     find_sites,
-    require_as_configured,
     survey,
 )
 from ctxext.core.saved import GUARD, guarded_field
-from ctxext.core.stored_form import StoredForm, checked_lengths, score_form
+from ctxext.core.scaling import Scaling, of_layers, scaling_of
+from ctxext.core.stored_form import StoredForm, checked_lengths
 from ctxext.core.subject import Subject
+from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod

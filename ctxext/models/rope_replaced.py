@@ -9,13 +9,15 @@ from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.attention.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
 from ctxext.core.architecture import unknown_length
-from ctxext.core.config import CHUNKED, REFUSALS, window_fields, window_note
 from ctxext.core.edits import Edits
+from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import PinnedApply, RotaryPlace
+from ctxext.core.rotary import RotaryPlace
+from ctxext.core.scaling import CHUNKED, REFUSALS
 from ctxext.core.stored_form import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
+from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod

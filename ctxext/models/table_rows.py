@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ctxext.core.config import REFUSALS, drop_old_form
 from ctxext.core.digest import is_zero3
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import drop_old_form
 from ctxext.core.rebuild import reread, restoring
 from ctxext.core.saved import without_guard
+from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import field_of
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, RopeMethod

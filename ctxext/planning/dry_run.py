@@ -30,8 +30,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.caches.records import cache_argument, cache_in
 from ctxext.core.code import learned_positions
-from ctxext.core.config import REFUSALS
 from ctxext.core.edits import Edits
+from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.measuring.head import require_head

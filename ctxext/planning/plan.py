@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.checkpoints.load import attached, meta_model
-from ctxext.core.config import rope_dicts, scaling_of, stated_length
 from ctxext.core.saved import plain_config, saved_extension
+from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as

@@ -20,9 +20,9 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 import torch
 from torch import Tensor, nn
 
-from ctxext.core.config import scaling_of
 from ctxext.core.patching import describe, patched, patched_state, unpatch
 from ctxext.core.rotary import find_sites
+from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
 from ctxext.files import parse_json

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.caches.call import ATTENTION
-from ctxext.core.config import of_layers
 from ctxext.core.digest import is_zero3
 from ctxext.core.patching import patched_state
+from ctxext.core.scaling import of_layers
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 

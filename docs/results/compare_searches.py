@@ -55,7 +55,9 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.readings import TIMES
 from ctxext.measuring.statistics import PairedDifference, document_difference
-from ctxext.methods import NTK, PI, YaRN
+from ctxext.methods.ntk import NTK
+from ctxext.methods.pi import PI
+from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 from ctxext.texts.corpus import TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents

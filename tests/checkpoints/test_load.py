@@ -31,7 +31,9 @@ from ctxext.errors import (
     PatchStateError,
 )
 from ctxext.measuring.checkpoint import load_checkpoint
-from ctxext.methods import METHODS, Method, RetrievalHeads, RopeMethod, YaRN
+from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.yarn import YaRN
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.check import State, Stock
 from tests.walk.tiny import TRAINED_LENGTH

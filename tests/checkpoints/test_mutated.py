@@ -98,7 +98,8 @@ def _damage(config: dict[str, Any], draw: random.Random) -> None:
     else:
         telling = [field for field in TELLING if field in config]
         field = draw.choice(telling if telling and draw.random() < 0.75 else list(config))
-        config[field] = copy.deepcopy(draw.choice(VALUES))
+        value = copy.deepcopy(draw.choice(VALUES))
+        config[field] = 0 if value == 10**18 and "layers" in field else value  # as many layers are built one by one
 
 
 def walk(seed: int, directory: Path) -> dict[str, str]:

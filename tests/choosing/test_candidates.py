@@ -10,8 +10,13 @@ import torch
 
 from ctxext.choosing.candidates import CandidateReach, candidates, critical, distinct, grid, short_label
 from ctxext.measuring.readings import TIMES, Reading, name_for
-from ctxext.methods import METHODS, NTK, PI, Method, RetrievalHeads, RopeMethod, SelfExtend, YaRN
+from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods.ntk import NTK
+from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.yarn import YaRN
 from ctxext.models.rope import fingerprint
 from ctxext.spec import RopeSpec
 

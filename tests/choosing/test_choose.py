@@ -23,7 +23,10 @@ from ctxext.measuring import loss
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.statistics import PairedDifference
-from ctxext.methods import NTK, PI, SelfExtend, YaRN
+from ctxext.methods.ntk import NTK
+from ctxext.methods.pi import PI
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.yarn import YaRN
 from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny

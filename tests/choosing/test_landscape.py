@@ -16,7 +16,8 @@ from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.measuring.loss import loss_by_position
-from ctxext.methods import NTK, YaRN
+from ctxext.methods.ntk import NTK
+from ctxext.methods.yarn import YaRN
 from tests._models import on_recent, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

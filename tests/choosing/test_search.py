@@ -25,7 +25,9 @@ from ctxext.evaluation.passkey import PasskeyPrompt
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.truncation import UNPATCHED
-from ctxext.methods import PI, LongRoPE, YaRN
+from ctxext.methods.longrope import LongRoPE
+from ctxext.methods.pi import PI
+from ctxext.methods.yarn import YaRN
 from ctxext.texts.corpus import TokenisedDocument
 from tests._choices import on_disk, told
 from tests._models import byte_model

@@ -18,7 +18,8 @@ from typer.testing import Result
 import ctxext
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, speed
-from ctxext.methods import METHODS, NTK, known_methods
+from ctxext.methods import METHODS, known_methods
+from ctxext.methods.ntk import NTK
 from ctxext.spec import LLAMA
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf

@@ -17,7 +17,7 @@ from ctxext.choosing import budget, choose
 from ctxext.evaluation.report.figures import Figure
 from ctxext.evaluation.report.markdown import code, escaped, table
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, TextTable
-from ctxext.methods import YaRN
+from ctxext.methods.yarn import YaRN
 from ctxext.progress import StageBar, terminal
 from ctxext.texts.documents import Document
 from tests._models import byte_model

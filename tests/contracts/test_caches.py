@@ -26,7 +26,7 @@ from transformers import (
 import ctxext
 from ctxext.caches.records import cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
-from ctxext.methods import LongRoPE
+from ctxext.methods.longrope import LongRoPE
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

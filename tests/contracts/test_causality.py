@@ -15,7 +15,8 @@ import ctxext
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
-from ctxext.methods import RetrievalHeads, known_methods
+from ctxext.methods import known_methods
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import RopeSpec
 from tests._models import FOR_LLAMA, RECENT, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model

@@ -16,8 +16,11 @@ import ctxext
 from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.laboratory.encodings import ENCODINGS
-from ctxext.methods import METHODS, DynamicYaRN, LongRoPE, Method, RetrievalHeads
+from ctxext.methods import METHODS, Method
+from ctxext.methods.dynamic_yarn import DynamicYaRN
+from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import RopeSpec
 from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH

@@ -21,7 +21,8 @@ from transformers import (
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.methods import LongRoPE, Method
+from ctxext.methods import Method
+from ctxext.methods.longrope import LongRoPE
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

@@ -18,8 +18,12 @@ from transformers.masking_utils import eager_mask
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.methods import DualChunk, ReRoPE, RetrievalHeads, SelfExtend, Streaming
+from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.rerope import ReRoPE
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.streaming import Streaming
 from ctxext.spec import RopeSpec
 from ctxext.training.sequences import require_separate
 from tests._models import tiny, tokens

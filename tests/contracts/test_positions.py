@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels import BACKENDS, flex
-from ctxext.methods import METHODS, LongRoPE
+from ctxext.methods import METHODS
+from ctxext.methods.longrope import LongRoPE
 from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

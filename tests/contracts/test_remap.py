@@ -22,8 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.kernels.pieces import RotationForm
-from ctxext.methods import METHODS, DualChunk, ReRoPE, RetrievalHeads, SelfExtend, Streaming
+from ctxext.methods import METHODS
+from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.rerope import ReRoPE
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.streaming import Streaming
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
 from tests._models import RECENT, logits, tiny, tokens
 from tests._remap import dense_attention, relative_positions, weights

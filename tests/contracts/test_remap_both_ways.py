@@ -19,8 +19,12 @@ import ctxext
 from ctxext.core.code import names_of
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS, DualChunk, RetrievalHeads, SelfExtend, Streaming
+from ctxext.methods import METHODS
+from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.streaming import Streaming
 from ctxext.spec import RopeSpec
 from tests._models import RECENT, tokens
 from tests._products import crossed

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, P
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import LongRoPE
+from ctxext.methods.longrope import LongRoPE
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

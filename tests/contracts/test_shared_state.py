@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.methods import LongRoPE
+from ctxext.methods.longrope import LongRoPE
 from tests._models import RECENT, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

@@ -16,7 +16,8 @@ import ctxext
 from ctxext.caches.bounded import BoundedLayer, SplitLayer
 from ctxext.caches.records import empty
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import RetrievalHeads, Streaming
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.streaming import Streaming
 from tests._caches import OF_ROWS, read
 from tests._models import logits, tiny, tokens
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import Streaming
+from ctxext.methods.streaming import Streaming
 from tests._caches import OF_ROWS, read
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH

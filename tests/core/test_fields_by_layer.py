@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import ctxext
-from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.inspect import inspect_checkpoint, shortened
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.core.config import heads_of, of_layers, shortened
+from ctxext.core.scaling import heads_of, of_layers
 from ctxext.errors import VerificationError
 from ctxext.methods import METHODS
 

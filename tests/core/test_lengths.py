@@ -14,7 +14,7 @@ import ctxext
 from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.core.architecture import trained_length_of
-from ctxext.core.published import lost_fields
+from ctxext.core.refusals import lost_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS

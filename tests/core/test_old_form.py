@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausa
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.core.config import OLD_GUARD
+from ctxext.core.old_form import OLD_GUARD
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import with_old_form
 from ctxext.core.subject import Subject

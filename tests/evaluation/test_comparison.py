@@ -27,7 +27,9 @@ from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.measuring.readings import TIMES, Readings, chosen_methods
 from ctxext.measuring.statistics import PairedDifference, document_difference
 from ctxext.measuring.survey import LossJob, PromptJob, my_share
-from ctxext.methods import PI, ALiBi, YaRN
+from ctxext.methods.alibi import ALiBi
+from ctxext.methods.pi import PI
+from ctxext.methods.yarn import YaRN
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
 from tests._models import tiny

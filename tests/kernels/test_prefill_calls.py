@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctxext.kernels import Call, Layout, base, named, sdpa
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces
-from ctxext.methods import DualChunk, SelfExtend, Streaming
+from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.streaming import Streaming
 from ctxext.spec import PositionMap, RopeSpec
 from tests._fake_cuda import CUDA, load_guard
 

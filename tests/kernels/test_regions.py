@@ -9,7 +9,10 @@ import torch
 
 from ctxext.errors import InvalidParameterError
 from ctxext.kernels.regions import CAUSAL, FULL, Rectangle, rectangles, tiles
-from ctxext.methods import DualChunk, ReRoPE, SelfExtend, Streaming
+from ctxext.methods.dual_chunk import DualChunk
+from ctxext.methods.rerope import ReRoPE
+from ctxext.methods.self_extend import SelfExtend
+from ctxext.methods.streaming import Streaming
 from ctxext.spec import Ahead, Band, Chunks, Region, RopeSpec, Sinks
 
 

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ctxext
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import ABF, NTK, YaRN
+from ctxext.methods.abf import ABF
 from ctxext.methods.formulas import clipped, plain_inv_freq
+from ctxext.methods.ntk import NTK
 from ctxext.methods.table import Table
+from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
 

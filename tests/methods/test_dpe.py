@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.methods import DPE, SelfExtend
-from ctxext.methods.dpe import PUBLISHED
+from ctxext.methods.dpe import DPE, PUBLISHED
+from ctxext.methods.self_extend import SelfExtend
 from ctxext.spec import RopeSpec
 from tests._remap import ROPE, by_formula, relative_positions
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import DualChunk
+from ctxext.methods.dual_chunk import DualChunk
 from ctxext.spec import RopeSpec
 from tests._remap import ROPE, by_formula, relative_positions
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import ReRoPE
+from ctxext.methods.rerope import ReRoPE
 from tests._remap import ROPE, by_formula, relative_positions
 
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import DualChunk, ReRoPE, RetrievalHeads, SelfExtend
+from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
+from ctxext.methods.rerope import ReRoPE
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.self_extend import SelfExtend
 from tests._remap import ROPE, by_formula, relative_positions, weights
 
 LENGTH = 200

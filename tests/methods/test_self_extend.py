@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import SelfExtend
-from ctxext.methods.self_extend import largest_relative_position, longest_text, smallest_group
+from ctxext.methods.self_extend import SelfExtend, largest_relative_position, longest_text, smallest_group
 from tests._remap import ROPE, by_formula, relative_positions, weights
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import STRING
+from ctxext.methods.string import STRING
 from ctxext.spec import RopeSpec
 from tests._remap import ROPE, by_formula, relative_positions
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.methods import YaRN
 from ctxext.methods.base import resolve
+from ctxext.methods.yarn import YaRN
 from ctxext.training import Memory
 from ctxext.training.settings import Settings, read_settings
 

@@ -21,7 +21,8 @@ from ctxext.core.rebuild import FAILURES
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import Method, RetrievalHeads, TableMethod, known_methods
+from ctxext.methods import Method, TableMethod, known_methods
+from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models import find_architecture
 from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.buckets import Buckets

@@ -1,29 +1,22 @@
-"""Read what a config says of positions: rope dicts, sliding windows, the trained length, the scaling, the old form.
+"""Read the positions of a config: its rope dicts, trained length and scaling, in the forms that were published.
 
 All verbs and commands take the trained window of a checkpoint from here. ``docs/methods.md`` has the table of what each
 published form means.
-
-transformers 4, and programs written for its configs, read the base from ``rope_theta`` and the scaling from
-``rope_scaling``. If a config has neither, they silently take 10000 and no scaling. So an extended config holds both
-forms if the old one can express the extension, and otherwise a base that no program can compute with.
-transformers 5 gives ``rope_scaling`` precedence, takes the other old fields as defaults, and keeps none.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
-from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject, path_to, text_of
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.files import parse_json
 from ctxext.methods.formulas import NEVER
 
@@ -47,9 +40,6 @@ FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
-UNSCALED = (None, "default", "mrope", "proportional", "axial")
-# Keys that scale positions.
-FACTORS = ("factor", "short_factor", "long_factor")
 
 
 def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
@@ -65,6 +55,21 @@ def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
         yield from nested.items()
     elif rope:
         yield None, rope
+
+
+def same_rope(first: Any, second: Any) -> bool:
+    """Return whether two rope dicts are equal; ``type``, the old name of ``rope_type``, does not count."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return bool(first == second)
+    names = [
+        {name for name in rope if name != "type" or rope["type"] != rope.get("rope_type")} for rope in (first, second)
+    ]
+    return names[0] == names[1] and all(same_rope(first[name], second[name]) for name in names[0])
+
+
+def is_windowed(layer_type: str) -> bool:
+    """Return whether a layer of this type looks back over a limited window only."""
+    return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
 
 
 def published_json(config: Any) -> dict[str, Any]:
@@ -114,125 +119,6 @@ def heads_of(text: Any) -> tuple[int, int, int]:
     heads = max(of_layers(text, "num_attention_heads"))
     key_heads = max(count or heads for count in of_layers(text, "num_key_value_heads"))
     return heads, key_heads, max(width or text.hidden_size // heads for width in of_layers(text, "head_dim"))
-
-
-def shortened(config: Any, least: int) -> Any:
-    """Return a copy of a config with fewer layers that has one of every kind, or the config if none has fewer."""
-    short = copy.deepcopy(config)
-    text = text_of(short)
-    count = getattr(text, "num_hidden_layers", None)
-    if not isinstance(count, int) or getattr(text, "num_kv_shared_layers", None):  # the last layers read earlier ones
-        return config
-    own = {int(layer): fields for layer, fields in (text.to_dict().get("per_layer_config") or {}).items()}
-    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
-    kinds = [repr(kind) for kind in zip(map(own.get, range(count)), *lists.values(), strict=True)]
-    # The last layer stays of its kind, which some classes require.
-    fits = (end for end in range(least, count) if kinds[end - 1] == kinds[-1] and set(kinds[:end]) == set(kinds))
-    if (keep := next(fits, count)) == count:
-        return config
-    for name, value in lists.items():
-        setattr(text, name, value[:keep])
-    text.num_hidden_layers = keep
-    if own:
-        text.per_layer_config = {layer: fields for layer, fields in own.items() if layer < keep}
-    return short
-
-
-def is_windowed(layer_type: str) -> bool:
-    """Return whether a layer of this type looks back over a limited window only."""
-    return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
-
-
-def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
-    """Return the config fields that the user's choice for sliding windows changes.
-
-    ``choice`` is the ``sliding_window`` of ``ctxext.patch``. ``target_length`` is None if unknown, so that any window
-    may be too narrow.
-
-    Raises:
-        IncompatibleError: if every attention layer has a window narrower than the extension, and there is no
-            choice.
-        InvalidParameterError: if the choice is unknown.
-    """
-    if choice not in (None, "keep", "lift"):
-        raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
-    window = _window(config)
-    if window is None or not _all_windowed(config):
-        if choice == "lift":
-            raise IncompatibleError(
-                f"sliding_window='lift': this {config.model_type} has full-attention layers, which already see the "
-                f"whole text. Leave sliding_window out."
-            )
-        return {}
-    if choice is None and not _reaches(window, target_length):
-        extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
-        raise IncompatibleError(
-            f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
-            f"(sliding_window={window}), which would limit the reach of {extension}. Pass sliding_window='lift' "
-            f"(--sliding-window lift) if the weights were trained without a window or will be fine-tuned. Pass "
-            f"sliding_window='keep' (--sliding-window keep) to keep it."
-        )
-    if choice != "lift":
-        return {}
-    fields: dict[str, Any] = {"sliding_window": None}
-    if any(map(is_windowed, _layer_types(config))):
-        # layer_types decide then, and transformers may require a number of tokens for the window.
-        kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
-        fields = {"layer_types": kinds}
-    if hasattr(config, "use_sliding_window"):
-        fields["use_sliding_window"] = False
-    return fields
-
-
-def window_note(config: Any, target_length: int | None) -> str | None:
-    """Return a sentence about windows that stay, None if there are none; arguments as for ``window_fields``."""
-    window = _window(config)
-    if window is None:
-        return None
-    if _all_windowed(config) and _reaches(window, target_length):
-        return f"Every attention layer sees the last {window} tokens, enough for a text of {target_length} tokens."
-    if _all_windowed(config):
-        return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
-    if not any(map(is_windowed, _layer_types(config))):
-        return None
-    return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
-
-
-def mixes_windows(config: Any) -> bool:
-    """Return whether the config has layers with a window beside layers without one."""
-    return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
-
-
-def window_of(config: Any) -> int | None:
-    """Return the number of tokens in the window of layers that have one; None if no layer has one."""
-    kinds = _layer_types(config)
-    return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
-
-
-def _layer_types(config: Any) -> list[str]:
-    return getattr(config, "layer_types", None) or []
-
-
-def _reaches(window: int, target_length: int | None) -> bool:
-    """Return whether the last token of a text of this length sees the first one."""
-    return target_length is not None and window >= target_length
-
-
-def _window(config: Any) -> int | None:
-    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
-        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(window)
-
-
-def _all_windowed(config: Any) -> bool:
-    layer_types = _layer_types(config)
-    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
-    if not layer_types:
-        return True
-    return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)
 
 
 # Model types published with linear scaling and a length that includes it already (vLLM excepts them, too).
@@ -457,156 +343,3 @@ def refuse_shrinking(scaling: Scaling, target_length: int) -> None:
             f"The target of {target_length} tokens is below the {scaling.reach} that this checkpoint reads already "
             f"({scaling}). Pass a target_length above {scaling.reach}."
         )
-
-
-def refuse_idle_scaling(config: Any, place: str) -> None:
-    """Raise if a rope dict has factors and a type that ignores them, so that the model is built plain.
-
-    Extended checkpoints pass: they have their own checks.
-    """
-    for _, rope in rope_dicts(text_of(config)) if getattr(config, "ctxext", None) is None else ():
-        idle = [f"{name}={short(rope[name])}" for name in FACTORS if rope.get(name) not in (None, 1)]
-        if idle and rope.get("rope_type", "default") == "default":
-            if (kind := rope.get("type")) not in UNSCALED:
-                raise CheckpointError(
-                    f"The config of {place} says type={kind!r} and {', '.join(idle)}. {type(text_of(config)).__name__} "
-                    f"does not read the key type and builds rope_type='default', which scales nothing. Rename type to "
-                    f"rope_type={kind!r} in rope_parameters."
-                )
-            raise CheckpointError(
-                f"The config of {place} has {', '.join(idle)} in rope_parameters, but rope_type='default', which "
-                f"scales nothing. Set the rope_type that they belong to (yarn, linear), or remove them."
-            )
-
-
-def short(value: Any) -> str:
-    """Return a value for a message, a list by its length."""
-    return f"<{len(value)} values>" if isinstance(value, list) else repr(value)
-
-
-OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
-
-# Names of the base in configs of transformers 4, which differ by family; nearly all use the first.
-BASES = ("rope_theta", "rotary_emb_base", "global_rope_theta")
-# Names of the rotated part of each head.
-PARTS = ("rotary_pct", "partial_rotary_factor")
-OLD_FIELDS = ("rope_scaling", "rope_local_base_freq", *BASES)
-
-# Rope types that transformers 4 (4.57.1, modeling_rope_utils.py) computes as transformers 5 does.
-OLD_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
-# Model types whose classes in transformers 4.57.1 read the base and silently ignore any scaling.
-PASS_OVER_SCALING = frozenset({"nemotron"})
-
-
-def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
-    """Put the old form beside the new one in the text part of an extended config.
-
-    ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
-    ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
-    programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
-    """
-    text = text_of(config)
-    drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
-    for name, value in old_form(text, of_any_type=of_any_type).items():
-        # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
-        # the object's own dictionary.
-        edits.set_unchecked(text, name, value)
-
-
-def drop_old_form(text: Any, edits: Edits | None = None) -> None:
-    """Remove the old form from a text config, as reading it from a file would; through ``edits`` where it is live."""
-    held = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
-    kept = vars(_read(text, held)) if held else {}
-    for name in [name for name in held if name not in kept]:
-        (edits or Edits()).delete_unchecked(text, name)
-
-
-def same_rope(first: Any, second: Any) -> bool:
-    """Return whether two rope dicts are equal; ``type``, the old name of ``rope_type``, does not count."""
-    if not isinstance(first, dict) or not isinstance(second, dict):
-        return bool(first == second)
-    names = [
-        {name for name in rope if name != "type" or rope["type"] != rope.get("rope_type")} for rope in (first, second)
-    ]
-    return names[0] == names[1] and all(same_rope(first[name], second[name]) for name in names[0])
-
-
-def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
-    """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
-
-    A form is returned only if transformers reads it correctly, both alone and beside ``rope_parameters``. Nothing is
-    returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
-    not know it.
-    """
-    rope = getattr(text, "rope_parameters", None)
-    if not rope or not is_dataclass(text):
-        return {}
-    declared = {field.name for field in fields(text)}
-    for form in _candidates(text, rope):
-        if declared & form.keys() or not _reads(text, form, rope, alone=True) or not _reads(text, form, rope):
-            continue
-        if of_any_type and "rope_scaling" in form:
-            break  # the base class would look for a length that it has not read yet
-        return form
-    for name in BASES:
-        guard = {name: OLD_GUARD}
-        if name not in declared and _reads(text, guard, rope):
-            return guard
-    return {}
-
-
-def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield candidates for the old form of ``rope``, if transformers 4 computes such a rope dict likewise.
-
-    The caller tries which of them the config's class reads.
-    """
-    has_original = getattr(text, "original_max_position_embeddings", None) is not None
-    for _, parameters in rope_dicts(rope):
-        kind = parameters.get("rope_type", "default")
-        if kind != "default" and text.model_type in PASS_OVER_SCALING:
-            return
-        if kind == "longrope" and not has_original:
-            # transformers 4 would switch, and scale, by max_position_embeddings
-            one_set = parameters.get("short_factor") == parameters.get("long_factor")
-            if not one_set or parameters.get("attention_factor") is None:
-                return
-        elif kind != "longrope" and kind not in OLD_TYPES:
-            return
-    nested = None not in dict(rope_dicts(rope))
-    main = rope.get("full_attention") if nested else rope
-    if not isinstance(main, dict) or "rope_theta" not in main:
-        return
-    apart = {"rope_theta", "partial_rotary_factor"}
-    scaling = {key: copy.deepcopy(value) for key, value in main.items() if key not in apart}
-    kind = scaling.setdefault("rope_type", "default")
-    form = {"rope_scaling": scaling | {"type": kind}} if scaling != {"rope_type": "default"} else {}
-    local = (rope.get("sliding_attention") or {}).get("rope_theta") if nested else None
-    part = main.get("partial_rotary_factor")
-    for base in BASES:
-        whole = form | {base: main["rope_theta"]}
-        if nested and local is not None:
-            yield whole | {"rope_local_base_freq": local}
-            if local != main["rope_theta"]:
-                continue
-        if part is None or part == 1:
-            yield whole
-        if part is not None:
-            yield from (whole | {name: part} for name in PARTS)
-
-
-def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool = False) -> bool:
-    """Return whether transformers reads ``rope`` from these old fields, ``alone`` or beside the new ones."""
-    try:
-        built = _read(text, form, without=("rope_parameters",) if alone else ())
-    except REFUSALS:
-        return False
-    kept = [name for name in form if name in vars(built) and name != "partial_rotary_factor"]  # some configs keep it
-    return same_rope(getattr(built, "rope_parameters", None), rope) and (alone or not kept)
-
-
-def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any:
-    """Read the config from a dictionary that holds ``form`` and no other old field."""
-    fields_now = {name: value for name, value in text.to_dict().items() if name not in (*OLD_FIELDS, *without)}
-    declared = {field.name for field in fields(text)}
-    fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared and name in vars(text)}
-    return type(text).from_dict(copy.deepcopy(fields_now | form))

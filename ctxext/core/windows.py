@@ -1,0 +1,100 @@
+"""Sliding windows of a config: the choice of the user about them, and what is told of those that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ctxext.core.scaling import is_windowed, of_layers
+from ctxext.errors import IncompatibleError, InvalidParameterError
+
+
+def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
+    """Return the config fields that the user's choice for sliding windows changes.
+
+    ``choice`` is the ``sliding_window`` of ``ctxext.patch``. ``target_length`` is None if unknown, so that any window
+    may be too narrow.
+
+    Raises:
+        IncompatibleError: if every attention layer has a window narrower than the extension, and there is no
+            choice.
+        InvalidParameterError: if the choice is unknown.
+    """
+    if choice not in (None, "keep", "lift"):
+        raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
+    window = _window(config)
+    if window is None or not _all_windowed(config):
+        if choice == "lift":
+            raise IncompatibleError(
+                f"sliding_window='lift': this {config.model_type} has full-attention layers, which already see the "
+                f"whole text. Leave sliding_window out."
+            )
+        return {}
+    if choice is None and not _reaches(window, target_length):
+        extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
+        raise IncompatibleError(
+            f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
+            f"(sliding_window={window}), which would limit the reach of {extension}. Pass sliding_window='lift' "
+            f"(--sliding-window lift) if the weights were trained without a window or will be fine-tuned. Pass "
+            f"sliding_window='keep' (--sliding-window keep) to keep it."
+        )
+    if choice != "lift":
+        return {}
+    fields: dict[str, Any] = {"sliding_window": None}
+    if any(map(is_windowed, _layer_types(config))):
+        # layer_types decide then, and transformers may require a number of tokens for the window.
+        kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
+        fields = {"layer_types": kinds}
+    if hasattr(config, "use_sliding_window"):
+        fields["use_sliding_window"] = False
+    return fields
+
+
+def window_note(config: Any, target_length: int | None) -> str | None:
+    """Return a sentence about windows that stay, None if there are none; arguments as for ``window_fields``."""
+    window = _window(config)
+    if window is None:
+        return None
+    if _all_windowed(config) and _reaches(window, target_length):
+        return f"Every attention layer sees the last {window} tokens, enough for a text of {target_length} tokens."
+    if _all_windowed(config):
+        return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
+    if not any(map(is_windowed, _layer_types(config))):
+        return None
+    return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
+
+
+def mixes_windows(config: Any) -> bool:
+    """Return whether the config has layers with a window beside layers without one."""
+    return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
+
+
+def window_of(config: Any) -> int | None:
+    """Return the number of tokens in the window of layers that have one; None if no layer has one."""
+    kinds = _layer_types(config)
+    return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
+
+
+def _layer_types(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or []
+
+
+def _reaches(window: int, target_length: int | None) -> bool:
+    """Return whether the last token of a text of this length sees the first one."""
+    return target_length is not None and window >= target_length
+
+
+def _window(config: Any) -> int | None:
+    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
+        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return int(window)
+
+
+def _all_windowed(config: Any) -> bool:
+    layer_types = _layer_types(config)
+    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
+    if not layer_types:
+        return True
+    return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)
