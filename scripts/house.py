@@ -30,7 +30,7 @@ RIDDLES = re.compile(
     r"(What|Which|Whether|How|Of|The same|Who|Whoever|As|It|Its|From|Those|Theirs|Likewise|Nobody|Where)\b"
 )
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-VERB = "ctxext.patching"
+VERB = "ctxext.core.patching"
 # What a reader of the core opens: the mechanisms, the contract of methods, and three methods.
 CONTRACT = ("spec", *(f"methods.{name}" for name in ("base", "formulas", "parameters", "yarn", "ntk", "pi")))
 PERPLEXITY = "ctxext.cli.eval.perplexity"

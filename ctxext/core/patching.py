@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from ctxext.core.architecture import find_architecture, trained_length_of
+from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
 from ctxext.core.edits import Edits
 from ctxext.core.old_form import write_old_form
 from ctxext.core.rebuild import own_defaults
@@ -29,7 +29,6 @@ from ctxext.errors import PatchStateError
 from ctxext.methods import Method
 from ctxext.methods.base import resolve
 from ctxext.methods.parameters import checked_tokens
-from ctxext.runtimes.llama_cpp import architecture_of
 from ctxext.spec import Description, Extension, ExtensionArguments, Request
 
 ModelT = TypeVar("ModelT")

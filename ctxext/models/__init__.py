@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ctxext.core.architecture import ARCHITECTURES, Architecture, find_architecture
+from ctxext.core.architecture import ARCHITECTURES, Architecture, architecture_of, find_architecture
 from ctxext.registry import discover
-from ctxext.runtimes.llama_cpp import architecture_of
 
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "find_architecture"]
 
