@@ -32,27 +32,6 @@ LADDER = (
     (2, 1, 1, 1, 0),
 )
 
-# Of a search: what one step costs in passes over its texts (measured: 2.9 on SmolLM2-135M); how many steps each start
-# takes, at the most and at the least (20 steps from the trained frequencies still leave a model broken at the end of
-# four windows); and how many times the texts of a first look are kept for accepting its result.
-STEP_COST = 2.9
-STEPS, FEWEST, STARTS, ACCEPTING = 60, 12, 2, 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSizes:
-    """Amounts that a search reads.
-
-    Args:
-        steps: from each start.
-        accepting: texts on which its result must beat the choice of the rounds.
-    """
-
-    steps: int
-    rows: int
-    starts: int
-    accepting: int
-
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
@@ -60,7 +39,6 @@ class Costs:
 
     Args:
         choosing: texts to choose on that there are; ``held_out`` are those to judge on.
-        accepting: texts kept for accepting the result of a search that there are; None for no search.
     """
 
     trained: int
@@ -72,7 +50,6 @@ class Costs:
     choosing: int
     held_out: int
     keys: bool
-    accepting: int | None = None
 
     def of(self, tokens: int) -> float:
         """Return the cost of a pass over so many tokens."""
@@ -106,50 +83,35 @@ class Costs:
             return replace(self, turning_point=ALL_LINEAR)
         return replace(self, turning_point=max(1, round(quadratic / linear)))
 
-    def most(self, sizes: Sizes, search: SearchSizes | None = None) -> float:
-        """Return the cost of all rounds, a search and the verdict, at most."""
+    def most(self, sizes: Sizes) -> float:
+        """Return the cost of all rounds and the verdict, at most."""
         inside = self.judged * sizes.first * self.of(self.prefix)
         whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
         tails = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
         truncations = tails / pass_cost(self.length, self.turning_point)
-        total = inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
-        if search is not None:
-            key = self.of(self.trained) if sizes.keys else 0.0
-            total += search.starts * (search.steps * search.rows * STEP_COST + sizes.first)
-            total += key + 3 * search.accepting + sizes.keys
-        return total
+        return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
 
-    def sizes(self, allowed: float | None, seconds: float | None = None) -> tuple[Sizes, SearchSizes | None]:
-        """Return the largest sizes that a budget lasts for; a search gets half of it, or as much as it can use.
+    def sizes(self, allowed: float | None, seconds: float | None = None) -> Sizes:
+        """Return the largest sizes that a budget lasts for.
 
         Args:
             allowed: passes; None for no limit.
             seconds: that as many passes take here, for the message; None where nothing was timed.
 
         Raises:
-            InvalidParameterError: not even the smallest sizes, with the shortest search, fit.
+            InvalidParameterError: not even the smallest sizes fit.
         """
-        ladder, least = self._ladder(), self._search(FEWEST)
-        longest = self._search(STEPS)
-        if allowed is None:
-            return ladder[0], longest
-        # The rounds get as much as the longest search leaves, or half; but no less than the smallest sizes need.
-        for_search = self.most(ladder[0], longest) - self.most(ladder[0])
-        for_rounds = max(allowed - for_search, allowed / 2, self.most(ladder[-1]))
+        ladder = self._ladder()
         for sizes in ladder:
-            search = self._search(self._steps(allowed, sizes))
-            fits = self.most(sizes) <= allowed if search is None else search.steps >= FEWEST
-            if fits and (self.most(sizes) <= for_rounds or sizes == ladder[-1]):
-                return sizes, search
-        steps = "" if least is None else f" and {FEWEST} steps of a search from each of {STARTS} starts"
-        way = "for a smaller target" if least is None else "without --search"
-        least_passes = self.most(ladder[-1], least)
-        time = "" if seconds is None else f", some {duration(seconds * least_passes / allowed)} here"
+            if allowed is None or self.most(sizes) <= allowed:
+                return sizes
+        least = self.most(ladder[-1])
+        time = "" if seconds is None else f", some {duration(seconds * least / allowed)} here"
         raise InvalidParameterError(
             f"The budget is too small: it comes to {allowed:.1f} passes over {self.length:,} tokens. Choosing among "
-            f"{self.judged + self.others} candidates{steps} takes {least_passes:.1f} at least{time}. Allow more "
-            f"(--budget), or choose {way}."
+            f"{self.judged + self.others} candidates takes {least:.1f} at least{time}. Allow more (--budget), or "
+            f"choose for a smaller target."
         )
 
     def _ladder(self) -> list[Sizes]:
@@ -167,14 +129,3 @@ class Costs:
             )
             for whole, finalists, texts, judged, keys in LADDER
         ]
-
-    def _search(self, steps: int) -> SearchSizes | None:
-        if self.accepting is None:
-            return None
-        rows = self.stretches
-        return SearchSizes(steps=steps, rows=rows, starts=STARTS, accepting=min(ACCEPTING * rows, self.accepting))
-
-    def _steps(self, allowed: float, sizes: Sizes) -> int:
-        """Return the steps of a search that the rounds leave of a budget."""
-        without, with_one = (self.most(sizes, self._search(steps)) for steps in (0, 1))
-        return min(STEPS, int((allowed - without) / (with_one - without))) if with_one > without else 0

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ctxext.choosing.candidates import CandidateReach, short_label
-from ctxext.choosing.halving import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
-from ctxext.choosing.search import SearchResult
+from ctxext.choosing.halving import INSIDE, MORE, READ, WHOLE, Course, Finish, Sizes
 from ctxext.choosing.verdict import HeldOut
 from ctxext.measuring.labels import few_of, tokens_label
 from ctxext.measuring.readings import Reading, Refusal
@@ -19,7 +18,7 @@ from ctxext.methods import Method, saved_class
 from ctxext.quantities import duration, parse_budget
 from ctxext.spec import RopeSpec
 
-ROUNDS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
+ROUNDS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,6 @@ class Choice:
     texts: tuple[str, ...]
     spent: Spent
     provenance: Mapping[str, Any]
-    search: SearchResult | None = None
     left_out: tuple[str, ...] = ()
 
     def candidate(self, name: str) -> Candidate:
@@ -155,7 +153,7 @@ class Choice:
             "held_out_texts": self.held_out.texts,
             "held_out_gain": None if gain is None else -gain.mean,
             "held_out_gain_se": None if gain is None else gain.standard_error,
-        } | ({} if self.search is None else {"search": self.search.record})
+        }
 
     @property
     def sentence(self) -> str:
@@ -167,6 +165,7 @@ class Choice:
         values = asdict(replace(self, candidates=()))
         values["candidates"] = [candidate.to_dict() for candidate in self.candidates]
         values["finish"]["courses"] = [course.to_dict() for course in self.finish.courses]
+        values["search"] = None  # files of earlier choices have it
         return {"method": self.method.to_dict(), "sentences": sentences(self), "record": self.record} | values
 
     def rows(self) -> list[dict[str, Any]]:
@@ -192,7 +191,7 @@ class Choice:
 
 def sentences(choice: Choice) -> list[str]:
     """Return everything that has to be said, the headline first."""
-    said = [_headline(choice), *_search(choice), *_versus_runner_up(choice), _versus_truncation(choice)]
+    said = [_headline(choice), *_versus_runner_up(choice), _versus_truncation(choice)]
     return [*said, *_keys(choice), _damage(choice), _dropped(choice), _spent(choice), _form(choice), *_cautions(choice)]
 
 
@@ -234,26 +233,6 @@ def _versus_runner_up(choice: Choice) -> list[str]:
     verdict, name = choice.held_out.verdict(gap), choice.candidate(choice.finish.runner_up).label
     size = f"not shown to differ: {gap} nats per token" if verdict == "no difference" else f"{verdict}, by {_size(gap)}"
     return [f"Against the runner-up, {name}, it is {size}."]
-
-
-def _search(choice: Choice) -> list[str]:
-    """Say what a search did, and whether its result was taken."""
-    search = choice.search
-    if search is None:
-        return []
-    sizes, best, rival = search.sizes, search.starts[0], choice.candidate(search.rival).label
-    where = " and ".join(start.name for start in search.starts)
-    on = f"{sizes.rows} texts at a time" if sizes.rows > 1 else "one text at a time"
-    keys = ", keys hidden in them" if search.needles else ""
-    kept = f"{len(search.texts)} texts" if len(search.texts) > 1 else "a text"
-    took = f"A search of the frequencies took {sizes.steps} steps from each of {where}, {on}{keys}."
-    if search.accepted:
-        return [
-            f"{took} Its result from {best.name} was taken: on {kept} kept back for that it is better than {rival}, "
-            f"which had been chosen before, by {_size(search.gain)}."
-        ]
-    best_of = f"The best, from {best.name}, was judged on {kept} kept back for that"
-    return [f"{took} Nothing of it was taken. {best_of}: {search.why_not}."]
 
 
 def _versus_truncation(choice: Choice) -> str:

@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ctxext.checkpoints.export import export_config
-from ctxext.choosing.budget import Costs, SearchSizes
+from ctxext.choosing.budget import Costs
 from ctxext.choosing.candidates import candidates, distinct
 from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
 from ctxext.choosing.halving import Finish, Halving
-from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
-from ctxext.choosing.search import Search, SearchResult
 from ctxext.choosing.texts import TextStretch, corpus_from, split_texts
 from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.core.rotary import find_sites
@@ -29,9 +26,8 @@ from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, turning_point
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import provenance_of
-from ctxext.measuring.readings import Reading, Readings, Refusal
+from ctxext.measuring.readings import Readings, Refusal
 from ctxext.measuring.survey import Job, ProcessGroup, Survey
-from ctxext.methods import RopeMethod
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
@@ -58,7 +54,6 @@ class ChoiceSettings:
     seed: int = 0
     keys: bool = True
     stock: bool = False
-    search: bool = False
     trained_length: int | None = None
     sliding_window: str | None = None
 
@@ -102,16 +97,12 @@ class PlannedChoice:
                 f"A target of {length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
                 f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
             )
-        if settings.search:
-            require_searchable(checkpoint.model)
-        given = {"seed": settings.seed, "search": settings.search, "tokenizer": checkpoint.tokenizer}
-        self.split = split_texts(corpus.documents, tokens=length + 1, **given)
+        tokenizer = checkpoint.tokenizer
+        self.split = split_texts(corpus.documents, tokens=length + 1, seed=settings.seed, tokenizer=tokenizer)
         if settings.keys:  # it says what is too short for one
-            make_prompts(checkpoint.tokenizer, [length], DEPTHS[:1], seed=settings.seed)
-        self.sites = tuple(find_sites(subject, trained, scaled=own_length is not None))
-        self.rope = self.sites[0].spec
+            make_prompts(tokenizer, [length], DEPTHS[:1], seed=settings.seed)
+        self.rope = find_sites(subject, trained, scaled=own_length is not None)[0].spec
         self.candidates, self.refusals = self._tried(trying)
-        self.plain = self._plain() if settings.search else None
         assert self.readings.setting, "asked for before any method brings an attention of its own"
         cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
         self.journal = Journal(cells, self.group.process, identity=identity)
@@ -132,7 +123,6 @@ class PlannedChoice:
             choosing=len(self.split.choosing),
             held_out=len(self.split.held_out),
             keys=self.settings.keys,
-            accepting=len(self.split.accepting) if self.settings.search else None,
         )
 
     def _tried(self, trying: Callable[[int, int], None]) -> tuple[dict[str, Candidate], tuple[Refusal, ...]]:
@@ -152,21 +142,6 @@ class PlannedChoice:
         found = [Candidate.of(reading, rope, self.length, twins=twins.get(reading.name, ())) for reading in entered]
         return {candidate.reading.name: candidate for candidate in found}, refusals
 
-    def _plain(self) -> Reading:
-        """Return the model ready for the target with its own frequencies, in the form of what a search finds.
-
-        Raises:
-            IncompatibleError: the model's config cannot hold a number for each frequency.
-        """
-        zeros = torch.zeros(self.rope.rotary_dim // 2 + 1, dtype=torch.float64)
-        applicable, refused = self.readings.find([as_method(zeros, self.length / self.trained)])
-        if refused:
-            raise IncompatibleError(
-                f"What a search finds is a number for each frequency, which this model does not take. Choose without "
-                f"--search. {refused[0].reason}"
-            )
-        return applicable[-1]
-
     @property
     def done(self) -> str:
         """Finished work, in words: what is left depends on what was read."""
@@ -175,10 +150,10 @@ class PlannedChoice:
     @property
     def passes(self) -> float:
         """Passes over the target that all of it takes, at most; by a budget in time, before anything is timed."""
-        return self.costs.most(*self.costs.sizes(None if self.budget.seconds else self.budget.passes))
+        return self.costs.most(self.costs.sizes(None if self.budget.seconds else self.budget.passes))
 
     def run(self) -> Choice:
-        """Run the rounds, a search where one is asked for, and the verdict; the model is afterwards as it was.
+        """Run the rounds and the verdict; the model is afterwards as it was.
 
         Raises:
             InvalidParameterError: a budget in time that does not last for the smallest sizes.
@@ -199,7 +174,7 @@ class PlannedChoice:
             progress=self.progress,
         )
         allowed, costs = self._allowed(losses)
-        sizes, search_sizes = costs.sizes(allowed, self.budget.seconds)
+        sizes = costs.sizes(allowed, self.budget.seconds)
         losses.sizes = sizes
         losses.split = replace(self.split, choosing=self.split.choosing[: sizes.texts])
         halving = Halving(
@@ -210,13 +185,9 @@ class PlannedChoice:
             length=self.length,
             runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self.candidates[name])[0]),
         )
-        finish, candidates = halving.run(), list(self.candidates.values())
-        search: SearchResult | None = None
-        if search_sizes is not None:
-            search, finish, result = self._searched(losses, finish, search_sizes)
-            candidates.append(Candidate.of(result, self.rope, self.length, title=result.label))
+        finish = halving.run()
         choice = Choice(
-            candidates=tuple(replace(each, course=finish.course(each.reading.name)) for each in candidates),
+            candidates=tuple(replace(each, course=finish.course(name)) for name, each in self.candidates.items()),
             finish=finish,
             held_out=self._judged(losses, finish, self.split.held_out[: sizes.held_out]),
             usual=halving.usual,
@@ -235,7 +206,6 @@ class PlannedChoice:
                 allowed=allowed,
             ),
             provenance=self._provenance(),
-            search=search,
         )
         runtimes, rope = self._loaded_by(choice.candidate(choice.name))
         return replace(choice, runtimes=runtimes, rope_parameters=rope)
@@ -266,29 +236,6 @@ class PlannedChoice:
         self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix), self.budget.seconds)
         whole = losses.seconds_of_whole()
         return self.budget.seconds / whole, self.costs.timed(inside, whole)
-
-    def _searched(
-        self, losses: MeasuredLosses, finish: Finish, sizes: SearchSizes
-    ) -> tuple[SearchResult, Finish, Reading]:
-        """Search from the trained frequencies, and from the best finalist that is one set of frequencies."""
-        assert self.plain is not None
-        rope = self.rope
-        starts: dict[str, Vector] = {
-            "the trained frequencies": torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
-        }
-        for candidate in map(self.candidates.__getitem__, (*finish.finalists, next(iter(self.candidates)))):
-            if isinstance(candidate.method, RopeMethod) and candidate.method.is_table:
-                starts[candidate.label] = vector_of(candidate.method, rope, self.length)
-                break
-        search = Search(
-            losses=losses,
-            sites=self.sites,
-            plain=self.plain,
-            split=self.split,
-            sizes=sizes,
-            keys=self.settings.keys,
-        )
-        return search.run(starts, finish, label=self.candidates[finish.choice].label)
 
     def _provenance(self) -> dict[str, Any]:
         """Return what it was measured on and with, as JSON values."""
@@ -347,7 +294,6 @@ def choose(
     seed: int = 0,
     keys: bool = True,
     stock: bool = False,
-    search: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: str | Path | None = None,
@@ -371,9 +317,6 @@ def choose(
         seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
         keys: whether to hide keys in a text and ask for them.
         stock: choose only among what plain transformers loads, and other runtimes therefore may.
-        search: after the rounds, search the frequencies themselves by gradients from their choice and from the trained
-            frequencies, on the frozen model; the result is taken only if it is better on texts kept back for that.
-            It needs a third part of the texts and, without a budget, some ten times the passes.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps what is finished: the same call goes on where a killed one ended.
@@ -396,7 +339,6 @@ def choose(
         seed=seed,
         keys=keys,
         stock=stock,
-        search=search,
         trained_length=trained_length,
         sliding_window=sliding_window,
     )

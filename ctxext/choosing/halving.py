@@ -34,8 +34,6 @@ from ctxext.choosing.candidates import CandidateReach
 from ctxext.measuring.statistics import CHANCE, PairedDifference, block_difference, students_quantile
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
-# The round of a candidate that a search found after the three rounds.
-SEARCH = "search"
 # How much of the chance of 5 percent each round may spend. What is left, 0.025, is that of a verdict that calls the
 # choice better than another where it is not: half of the 5 percent, two-sided, that such a verdict has.
 LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}

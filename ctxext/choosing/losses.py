@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ctxext.choosing.budget import Costs
 from ctxext.choosing.halving import PIECES, Sizes
 from ctxext.choosing.texts import SplitTexts, TextStretch
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
+from ctxext.evaluation.passkey import make_prompts
 from ctxext.files import digest
 from ctxext.measuring.forward import Progress, pass_cost, ticking
 from ctxext.measuring.loss import Window, loss_while
@@ -27,9 +26,6 @@ from ctxext.texts.corpus import TokenisedDocument
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)
-# Where a key stands that any model finds which finds keys: not at the start of a full window, whose distances were the
-# rarest in training (SmolLM2-135M finds 0 of 3 there, and 12 of 12 nearer).
-READABLE = 0.25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,22 +123,12 @@ class MeasuredLosses:
     def keys(self, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """Return the loss of every hidden key by each reading."""
         assert self.sizes is not None
-        return self._keys(names, self._prompts(self.costs.length, DEPTHS[: self.sizes.keys]))
-
-    # For a search.
-
-    def beyond(self, name: str) -> float:
-        """Return the mean loss beyond the window on the texts of the second round."""
-        losses = self._losses([name], self._first, self._beginning(self.costs.length))[name]
-        return torch.cat([text[self.costs.trained :] for text in losses]).double().mean().item()
-
-    def key_inside(self) -> float | None:
-        """Return the loss of a key in a full window, unextended; None where the window is too short."""
-        try:
-            prompts = self._prompts(self.costs.trained, [READABLE])
-        except InvalidParameterError:
-            return None
-        return self._keys([UNPATCHED], prompts)[UNPATCHED][0]
+        tokenizer, turning_point = self.survey.checkpoint.tokenizer, self.costs.turning_point
+        depths, length = DEPTHS[: self.sizes.keys], self.costs.length
+        prompts = make_prompts(tokenizer, [length], depths, seed=self.seed, turning_point=turning_point)
+        readers = [replace(self.readers[name], lengths=(length,)) for name in names]
+        answers = iter(self.answers(jobs_of(readers, prompts)))
+        return {name: tuple(float(next(answers)["trial"]["loss"]) for _ in prompts) for name in names}
 
     # For the verdict.
 
@@ -199,13 +185,3 @@ class MeasuredLosses:
             text=text,
             stop=stop,
         )
-
-    def _prompts(self, length: int, depths: Sequence[float]) -> tuple[PasskeyPrompt, ...]:
-        tokenizer, turning_point = self.survey.checkpoint.tokenizer, self.costs.turning_point
-        return make_prompts(tokenizer, [length], depths, seed=self.seed, turning_point=turning_point)
-
-    def _keys(self, names: Sequence[str], prompts: Sequence[PasskeyPrompt]) -> dict[str, tuple[float, ...]]:
-        lengths = tuple({prompt.length for prompt in prompts})
-        readers = [replace(self.readers[name], lengths=lengths) for name in names]
-        answers = iter(self.answers(jobs_of(readers, prompts)))
-        return {name: tuple(float(next(answers)["trial"]["loss"]) for _ in prompts) for name in names}

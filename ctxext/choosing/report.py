@@ -1,4 +1,4 @@
-"""The page of a choice: its sentences, its candidates, a search, who can load it, and a figure of the rounds."""
+"""The page of a choice: its sentences, its candidates, who can load it, and a figure of the rounds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctxext.choosing.choice import Candidate, Choice, sentences
-from ctxext.choosing.halving import INSIDE, MORE, SEARCH, WHOLE
-from ctxext.choosing.search import SearchResult
+from ctxext.choosing.halving import INSIDE, MORE, WHOLE
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, OTHERS, Figure, draw_grid
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.measuring.labels import few_of, tokens_label
@@ -60,8 +59,6 @@ def choice_page(choice: Choice) -> Page:
         prose=True,
     )
     details: list[Part] = [Heading("All candidates"), candidates]
-    if choice.search is not None:
-        details += [Heading("The search"), _search(choice.search)]
     details += [Heading("Who can load it"), runtimes, Heading("What it was measured on"), _provenance(choice)]
     unmeasured = " ".join(map(str, to_take(known_methods())))
     return Page(title, [short, Headline(first), *rest, f"To take without measuring: {unmeasured}", figure], details)
@@ -70,7 +67,7 @@ def choice_page(choice: Choice) -> Page:
 def _rows(choice: Choice) -> list[list[str]]:
     """Return a row per candidate, those that came furthest first."""
     places = {name: place for place, name in enumerate(choice.finish.finalists)}
-    rounds = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
+    rounds = {MORE: 0, WHOLE: 1, INSIDE: 2}
 
     def place(candidate: Candidate) -> tuple[int, int, bool, float]:
         course = candidate.course
@@ -86,7 +83,7 @@ def _rows(choice: Choice) -> list[list[str]]:
         elif not course.dropped:
             fate = "finalist"
         else:
-            fate, why = "not taken" if course.round == SEARCH else "left behind", course.dropped
+            fate, why = "left behind", course.dropped
             if course.worse_by is not None:
                 fate = "stopped" if course.dropped.startswith("stopped") else "worse on these texts"
                 why += f": {course.worse_by} against {choice.candidate(course.by).label}"
@@ -96,27 +93,8 @@ def _rows(choice: Choice) -> list[list[str]]:
     return rows
 
 
-def _search(search: SearchResult) -> TextTable:
-    """Return what each start of a search came to."""
-    rows = []
-    for start in search.starts:
-        tenth = max(1, len(start.losses) // 10)
-        means = [sum(part) / tenth for part in (start.losses[:tenth], start.losses[-tenth:])]
-        numbers = [f"{loss:.4f}" for loss in (*means, start.beyond)]
-        divisors = " ".join(f"{divisor:.3g}" for divisor in start.method["long_factor"])
-        rows.append([start.name, *numbers, divisors, f"{start.method['attention_factor']:.4g}"])
-    return TextTable(
-        header=("from", "first steps", "last steps", "beyond, texts chosen on", "divided by", "scale"),
-        rows=rows,
-        caption="Mean loss of the first and of the last tenth of the steps, each on the texts of its own, in nats per "
-        "token; then that of the result, beyond the window, on whole texts that were chosen on; and the result: what "
-        "each frequency is divided by, the fastest first.",
-        prose=True,
-    )
-
-
 def _provenance(choice: Choice) -> TextTable:
-    sizes, spent, search = choice.sizes, choice.spent, choice.search
+    sizes, spent = choice.sizes, choice.spent
     facts = {
         "Trained_length": f"{choice.trained_length:,} tokens",
         "Chosen_on": few_of(choice.texts),
@@ -124,12 +102,6 @@ def _provenance(choice: Choice) -> TextTable:
         "Rounds": f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
         f"read: {sizes.first}; that {sizes.finalists} read: {sizes.texts}; hidden keys: {sizes.keys}",
     }
-    if search is not None:
-        took = f"{search.sizes.steps} steps from each of {len(search.starts)} starts"
-        rows = f"{search.sizes.rows} of {len(search.searched_on)} texts each"
-        keys = "hidden keys in them" if search.needles else "no hidden keys (not asked for, or not read in the window)"
-        facts["Search"] = f"{took}, {rows}, {keys}; on {few_of(search.searched_on)}"
-        facts["Search_accepted_on"] = few_of(search.texts)
     facts["Spent"] = f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}"
     facts["Not_entered"] = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals)
     return provenance_table(choice.provenance, **facts)
