@@ -29,7 +29,7 @@ import torch
 import transformers
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ctxext.choosing import budget, choose
+from ctxext.choosing import choose, halving
 from ctxext.choosing.candidates import candidates
 from ctxext.methods import RopeMethod
 from scripts.make_golden import git
@@ -141,7 +141,7 @@ def few_candidates() -> Iterator[None]:
 
     with (
         mock.patch.object(choose, "candidates", few),
-        mock.patch.object(budget, "ENOUGH", TRAINED),
+        mock.patch.object(halving, "ENOUGH", TRAINED),
     ):
         yield
 

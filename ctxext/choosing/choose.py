@@ -10,13 +10,10 @@ from typing import Any
 from torch import nn
 
 from ctxext.checkpoints.export import export_config
-from ctxext.choosing.budget import Costs
-from ctxext.choosing.candidates import candidates, distinct
-from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
-from ctxext.choosing.halving import Finish, Halving
+from ctxext.choosing.candidates import Candidate, candidates, distinct
+from ctxext.choosing.halving import Costs, Finish, Halving
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
-from ctxext.choosing.texts import TextStretch, corpus_from, split_texts
-from ctxext.choosing.verdict import HeldOut, judge_held_out
+from ctxext.choosing.verdict import Choice, HeldOut, RuntimeVerdict, Spent, judge_held_out
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject, base_model, text_of
@@ -36,6 +33,7 @@ from ctxext.quantities import parse_budget
 from ctxext.runtimes import RUNTIMES
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
+from ctxext.texts.stretches import TextStretch, corpus_from, split_texts
 
 # Which runtimes can load a candidate, and what plain transformers calls it.
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
@@ -139,8 +137,8 @@ class PlannedChoice:
             raise IncompatibleError(
                 f"YaRN as published does not apply to this model, and every candidate is compared with it. {reasons}"
             )
-        found = [Candidate.of(reading, rope, self.length, twins=twins.get(reading.name, ())) for reading in entered]
-        return {candidate.reading.name: candidate for candidate in found}, refusals
+        found = {reading.name: Candidate.of(reading, rope, self.length, twins) for reading in entered}
+        return found, refusals
 
     @property
     def done(self) -> str:
@@ -187,7 +185,7 @@ class PlannedChoice:
         )
         finish = halving.run()
         choice = Choice(
-            candidates=tuple(replace(each, course=finish.course(name)) for name, each in self.candidates.items()),
+            candidates=tuple(self.candidates.values()),
             finish=finish,
             held_out=self._judged(losses, finish, self.split.held_out[: sizes.held_out]),
             usual=halving.usual,
@@ -231,8 +229,9 @@ class PlannedChoice:
         if self.budget.seconds is None:
             return self.budget.passes, self.costs
         judged = [name for name, candidate in self.candidates.items() if candidate.reach.is_judged_inside]
-        inside = losses.seconds_of_inside(judged[:TIMED])
-        # What is far too small is said before a whole text is read.
+        first = losses.seconds_of_inside(judged[:1])
+        # A hopeless budget is refused after the first reading, and one that is far too small before a whole text.
+        inside = first if first >= self.budget.seconds else losses.seconds_of_inside(judged[:TIMED])
         self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix), self.budget.seconds)
         whole = losses.seconds_of_whole()
         return self.budget.seconds / whole, self.costs.timed(inside, whole)

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.choosing.budget import Costs
-from ctxext.choosing.halving import PIECES, Sizes
-from ctxext.choosing.texts import SplitTexts, TextStretch
+from ctxext.choosing.halving import PIECES, Costs, Sizes
 from ctxext.evaluation.passkey import make_prompts
 from ctxext.files import digest
 from ctxext.measuring.forward import Progress, pass_cost, ticking
@@ -23,6 +21,7 @@ from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, LossJob, Survey, jobs_of
 from ctxext.measuring.truncation import UNPATCHED, tail_windows, window_name
 from ctxext.texts.corpus import TokenisedDocument
+from ctxext.texts.stretches import SplitTexts, TextStretch
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)

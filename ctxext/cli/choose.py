@@ -26,8 +26,8 @@ from ctxext.errors import CheckpointError
 from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
-    from ctxext.choosing.choice import Choice
     from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
+    from ctxext.choosing.verdict import Choice
 
 # Plays that are read where no text is named: one alone has too few stretches to choose on and to judge on.
 PLAYS = 8

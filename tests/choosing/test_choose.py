@@ -14,10 +14,9 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import budget, choose, losses
-from ctxext.choosing.choice import Choice
+from ctxext.choosing import choose, halving, losses
 from ctxext.choosing.report import choice_page
-from ctxext.choosing.texts import corpus_from, split_texts
+from ctxext.choosing.verdict import Choice
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
 from ctxext.measuring import loss
 from ctxext.measuring.journal import Journal
@@ -25,6 +24,7 @@ from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.methods import PI, Clipped, SelfExtend, YaRN
 from ctxext.runtimes import RUNTIMES
+from ctxext.texts.stretches import corpus_from, split_texts
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
 from tests._programs import command, launched, ran
@@ -41,7 +41,7 @@ TEXTS = [
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four candidates: a hundred on more text are the same, and longer."""
     monkeypatch.setattr(choose, "candidates", lambda *_: tuple(FEW))
-    monkeypatch.setattr(budget, "ENOUGH", 1)  # and a single text for each look
+    monkeypatch.setattr(halving, "ENOUGH", 1)  # and a single text for each look
 
 
 @pytest.fixture(scope="module")

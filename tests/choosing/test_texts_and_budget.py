@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ctxext.choosing.budget import LADDER, Costs
-from ctxext.choosing.texts import split_texts
+from ctxext.choosing.halving import LADDER, Costs
 from ctxext.errors import InvalidParameterError
 from ctxext.quantities import parse_budget
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
+from ctxext.texts.stretches import split_texts
 from tests._tokenizer import make_tokenizer
 
 COSTS = Costs(
