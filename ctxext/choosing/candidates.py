@@ -162,8 +162,8 @@ class CandidateReach:
     Args:
         slow: frequencies, in radians per token, of the dimensions that did not complete a turn in training. None where
             losses inside the window say nothing about those beyond: positions follow the length, or are remapped.
-        stretch: geometric mean of what those frequencies are divided by; one that is stopped has no divisor.
-        far: distance of ``stretch`` from the factor asked for, as a logarithm.
+        stretch: geometric mean of the divisors of those frequencies; one that is stopped has no divisor.
+        far: distance of ``stretch`` from the wanted factor, as a logarithm.
     """
 
     slow: Float[Tensor, " slow"] | None = None

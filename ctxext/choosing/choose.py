@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.export import exports_of
 from ctxext.choosing.candidates import Candidate, candidates, distinct
-from ctxext.choosing.halving import Costs, Finish, Halving
+from ctxext.choosing.halving import Costs, Halving
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
-from ctxext.choosing.verdict import Choice, HeldOut, RuntimeVerdict, Spent, judge_held_out
+from ctxext.choosing.verdict import Choice, RuntimeVerdict, Spent
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject, base_model, text_of
-from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.passkey import make_prompts
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, turning_point
@@ -30,17 +30,14 @@ from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
 from ctxext.patching import patched_state
 from ctxext.quantities import parse_budget
-from ctxext.runtimes import RUNTIMES
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
-from ctxext.texts.stretches import TextStretch, corpus_from, split_texts
+from ctxext.texts.stretches import corpus_from, split_texts
 
 # Which runtimes can load a candidate, and what plain transformers calls it.
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
 # Positions beyond the window that a target must add, so that there is something to measure.
 LEAST_BEYOND = 16
-# Candidates whose first reading says how long a pass takes.
-TIMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +57,15 @@ class PlannedChoice:
     """A choice before anything is read; ``run`` it once.
 
     Args:
-        folder: that keeps finished jobs; None keeps them in memory.
+        folder: folder that keeps finished jobs; None keeps them in memory.
 
     Attributes:
-        candidates: all that apply, by name, the published YaRN first.
-        costs: of its parts, before anything is timed.
-        progress: called with what is being done and the cost done since the last call.
+        candidates: all candidates that apply, by name, the published YaRN first.
+        costs: cost of its parts, before anything is timed.
+        progress: function of the present job's name and the cost done since the last call.
 
     Raises:
-        CtxextError: whatever cannot be right, before anything is computed.
+        CtxextError: a request that cannot be right, before anything is computed.
     """
 
     def __init__(
@@ -171,7 +168,10 @@ class PlannedChoice:
             seed=self.settings.seed,
             progress=self.progress,
         )
-        allowed, costs = self._allowed(losses)
+        allowed, costs = self.budget.passes, self.costs
+        if self.budget.seconds is not None:
+            judged = [name for name, each in self.candidates.items() if each.reach.is_judged_inside]
+            allowed, costs = losses.timed(self.budget.seconds, judged)
         sizes = costs.sizes(allowed, self.budget.seconds)
         losses.sizes = sizes
         losses.split = replace(self.split, choosing=self.split.choosing[: sizes.texts])
@@ -184,10 +184,12 @@ class PlannedChoice:
             runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self.candidates[name])[0]),
         )
         finish = halving.run()
+        about = provenance_of(self.checkpoint, self.corpus, seed=self.settings.seed).to_dict()
+        del about["extensions"]
         choice = Choice(
             candidates=tuple(self.candidates.values()),
             finish=finish,
-            held_out=self._judged(losses, finish, self.split.held_out[: sizes.held_out]),
+            held_out=losses.held_out(finish, self.split.held_out[: sizes.held_out]),
             usual=halving.usual,
             trained_length=self.trained,
             target_length=self.length,
@@ -203,44 +205,10 @@ class PlannedChoice:
                 budget="" if self.settings.budget is None else str(self.settings.budget),
                 allowed=allowed,
             ),
-            provenance=self._provenance(),
+            provenance=about | {"trained_length": self.trained},
         )
         runtimes, rope = self._loaded_by(choice.candidate(choice.name))
         return replace(choice, runtimes=runtimes, rope_parameters=rope)
-
-    def _judged(self, losses: MeasuredLosses, finish: Finish, stretches: Sequence[TextStretch]) -> HeldOut:
-        """Return the verdict on texts that were never read before."""
-        usual = next(iter(self.candidates))
-        names = dict.fromkeys([finish.choice, finish.runner_up, usual])
-        return judge_held_out(
-            losses.texts([name for name in names if name], stretches),
-            choice=finish.choice,
-            usual=usual,
-            runner_up=finish.runner_up,
-            unpatched=losses.plain(stretches),
-            truncations=losses.truncated(stretches),
-            documents=[stretch.document for stretch in stretches],
-            trained=self.trained,
-            same_documents=self.split.same_documents,
-        )
-
-    def _allowed(self, losses: MeasuredLosses) -> tuple[float | None, Costs]:
-        """Return the budget in passes, and the costs; by the clock where the budget is time."""
-        if self.budget.seconds is None:
-            return self.budget.passes, self.costs
-        judged = [name for name, candidate in self.candidates.items() if candidate.reach.is_judged_inside]
-        first = losses.seconds_of_inside(judged[:1])
-        # A hopeless budget is refused after the first reading, and one that is far too small before a whole text.
-        inside = first if first >= self.budget.seconds else losses.seconds_of_inside(judged[:TIMED])
-        self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix), self.budget.seconds)
-        whole = losses.seconds_of_whole()
-        return self.budget.seconds / whole, self.costs.timed(inside, whole)
-
-    def _provenance(self) -> dict[str, Any]:
-        """Return what it was measured on and with, as JSON values."""
-        values = provenance_of(self.checkpoint, self.corpus, seed=self.settings.seed).to_dict()
-        del values["extensions"]
-        return values | {"trained_length": self.trained}
 
     def _loaded_by(self, candidate: Candidate) -> LoadedBy:
         """Return which runtimes can load a candidate, and what plain transformers calls it."""
@@ -252,12 +220,9 @@ class PlannedChoice:
                 rope = dict(text_of(config).rope_parameters) if is_plain else None
                 says = config.ctxext["stored_as"] if is_plain else "only with ctxext"
                 runtimes = [RuntimeVerdict(name="transformers", exact=is_plain, says=says)]
-                for runtime in RUNTIMES:
-                    try:
-                        export = export_config(config, to=runtime)
-                        runtimes.append(RuntimeVerdict(name=runtime, exact=export.exact, says=export.told))
-                    except CtxextError as error:
-                        runtimes.append(RuntimeVerdict(name=runtime, exact=False, says=str(error)))
+                for runtime, made in exports_of(config, self.checkpoint.name, checked=True).items():
+                    exact, says = (False, made) if isinstance(made, str) else (made.exact, made.told)
+                    runtimes.append(RuntimeVerdict(name=runtime, exact=exact, says=says))
             self._runtimes[name] = tuple(runtimes), rope
         return self._runtimes[name]
 
@@ -272,8 +237,8 @@ def _choosable(checkpoint: Checkpoint) -> Subject:
     subject = Subject.of(checkpoint.model)
     if patched_state(subject.model) is not None or already_extended(subject.config):
         raise PatchStateError(
-            f"{checkpoint.name} is extended already; what is chosen is how to extend the original. Call "
-            f"ctxext.unpatch(model) first, or give the original checkpoint."
+            f"{checkpoint.name} is extended already; choose needs the original checkpoint. Call "
+            f"ctxext.unpatch(model) first, or give the original."
         )
     if not isinstance(architecture_of(subject), Rope):
         raise IncompatibleError(
@@ -307,19 +272,19 @@ def choose(
 
     Args:
         model: a causal language model with rotary positions, not extended, in eval mode.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         texts: the texts themselves, or paths of files. Of at least two texts of the target length, some are chosen on
             and the others judged on; one text serves if it is at least twice as long.
         target_length: tokens to extend to, above the trained length.
         budget: ``"30min"`` of computing, or ``"25 passes"`` over the target length, which is the same on every machine;
             None for as much as all rounds take.
-        seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
-        keys: whether to hide keys in a text and ask for them.
-        stock: choose only among what plain transformers loads, and other runtimes therefore may.
+        seed: seed of the split of the texts, and of the hidden keys: the same seed makes the same choice.
+        keys: True to hide keys in a text and ask for them.
+        stock: True for the candidates that plain transformers loads, and other runtimes therefore may.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
-        folder: that keeps what is finished: the same call goes on where a killed one ended.
-        progress: called with what is being done and the cost done since the last call.
+        folder: folder that keeps finished jobs: the same call goes on where a killed one ended.
+        progress: function of the present job's name and the cost done since the last call.
 
     Returns:
         The choice, with ``method``, ``rows()`` and ``sentence``.

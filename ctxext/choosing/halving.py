@@ -94,8 +94,7 @@ class Sizes:
     """Amounts that are read in the rounds and for the verdict.
 
     Args:
-        texts: texts that are chosen on; the second round reads the first ``first`` of them.
-        keys: hidden keys that every finalist is asked for.
+        texts: texts to choose on; the second round reads the first ``first`` of them.
     """
 
     whole: int
@@ -110,8 +109,7 @@ class Sizes:
 class Costs:
     """Costs of a choice, in passes over the whole target, and the sizes that a budget lasts for.
 
-    Args:
-        choosing: texts to choose on that there are; ``held_out`` are those to judge on.
+    There are ``choosing`` texts to choose on, and ``held_out`` texts to judge on.
     """
 
     trained: int
@@ -144,10 +142,10 @@ class Costs:
         return max(self.trained, self.length - max(1, self.trained // 4))
 
     def timed(self, inside: float, whole: float) -> Costs:
-        """Return the costs by the clock: attention may be slower beside the rest than its operations say.
+        """Return the costs by the clock: attention may be slower than its operations say.
 
-        Args:
-            inside: seconds of a pass over what the first round reads of a text.
+        A pass over the part of a text that the first round reads takes ``inside`` seconds, one over the target
+        ``whole``.
         """
         # inside / whole = short (1 + short / t) / (length (1 + length / t)), solved for the turning point t.
         short, length, ratio = self.prefix, self.length, inside / whole
@@ -170,7 +168,7 @@ class Costs:
 
         Args:
             allowed: passes; None for no limit.
-            seconds: that as many passes take here, for the message; None where nothing was timed.
+            seconds: time that as many passes take here, for the message; None where nothing was timed.
 
         Raises:
             InvalidParameterError: not even the smallest sizes fit.
@@ -211,15 +209,15 @@ class Course:
     """Course of one candidate through the rounds.
 
     Args:
-        round: the last one that it took part in; ``rung`` in JSON.
-        dropped: why it came no further, in words; empty for a finalist.
-        by: the candidate that it was compared with there.
-        inside: its loss inside the window minus that of the published YaRN; None where it was not read there.
-        beyond: likewise beyond the window, on as much as it has read.
-        end: likewise at the end of the texts, see ``end_of``; None where it has not read them whole.
-        worse_by: what it was dropped for: its loss minus that of ``by``; None where it is not shown to be worse.
-        keys: loss of each hidden key, nats; empty where it was not asked.
-        trace: tokens read beyond the window, and its mean difference to the published YaRN until there.
+        round: last round of the candidate; ``rung`` in JSON.
+        dropped: reason for which it came no further, in words; empty for a finalist.
+        by: name of the candidate that it was compared with there.
+        inside: loss inside the window minus that of the published YaRN; None where it was not read there.
+        beyond: the same difference beyond the window, on all tokens that the candidate has read.
+        end: the same difference at the end of the texts, see ``end_of``; None where it has not read them whole.
+        worse_by: loss minus that of ``by``, for which it was dropped; None where it is not shown to be worse.
+        keys: loss of each hidden key, nats; empty for a candidate that reads none.
+        trace: tokens read beyond the window, and the mean difference to the published YaRN until there.
     """
 
     name: str
@@ -274,7 +272,7 @@ class Finish:
     """The end of the rounds.
 
     Args:
-        runner_up: name of the one that would have been chosen without it.
+        runner_up: name of the candidate that would have been chosen without the choice.
     """
 
     choice: str
@@ -296,9 +294,9 @@ def is_worse(difference: PairedDifference, chance: float, comparisons: int, *, l
     """Return whether a mean is above zero by more than chance allows.
 
     Args:
-        difference: above zero where the first of the two is worse.
-        chance: two-sided, of one wrong finding among all comparisons.
-        comparisons: among which the chance is divided (Bonferroni).
+        difference: mean above zero where the first of the two is worse.
+        chance: two-sided chance of one wrong finding among all comparisons.
+        comparisons: number of comparisons that share the chance (Bonferroni).
         least: standard errors that the mean must exceed in any case.
     """
     needed = students_quantile(chance / max(1, comparisons), difference.units - 1)
@@ -315,7 +313,7 @@ class Halving:
     """The rounds of one choice; ``run`` them once.
 
     Args:
-        reaches: of the candidates, by name; the first is the published YaRN, which reads whatever any other reads.
+        reaches: reach of each candidate, by name; the first is the published YaRN, which reads what any other reads.
     """
 
     reaches: Mapping[str, CandidateReach]

@@ -68,13 +68,13 @@ class HeldOut:
         """True where the choice is called better than the published YaRN or than the runner-up."""
         return "better" in (self.verdict(self.versus_usual), self.verdict(self.versus_runner_up))
 
-    def compared(self) -> Iterator[tuple[str, PairedDifference, str]]:
+    def compared(self, runner_up: str = "the runner-up") -> Iterator[tuple[str, PairedDifference, str]]:
         """Yield each comparison: its name, the difference, and a verdict where one may be given."""
         at_end, cut = self.versus_truncation, f"the last {tokens_label(self.window)} tokens alone"
         rows = (
             (f"beyond the window, minus {USUAL}", self.versus_usual, self.verdict(self.versus_usual)),
             (f"at the end, minus {USUAL}", self.end_versus_usual, self.verdict(self.end_versus_usual)),
-            ("beyond the window, minus the runner-up", self.versus_runner_up, self.verdict(self.versus_runner_up)),
+            (f"beyond the window, minus {runner_up}", self.versus_runner_up, self.verdict(self.versus_runner_up)),
             (f"at the end, minus {cut}", at_end, at_end.verdict + at_end.scope(self.texts)),
             ("inside the window, minus the unextended model", self.damage, ""),
             (f"inside the window, {USUAL} minus the unextended model", self.usual_damage, ""),
@@ -260,10 +260,9 @@ class Choice:
 
     def reasons(self) -> list[tuple[str, str]]:
         """Return everything else that has to be said: what was measured or holds, and its value."""
-        measured = [
-            (name, f"{gap} nats per token{verdict and f': {verdict}'}")
-            for name, gap, verdict in self.held_out.compared()
-        ]
+        second = self.finish.runner_up and f"the runner-up, {self.label(self.finish.runner_up)}"
+        compared = self.held_out.compared(second)
+        measured = [(name, f"{gap} nats per token{verdict and f': {verdict}'}") for name, gap, verdict in compared]
         keys, spent = self.finish.course(self.name).keys, self.spent
         values = ", ".join(f"{loss:.2f}" for loss in keys)
         read = f"{sum(loss < READ for loss in keys)} of {len(keys)}, the first at the very start (loss {values} nats)"
@@ -272,14 +271,14 @@ class Choice:
         able = ", ".join(runtime.name for runtime in self.runtimes if runtime.exact) or "ctxext alone"
         form = "" if self.rope_parameters is None else f", as {json.dumps(self.rope_parameters)}"
         gap = self.held_out.versus_usual or self.held_out.versus_truncation
-        texts, few = few_of(self.held_out.names), gap.over != "documents"
+        about = f"{few_of(self.held_out.names)} alone; five documents or more would say something about others"
         surer = bool(self.finish.course(self.finish.choice).tokens) and self.sizes.texts == 1
         held = [
             ("keys read at better than even odds", read if keys else ""),
             ("candidates dropped", self._dropped()),
             ("cost", f"{passes}: {duration(spent.seconds)} of computing{limit}"),
             ("loaded by", able + form),
-            ("about", f"{texts} alone; five documents or more would say something about others" if few else ""),
+            ("the verdict is about", "" if gap.over == "documents" else about),
             ("left out, copies of other texts", few_of(self.left_out) if self.left_out else ""),
             ("chosen on", "one text; with more, the choice among near equals is surer" if surer else ""),
         ]

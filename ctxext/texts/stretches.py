@@ -35,7 +35,7 @@ def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpu
     """Return texts, paths of files and documents as a corpus of whole documents.
 
     Raises:
-        InvalidParameterError: no text, or one string in the place of a list.
+        InvalidParameterError: no text, or one string instead of a list.
     """
     if isinstance(texts, str) or not texts:
         raise InvalidParameterError(
@@ -79,7 +79,7 @@ def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: in
     A stretch that is in others is left out first, so that nothing is both chosen on and judged on.
 
     Args:
-        tokenizer: of the documents, which tells copies that differ in spaces and case alone; None compares tokens.
+        tokenizer: the documents' tokenizer, which tells copies that differ in spaces and case; None compares tokens.
 
     Raises:
         InvalidParameterError: no document is long enough, or there is one stretch in all.
@@ -124,7 +124,7 @@ def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
 def _distinct(
     documents: Sequence[list[TextStretch]], tokenizer: Any
 ) -> tuple[list[list[TextStretch]], tuple[str, ...]]:
-    """Return the stretches of documents without those that are in others, and the names of the latter.
+    """Return the stretches of documents without those that are in others, and the names of those left out.
 
     The longest document comes first, so that of a text and its excerpt the text is kept.
     """
@@ -143,7 +143,7 @@ def _distinct(
 
 
 def _characters(stretch: TextStretch, tokenizer: Any) -> Int[Tensor, " characters"]:
-    """Return what two texts are compared by: bytes without spaces and in one case, or token ids."""
+    """Return the values that two texts are compared by: bytes without spaces and in one case, or token ids."""
     ids = stretch.text.input_ids[0, stretch.text.prefix :]
     if tokenizer is None:
         return ids

@@ -161,7 +161,7 @@ class Pieces:
     """One forward pass through the layers, whose head is applied to a piece of the positions at a time.
 
     Args:
-        targets: ``[batch, positions]``, what each position should predict.
+        targets: token that each position should predict, ``[batch, positions]``.
     """
 
     def __init__(self, causal: Any, given: dict[str, Any], targets: Tensor) -> None:

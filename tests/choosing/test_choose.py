@@ -150,7 +150,7 @@ def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFa
 
 @pytest.mark.slow
 def test_a_budget_in_time_is_turned_into_passes(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], FEW[3]))
     found = chosen(model, bos_tokenizer, keys=False, budget="2h")
@@ -158,7 +158,9 @@ def test_a_budget_in_time_is_turned_into_passes(
     assert found.spent.allowed > 100
     assert any("of computing, of the budget of 2h" in one for one in found.to_dict()["sentences"])
     with pytest.raises(InvalidParameterError, match=r"at least, some \d+ (s|min) here\. Allow more"):
-        chosen(model, bos_tokenizer, keys=False, budget="0.001s")
+        chosen(model, bos_tokenizer, keys=False, budget="0.001s", folder=tmp_path / "hopeless")
+    lines = (tmp_path / "hopeless" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1, "a budget that one reading exceeds is refused after it"
 
 
 @pytest.mark.slow
