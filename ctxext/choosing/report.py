@@ -58,6 +58,13 @@ def choice_page(choice: Choice) -> Page:
         rows=[(runtime.name, "yes" if runtime.exact else "no", Code(runtime.says)) for runtime in choice.runtimes],
         prose=True,
     )
+    details: list[Part] = [Heading("All candidates"), candidates, Heading("Who can load it"), runtimes]
+    details += [Heading("What it was measured on"), _provenance(choice)]
+    unmeasured = f"To take without measuring: {' '.join(map(str, to_take(known_methods())))}"
+    return Page(title, [short, Headline(choice.sentence), reasons, unmeasured, figure], details)
+
+
+def _provenance(choice: Choice) -> TextTable:
     sizes = choice.sizes
     facts = {
         "Trained_length": f"{choice.trained_length:,} tokens",
@@ -67,10 +74,7 @@ def choice_page(choice: Choice) -> Page:
         f"read: {sizes.first}; that {sizes.finalists} read: {sizes.texts}; hidden keys: {sizes.keys}",
         "Not_entered": "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals),
     }
-    details: list[Part] = [Heading("All candidates"), candidates, Heading("Who can load it"), runtimes]
-    details += [Heading("What it was measured on"), provenance_table(choice.provenance, **facts)]
-    unmeasured = f"To take without measuring: {' '.join(map(str, to_take(known_methods())))}"
-    return Page(title, [short, Headline(choice.sentence), reasons, unmeasured, figure], details)
+    return provenance_table(choice.provenance, **facts)
 
 
 def _row(choice: Choice, row: dict[str, Any]) -> list[str]:
