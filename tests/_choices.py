@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ctxext.choosing.choice import Choice
+from ctxext.choosing.verdict import Choice
 
 
 def on_disk(

@@ -29,7 +29,7 @@ import torch
 import transformers
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ctxext.choosing import budget, choose
+from ctxext.choosing import choose, halving
 from ctxext.choosing.candidates import candidates
 from ctxext.methods import RopeMethod
 from scripts.make_golden import git
@@ -133,7 +133,7 @@ def encoder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_candidates() -> Iterator[None]:
-    """Let ``choose`` try a few of its candidates, on one text at each look, and search in few steps."""
+    """Let ``choose`` try a few of its candidates, on one text at each look."""
 
     def few(*given: Any) -> list[RopeMethod]:
         every = candidates(*given)
@@ -141,7 +141,7 @@ def few_candidates() -> Iterator[None]:
 
     with (
         mock.patch.object(choose, "candidates", few),
-        mock.patch.multiple(budget, ENOUGH=TRAINED, STEPS=4, FEWEST=2),
+        mock.patch.object(halving, "ENOUGH", TRAINED),
     ):
         yield
 
@@ -183,11 +183,6 @@ CASES = {
     "masked": Case(f"eval masked bert {texts(2)} -m tile -m pi -f 2 --passes 2 -o out.json"),
     "passages": Case("eval passages encoder -m tile -l 256 -l 512 -n 4 -o out.json", within=encoder),
     "choose": Case(f"choose {LLAMA} {texts(4)} --target 512 -o out.json", within=few_candidates),
-    "choose_search": Case(
-        f"choose {LLAMA} {texts(6)} --target 512 --search --no-passkey -o out.json",
-        close=TRAINED_CLOSE,
-        within=few_candidates,
-    ),
     "laboratory": Case(run=laboratory, close=TRAINED_CLOSE),
     "before_after": Case(run=before_after, close=TRAINED_CLOSE),
 }

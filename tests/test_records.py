@@ -38,7 +38,7 @@ def changed(report: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some(CASES, *(CASES.keys() - {"choose", "choose_search"})))
+@pytest.mark.parametrize("name", some(CASES, *(CASES.keys() - {"choose"})))
 def test_a_command_gives_what_it_gave(name: str) -> None:
     if name == "passages":
         pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="needs ctxext[embed], recent")

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.measuring.readings import TIMES, Reading, ignores_factor, label_for
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
@@ -161,8 +162,8 @@ class CandidateReach:
     Args:
         slow: frequencies, in radians per token, of the dimensions that did not complete a turn in training. None where
             losses inside the window say nothing about those beyond: positions follow the length, or are remapped.
-        stretch: geometric mean of what those frequencies are divided by; one that is stopped has no divisor.
-        far: distance of ``stretch`` from the factor asked for, as a logarithm.
+        stretch: geometric mean of the divisors of those frequencies; one that is stopped has no divisor.
+        far: distance of ``stretch`` from the wanted factor, as a logarithm.
     """
 
     slow: Float[Tensor, " slow"] | None = None
@@ -198,3 +199,48 @@ class CandidateReach:
         if self.slow is None or other.slow is None:
             return False
         return bool((self.slow <= other.slow * (1 + 1e-6)).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An extension that is tried.
+
+    Args:
+        twins: names of other readings with the same frequencies at the target, which are not read themselves.
+    """
+
+    reading: Reading
+    reach: CandidateReach
+    twins: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, reading: Reading, rope: RopeSpec, length: int, twins: Mapping[str, tuple[str, ...]]) -> Candidate:
+        """Return the candidate of a reading; see ``CandidateReach.of``, and ``distinct`` for the twins by name."""
+        reach = CandidateReach.of(_method_of(reading), rope, length)
+        return cls(reading=reading, reach=reach, twins=twins.get(reading.name, ()))
+
+    @property
+    def method(self) -> Method:
+        """The method object."""
+        return _method_of(self.reading)
+
+    @property
+    def label(self) -> str:
+        """A short name to show."""
+        return short_label(self.method)
+
+    @property
+    def stretch(self) -> float | None:
+        """The divisor of the frequencies that are new beyond the window; None where it is not judged inside."""
+        return self.reach.stretch if self.reach.is_judged_inside else None
+
+    def to_dict(self, course: dict[str, Any]) -> dict[str, Any]:
+        """Return plain JSON values, those of the candidate's course among them."""
+        reading = asdict(self.reading)
+        about = {"twins": self.twins, "stretch": self.stretch, "title": "", "label": self.label}
+        return {"reading": reading, "course": course, "method": self.reading.method} | about
+
+
+def _method_of(reading: Reading) -> Method:
+    assert reading.method is not None, "a candidate is an extension"
+    return saved_class(reading.method["method"]).from_dict(reading.method)

@@ -7,46 +7,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ctxext.checkpoints.export import export_config
-from ctxext.choosing.budget import Costs, SearchSizes
-from ctxext.choosing.candidates import candidates, distinct
-from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent
-from ctxext.choosing.halving import Finish, Halving
-from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
+from ctxext.checkpoints.export import exports_of
+from ctxext.choosing.candidates import Candidate, candidates, distinct
+from ctxext.choosing.halving import Costs, Halving
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
-from ctxext.choosing.search import Search, SearchResult
-from ctxext.choosing.texts import TextStretch, corpus_from, split_texts
-from ctxext.choosing.verdict import HeldOut, judge_held_out
+from ctxext.choosing.verdict import Choice, RuntimeVerdict, Spent
 from ctxext.core.patching import patched_state
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject, base_model, text_of
-from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.passkey import make_prompts
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, turning_point
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import provenance_of
-from ctxext.measuring.readings import Reading, Readings, Refusal
+from ctxext.measuring.readings import Readings, Refusal
 from ctxext.measuring.survey import Job, ProcessGroup, Survey
-from ctxext.methods import RopeMethod
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
 from ctxext.quantities import parse_budget
-from ctxext.runtimes import RUNTIMES
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
+from ctxext.texts.stretches import corpus_from, split_texts
 
 # Which runtimes can load a candidate, and what plain transformers calls it.
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
 # Positions beyond the window that a target must add, so that there is something to measure.
 LEAST_BEYOND = 16
-# Candidates whose first reading says how long a pass takes.
-TIMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +49,6 @@ class ChoiceSettings:
     seed: int = 0
     keys: bool = True
     stock: bool = False
-    search: bool = False
     trained_length: int | None = None
     sliding_window: str | None = None
 
@@ -67,15 +57,15 @@ class PlannedChoice:
     """A choice before anything is read; ``run`` it once.
 
     Args:
-        folder: that keeps finished jobs; None keeps them in memory.
+        folder: folder that keeps finished jobs; None keeps them in memory.
 
     Attributes:
-        candidates: all that apply, by name, the published YaRN first.
-        costs: of its parts, before anything is timed.
-        progress: called with what is being done and the cost done since the last call.
+        candidates: all candidates that apply, by name, the published YaRN first.
+        costs: cost of its parts, before anything is timed.
+        progress: function of the present job's name and the cost done since the last call.
 
     Raises:
-        CtxextError: whatever cannot be right, before anything is computed.
+        CtxextError: a request that cannot be right, before anything is computed.
     """
 
     def __init__(
@@ -102,16 +92,12 @@ class PlannedChoice:
                 f"A target of {length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
                 f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
             )
-        if settings.search:
-            require_searchable(checkpoint.model)
-        given = {"seed": settings.seed, "search": settings.search, "tokenizer": checkpoint.tokenizer}
-        self.split = split_texts(corpus.documents, tokens=length + 1, **given)
+        tokenizer = checkpoint.tokenizer
+        self.split = split_texts(corpus.documents, tokens=length + 1, seed=settings.seed, tokenizer=tokenizer)
         if settings.keys:  # it says what is too short for one
-            make_prompts(checkpoint.tokenizer, [length], DEPTHS[:1], seed=settings.seed)
-        self.sites = tuple(find_sites(subject, trained, scaled=own_length is not None))
-        self.rope = self.sites[0].spec
+            make_prompts(tokenizer, [length], DEPTHS[:1], seed=settings.seed)
+        self.rope = find_sites(subject, trained, scaled=own_length is not None)[0].spec
         self.candidates, self.refusals = self._tried(trying)
-        self.plain = self._plain() if settings.search else None
         assert self.readings.setting, "asked for before any method brings an attention of its own"
         cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
         self.journal = Journal(cells, self.group.process, identity=identity)
@@ -132,7 +118,6 @@ class PlannedChoice:
             choosing=len(self.split.choosing),
             held_out=len(self.split.held_out),
             keys=self.settings.keys,
-            accepting=len(self.split.accepting) if self.settings.search else None,
         )
 
     def _tried(self, trying: Callable[[int, int], None]) -> tuple[dict[str, Candidate], tuple[Refusal, ...]]:
@@ -149,23 +134,8 @@ class PlannedChoice:
             raise IncompatibleError(
                 f"YaRN as published does not apply to this model, and every candidate is compared with it. {reasons}"
             )
-        found = [Candidate.of(reading, rope, self.length, twins=twins.get(reading.name, ())) for reading in entered]
-        return {candidate.reading.name: candidate for candidate in found}, refusals
-
-    def _plain(self) -> Reading:
-        """Return the model ready for the target with its own frequencies, in the form of what a search finds.
-
-        Raises:
-            IncompatibleError: the model's config cannot hold a number for each frequency.
-        """
-        zeros = torch.zeros(self.rope.rotary_dim // 2 + 1, dtype=torch.float64)
-        applicable, refused = self.readings.find([as_method(zeros, self.length / self.trained)])
-        if refused:
-            raise IncompatibleError(
-                f"What a search finds is a number for each frequency, which this model does not take. Choose without "
-                f"--search. {refused[0].reason}"
-            )
-        return applicable[-1]
+        found = {reading.name: Candidate.of(reading, rope, self.length, twins) for reading in entered}
+        return found, refusals
 
     @property
     def done(self) -> str:
@@ -175,10 +145,10 @@ class PlannedChoice:
     @property
     def passes(self) -> float:
         """Passes over the target that all of it takes, at most; by a budget in time, before anything is timed."""
-        return self.costs.most(*self.costs.sizes(None if self.budget.seconds else self.budget.passes))
+        return self.costs.most(self.costs.sizes(None if self.budget.seconds else self.budget.passes))
 
     def run(self) -> Choice:
-        """Run the rounds, a search where one is asked for, and the verdict; the model is afterwards as it was.
+        """Run the rounds and the verdict; the model is afterwards as it was.
 
         Raises:
             InvalidParameterError: a budget in time that does not last for the smallest sizes.
@@ -198,8 +168,11 @@ class PlannedChoice:
             seed=self.settings.seed,
             progress=self.progress,
         )
-        allowed, costs = self._allowed(losses)
-        sizes, search_sizes = costs.sizes(allowed, self.budget.seconds)
+        allowed, costs = self.budget.passes, self.costs
+        if self.budget.seconds is not None:
+            judged = [name for name, each in self.candidates.items() if each.reach.is_judged_inside]
+            allowed, costs = losses.timed(self.budget.seconds, judged)
+        sizes = costs.sizes(allowed, self.budget.seconds)
         losses.sizes = sizes
         losses.split = replace(self.split, choosing=self.split.choosing[: sizes.texts])
         halving = Halving(
@@ -210,15 +183,13 @@ class PlannedChoice:
             length=self.length,
             runtimes=lambda name: sum(runtime.exact for runtime in self._loaded_by(self.candidates[name])[0]),
         )
-        finish, candidates = halving.run(), list(self.candidates.values())
-        search: SearchResult | None = None
-        if search_sizes is not None:
-            search, finish, result = self._searched(losses, finish, search_sizes)
-            candidates.append(Candidate.of(result, self.rope, self.length, title=result.label))
+        finish = halving.run()
+        about = provenance_of(self.checkpoint, self.corpus, seed=self.settings.seed).to_dict()
+        del about["extensions"]
         choice = Choice(
-            candidates=tuple(replace(each, course=finish.course(each.reading.name)) for each in candidates),
+            candidates=tuple(self.candidates.values()),
             finish=finish,
-            held_out=self._judged(losses, finish, self.split.held_out[: sizes.held_out]),
+            held_out=losses.held_out(finish, self.split.held_out[: sizes.held_out]),
             usual=halving.usual,
             trained_length=self.trained,
             target_length=self.length,
@@ -234,67 +205,10 @@ class PlannedChoice:
                 budget="" if self.settings.budget is None else str(self.settings.budget),
                 allowed=allowed,
             ),
-            provenance=self._provenance(),
-            search=search,
+            provenance=about | {"trained_length": self.trained},
         )
         runtimes, rope = self._loaded_by(choice.candidate(choice.name))
         return replace(choice, runtimes=runtimes, rope_parameters=rope)
-
-    def _judged(self, losses: MeasuredLosses, finish: Finish, stretches: Sequence[TextStretch]) -> HeldOut:
-        """Return the verdict on texts that were never read before."""
-        usual = next(iter(self.candidates))
-        names = dict.fromkeys([finish.choice, finish.runner_up, usual])
-        return judge_held_out(
-            losses.texts([name for name in names if name], stretches),
-            choice=finish.choice,
-            usual=usual,
-            runner_up=finish.runner_up,
-            unpatched=losses.plain(stretches),
-            truncations=losses.truncated(stretches),
-            documents=[stretch.document for stretch in stretches],
-            trained=self.trained,
-            same_documents=self.split.same_documents,
-        )
-
-    def _allowed(self, losses: MeasuredLosses) -> tuple[float | None, Costs]:
-        """Return the budget in passes, and the costs; by the clock where the budget is time."""
-        if self.budget.seconds is None:
-            return self.budget.passes, self.costs
-        judged = [name for name, candidate in self.candidates.items() if candidate.reach.is_judged_inside]
-        inside = losses.seconds_of_inside(judged[:TIMED])
-        # What is far too small is said before a whole text is read.
-        self.costs.sizes(self.budget.seconds / inside * self.costs.of(self.costs.prefix), self.budget.seconds)
-        whole = losses.seconds_of_whole()
-        return self.budget.seconds / whole, self.costs.timed(inside, whole)
-
-    def _searched(
-        self, losses: MeasuredLosses, finish: Finish, sizes: SearchSizes
-    ) -> tuple[SearchResult, Finish, Reading]:
-        """Search from the trained frequencies, and from the best finalist that is one set of frequencies."""
-        assert self.plain is not None
-        rope = self.rope
-        starts: dict[str, Vector] = {
-            "the trained frequencies": torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
-        }
-        for candidate in map(self.candidates.__getitem__, (*finish.finalists, next(iter(self.candidates)))):
-            if isinstance(candidate.method, RopeMethod) and candidate.method.is_table:
-                starts[candidate.label] = vector_of(candidate.method, rope, self.length)
-                break
-        search = Search(
-            losses=losses,
-            sites=self.sites,
-            plain=self.plain,
-            split=self.split,
-            sizes=sizes,
-            keys=self.settings.keys,
-        )
-        return search.run(starts, finish, label=self.candidates[finish.choice].label)
-
-    def _provenance(self) -> dict[str, Any]:
-        """Return what it was measured on and with, as JSON values."""
-        values = provenance_of(self.checkpoint, self.corpus, seed=self.settings.seed).to_dict()
-        del values["extensions"]
-        return values | {"trained_length": self.trained}
 
     def _loaded_by(self, candidate: Candidate) -> LoadedBy:
         """Return which runtimes can load a candidate, and what plain transformers calls it."""
@@ -306,12 +220,9 @@ class PlannedChoice:
                 rope = dict(text_of(config).rope_parameters) if is_plain else None
                 says = config.ctxext["stored_as"] if is_plain else "only with ctxext"
                 runtimes = [RuntimeVerdict(name="transformers", exact=is_plain, says=says)]
-                for runtime in RUNTIMES:
-                    try:
-                        export = export_config(config, to=runtime)
-                        runtimes.append(RuntimeVerdict(name=runtime, exact=export.exact, says=export.told))
-                    except CtxextError as error:
-                        runtimes.append(RuntimeVerdict(name=runtime, exact=False, says=str(error)))
+                for runtime, made in exports_of(config, self.checkpoint.name, checked=True).items():
+                    exact, says = (False, made) if isinstance(made, str) else (made.exact, made.told)
+                    runtimes.append(RuntimeVerdict(name=runtime, exact=exact, says=says))
             self._runtimes[name] = tuple(runtimes), rope
         return self._runtimes[name]
 
@@ -326,8 +237,8 @@ def _choosable(checkpoint: Checkpoint) -> Subject:
     subject = Subject.of(checkpoint.model)
     if patched_state(subject.model) is not None or already_extended(subject.config):
         raise PatchStateError(
-            f"{checkpoint.name} is extended already; what is chosen is how to extend the original. Call "
-            f"ctxext.unpatch(model) first, or give the original checkpoint."
+            f"{checkpoint.name} is extended already; choose needs the original checkpoint. Call "
+            f"ctxext.unpatch(model) first, or give the original."
         )
     if not isinstance(architecture_of(subject), Rope):
         raise IncompatibleError(
@@ -347,7 +258,6 @@ def choose(
     seed: int = 0,
     keys: bool = True,
     stock: bool = False,
-    search: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: str | Path | None = None,
@@ -362,22 +272,19 @@ def choose(
 
     Args:
         model: a causal language model with rotary positions, not extended, in eval mode.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         texts: the texts themselves, or paths of files. Of at least two texts of the target length, some are chosen on
             and the others judged on; one text serves if it is at least twice as long.
         target_length: tokens to extend to, above the trained length.
         budget: ``"30min"`` of computing, or ``"25 passes"`` over the target length, which is the same on every machine;
             None for as much as all rounds take.
-        seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
-        keys: whether to hide keys in a text and ask for them.
-        stock: choose only among what plain transformers loads, and other runtimes therefore may.
-        search: after the rounds, search the frequencies themselves by gradients from their choice and from the trained
-            frequencies, on the frozen model; the result is taken only if it is better on texts kept back for that.
-            It needs a third part of the texts and, without a budget, some ten times the passes.
+        seed: seed of the split of the texts, and of the hidden keys: the same seed makes the same choice.
+        keys: True to hide keys in a text and ask for them.
+        stock: True for the candidates that plain transformers loads, and other runtimes therefore may.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
-        folder: that keeps what is finished: the same call goes on where a killed one ended.
-        progress: called with what is being done and the cost done since the last call.
+        folder: folder that keeps finished jobs: the same call goes on where a killed one ended.
+        progress: function of the present job's name and the cost done since the last call.
 
     Returns:
         The choice, with ``method``, ``rows()`` and ``sentence``.
@@ -396,7 +303,6 @@ def choose(
         seed=seed,
         keys=keys,
         stock=stock,
-        search=search,
         trained_length=trained_length,
         sliding_window=sliding_window,
     )

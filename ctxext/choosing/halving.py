@@ -31,11 +31,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.choosing.candidates import CandidateReach
+from ctxext.errors import InvalidParameterError
+from ctxext.measuring.forward import pass_cost
 from ctxext.measuring.statistics import CHANCE, PairedDifference, block_difference, students_quantile
+from ctxext.measuring.truncation import tails_cost
+from ctxext.quantities import duration
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
-# The round of a candidate that a search found after the three rounds.
-SEARCH = "search"
+STOPPED = "stopped"
 # How much of the chance of 5 percent each round may spend. What is left, 0.025, is that of a verdict that calls the
 # choice better than another where it is not: half of the 5 percent, two-sided, that such a verdict has.
 LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}
@@ -50,6 +53,26 @@ ENDS, LEAST_END = 32, 16
 AS_GOOD = 0.01
 # A key whose tokens cost less than ln 2 each is read at better than even odds; one that costs a nat more is lost.
 READ, LOST = math.log(2), 1.0
+# Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
+ENOUGH = 4096
+# Tokens at which attention costs as much as the rest where it seems to cost nothing.
+ALL_LINEAR = 10**12
+# From the largest sizes to the smallest: candidates that read whole texts, finalists, texts to choose on and to judge
+# on (in multiples of what gives enough tokens), hidden keys. Texts of the verdict are given up last: one alone says
+# nothing of others like it.
+LADDER = (
+    (10, 3, 3, 5, 3),
+    (8, 3, 3, 5, 3),
+    (8, 3, 2, 5, 2),
+    (6, 3, 2, 5, 2),
+    (5, 2, 2, 5, 1),
+    (4, 2, 1, 5, 1),
+    (3, 2, 1, 5, 1),
+    (3, 2, 1, 3, 1),
+    (3, 2, 1, 2, 1),
+    (3, 2, 1, 1, 1),
+    (2, 1, 1, 1, 0),
+)
 
 
 @runtime_checkable
@@ -71,8 +94,7 @@ class Sizes:
     """Amounts that are read in the rounds and for the verdict.
 
     Args:
-        texts: texts that are chosen on; the second round reads the first ``first`` of them.
-        keys: hidden keys that every finalist is asked for.
+        texts: texts to choose on; the second round reads the first ``first`` of them.
     """
 
     whole: int
@@ -84,19 +106,118 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of a choice, in passes over the whole target, and the sizes that a budget lasts for.
+
+    There are ``choosing`` texts to choose on, and ``held_out`` texts to judge on.
+    """
+
+    trained: int
+    length: int
+    judged: int
+    others: int
+    windows: tuple[int, ...]
+    turning_point: int
+    choosing: int
+    held_out: int
+    keys: bool
+
+    def of(self, tokens: int) -> float:
+        """Return the cost of a pass over so many tokens."""
+        return pass_cost(tokens, self.turning_point) / pass_cost(self.length, self.turning_point)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of a text that the first round reads: a quarter of the target, inside the window."""
+        return min(self.trained, self.length // 4)
+
+    @property
+    def stretches(self) -> int:
+        """Number of texts that hold enough tokens beyond the window."""
+        return math.ceil(ENOUGH / (self.length - self.trained))
+
+    @property
+    def end(self) -> int:
+        """Start of the end of a text, at which truncation is measured: a quarter of the window, beyond it."""
+        return max(self.trained, self.length - max(1, self.trained // 4))
+
+    def timed(self, inside: float, whole: float) -> Costs:
+        """Return the costs by the clock: attention may be slower than its operations say.
+
+        A pass over the part of a text that the first round reads takes ``inside`` seconds, one over the target
+        ``whole``.
+        """
+        # inside / whole = short (1 + short / t) / (length (1 + length / t)), solved for the turning point t.
+        short, length, ratio = self.prefix, self.length, inside / whole
+        linear, quadratic = short - ratio * length, ratio * length**2 - short**2
+        if linear <= 0:  # dearer than a share of the tokens: all linear, and calls cost something
+            return replace(self, turning_point=ALL_LINEAR)
+        return replace(self, turning_point=max(1, round(quadratic / linear)))
+
+    def most(self, sizes: Sizes) -> float:
+        """Return the cost of all rounds and the verdict, at most."""
+        inside = self.judged * sizes.first * self.of(self.prefix)
+        whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
+        more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
+        tails = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
+        truncations = tails / pass_cost(self.length, self.turning_point)
+        return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
+
+    def sizes(self, allowed: float | None, seconds: float | None = None) -> Sizes:
+        """Return the largest sizes that a budget lasts for.
+
+        Args:
+            allowed: passes; None for no limit.
+            seconds: time that as many passes take here, for the message; None where nothing was timed.
+
+        Raises:
+            InvalidParameterError: not even the smallest sizes fit.
+        """
+        ladder = self._ladder()
+        if allowed is None:
+            return ladder[0]
+        for sizes in ladder:
+            if self.most(sizes) <= allowed:
+                return sizes
+        least = self.most(ladder[-1])
+        time = "" if seconds is None else f", some {duration(seconds * least / allowed)} here"
+        raise InvalidParameterError(
+            f"The budget is too small: it comes to {allowed:.1f} passes over {self.length:,} tokens. Choosing among "
+            f"{self.judged + self.others} candidates takes {least:.1f} at least{time}. Allow more (--budget), or "
+            f"choose for a smaller target."
+        )
+
+    def _ladder(self) -> list[Sizes]:
+        """Return all sizes, from the largest to the smallest."""
+        first = self.stretches
+        start = min(first, self.choosing)
+        return [
+            Sizes(
+                whole=whole,
+                finalists=finalists,
+                texts=min(max(start, texts * first), self.choosing),
+                first=start,
+                held_out=min(judged * first, self.held_out),
+                keys=keys if self.keys else 0,
+            )
+            for whole, finalists, texts, judged, keys in LADDER
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Course:
     """Course of one candidate through the rounds.
 
     Args:
-        round: the last one that it took part in; ``rung`` in JSON.
-        dropped: why it came no further, in words; empty for a finalist.
-        by: the candidate that it was compared with there.
-        inside: its loss inside the window minus that of the published YaRN; None where it was not read there.
-        beyond: likewise beyond the window, on as much as it has read.
-        end: likewise at the end of the texts, see ``end_of``; None where it has not read them whole.
-        worse_by: what it was dropped for: its loss minus that of ``by``; None where it is not shown to be worse.
-        keys: loss of each hidden key, nats; empty where it was not asked.
-        trace: tokens read beyond the window, and its mean difference to the published YaRN until there.
+        round: last round of the candidate; ``rung`` in JSON.
+        dropped: reason for which it came no further, in words; empty for a finalist.
+        by: name of the candidate that it was compared with there.
+        inside: loss inside the window minus that of the published YaRN; None where it was not read there.
+        beyond: the same difference beyond the window, on all tokens that the candidate has read.
+        end: the same difference at the end of the texts, see ``end_of``; None where it has not read them whole.
+        worse_by: loss minus that of ``by``, for which it was dropped; None where it is not shown to be worse.
+        keys: loss of each hidden key, nats; empty for a candidate that reads none.
+        trace: tokens read beyond the window, and the mean difference to the published YaRN until there.
     """
 
     name: str
@@ -132,6 +253,15 @@ class Course:
             tokens=sum(map(len, own)),
         )
 
+    @property
+    def fate(self) -> str:
+        """The end of the course, in a word or two."""
+        if not self.dropped:
+            return "finalist"
+        if self.worse_by is None:
+            return "left behind"
+        return STOPPED if self.dropped.startswith(STOPPED) else "worse on these texts"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {"rung" if name == "round" else name: value for name, value in asdict(self).items()}
@@ -142,7 +272,7 @@ class Finish:
     """The end of the rounds.
 
     Args:
-        runner_up: name of the one that would have been chosen without it.
+        runner_up: name of the candidate that would have been chosen without the choice.
     """
 
     choice: str
@@ -164,9 +294,9 @@ def is_worse(difference: PairedDifference, chance: float, comparisons: int, *, l
     """Return whether a mean is above zero by more than chance allows.
 
     Args:
-        difference: above zero where the first of the two is worse.
-        chance: two-sided, of one wrong finding among all comparisons.
-        comparisons: among which the chance is divided (Bonferroni).
+        difference: mean above zero where the first of the two is worse.
+        chance: two-sided chance of one wrong finding among all comparisons.
+        comparisons: number of comparisons that share the chance (Bonferroni).
         least: standard errors that the mean must exceed in any case.
     """
     needed = students_quantile(chance / max(1, comparisons), difference.units - 1)
@@ -183,7 +313,7 @@ class Halving:
     """The rounds of one choice; ``run`` them once.
 
     Args:
-        reaches: of the candidates, by name; the first is the published YaRN, which reads whatever any other reads.
+        reaches: reach of each candidate, by name; the first is the published YaRN, which reads what any other reads.
     """
 
     reaches: Mapping[str, CandidateReach]
@@ -301,7 +431,7 @@ class Halving:
                 usual, lengths = self.read[self.usual], {"trained": self.trained, "length": self.length}
                 self.courses[name] = self.courses[name].beside(usual, own, **lengths)
             if leader is not None:
-                place = f"stopped after {len(losses):,} of {self.length:,} tokens, beyond rescue"
+                place = f"{STOPPED} after {len(losses):,} of {self.length:,} tokens, beyond rescue"
                 self._drop(name, place, *leader)
                 return
 

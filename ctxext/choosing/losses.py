@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.choosing.budget import Costs
-from ctxext.choosing.halving import PIECES, Sizes
-from ctxext.choosing.texts import SplitTexts, TextStretch
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
+from ctxext.choosing.halving import PIECES, Costs, Finish, Sizes
+from ctxext.choosing.verdict import HeldOut, judge_held_out
+from ctxext.evaluation.passkey import make_prompts
 from ctxext.files import digest
 from ctxext.measuring.forward import Progress, pass_cost, ticking
 from ctxext.measuring.loss import Window, loss_while
@@ -24,12 +22,12 @@ from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, LossJob, Survey, jobs_of
 from ctxext.measuring.truncation import UNPATCHED, tail_windows, window_name
 from ctxext.texts.corpus import TokenisedDocument
+from ctxext.texts.stretches import SplitTexts, TextStretch
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)
-# Where a key stands that any model finds which finds keys: not at the start of a full window, whose distances were the
-# rarest in training (SmolLM2-135M finds 0 of 3 there, and 12 of 12 nearer).
-READABLE = 0.25
+# Candidates whose first reading says how long a pass takes.
+TIMED = 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,8 +51,8 @@ class MeasuredLosses:
     """Losses of a model's readings, in nats per token; see ``CandidateLosses``.
 
     Args:
-        sizes: of the rounds; None until a budget in time is known in passes.
-        passes: cost of each answer that was asked for, in passes over the target, by its job's key.
+        sizes: sizes of the rounds; None until a budget in time is known in passes.
+        passes: cost of each answer, in passes over the target, by its job's key.
     """
 
     survey: Survey[Job]
@@ -65,16 +63,12 @@ class MeasuredLosses:
     seed: int
     progress: Progress
     sizes: Sizes | None = None
-    readers: dict[str, Reader] = field(init=False, default_factory=dict)
     passes: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._finished = self.survey.journal.finished()
-        self.add(*self.readings.find(())[0], *self.entered)
-
-    def add(self, *readings: Reading) -> None:
-        """Let readings be measured."""
-        self.readers |= {reading.name: Reader(reading, self.readings, ()) for reading in readings}
+        every = (*self.readings.find(())[0], *self.entered)
+        self.readers = {reading.name: Reader(reading, self.readings, ()) for reading in every}
 
     def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         """Return the line that the journal has of each job; those that no earlier run finished are done first."""
@@ -110,8 +104,6 @@ class MeasuredLosses:
     def _beginning(self, tokens: int) -> Callable[[str], Sequence[Window]]:
         return lambda _: [Window(0, tokens + 1, tokens)]
 
-    # For the rounds.
-
     def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the losses of each reading at the beginnings of the first texts."""
         windows = self._beginning(self.costs.prefix)
@@ -127,55 +119,57 @@ class MeasuredLosses:
     def keys(self, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """Return the loss of every hidden key by each reading."""
         assert self.sizes is not None
-        return self._keys(names, self._prompts(self.costs.length, DEPTHS[: self.sizes.keys]))
+        tokenizer, turning_point = self.survey.checkpoint.tokenizer, self.costs.turning_point
+        depths, length = DEPTHS[: self.sizes.keys], self.costs.length
+        prompts = make_prompts(tokenizer, [length], depths, seed=self.seed, turning_point=turning_point)
+        readers = [replace(self.readers[name], lengths=(length,)) for name in names]
+        answers = iter(self.answers(jobs_of(readers, prompts)))
+        return {name: tuple(float(next(answers)["trial"]["loss"]) for _ in prompts) for name in names}
 
-    # For a search.
-
-    def beyond(self, name: str) -> float:
-        """Return the mean loss beyond the window on the texts of the second round."""
-        losses = self._losses([name], self._first, self._beginning(self.costs.length))[name]
-        return torch.cat([text[self.costs.trained :] for text in losses]).double().mean().item()
-
-    def key_inside(self) -> float | None:
-        """Return the loss of a key in a full window, unextended; None where the window is too short."""
-        try:
-            prompts = self._prompts(self.costs.trained, [READABLE])
-        except InvalidParameterError:
-            return None
-        return self._keys([UNPATCHED], prompts)[UNPATCHED][0]
-
-    # For the verdict.
-
-    def texts(self, names: Sequence[str], stretches: Sequence[TextStretch]) -> dict[str, list[Tensor]]:
-        """Return the losses of whole texts; of a dynamic method inside the window, those of texts of that length."""
-        losses = self._losses(names, stretches, self._beginning(self.costs.length))
+    def held_out(self, finish: Finish, stretches: Sequence[TextStretch]) -> HeldOut:
+        """Return the verdict on texts that were never read before."""
+        usual, trained = self.entered[0].name, self.costs.trained
+        names = dict.fromkeys(name for name in (finish.choice, finish.runner_up, usual) if name)
+        losses = self._losses(list(names), stretches, self._beginning(self.costs.length))
         dynamic = [name for name in names if self.readers[name].reading.dynamic]
-        for name, short in self._losses(dynamic, stretches, self._beginning(self.costs.trained)).items():
+        # Of a dynamic method inside the window, the losses of texts of that length count.
+        for name, short in self._losses(dynamic, stretches, self._beginning(trained)).items():
             pairs = zip(short, losses[name], strict=True)
-            losses[name] = [torch.cat([inside, whole[self.costs.trained :]]) for inside, whole in pairs]
-        return losses
-
-    def plain(self, stretches: Sequence[TextStretch]) -> list[Tensor]:
-        """Return the losses of the unextended model inside its window."""
-        return self._losses([UNPATCHED], stretches, self._beginning(self.costs.trained))[UNPATCHED]
-
-    def truncated(self, stretches: Sequence[TextStretch]) -> dict[int, list[Tensor]]:
-        """Return the losses at the ends of texts when the model sees its last tokens only, by their number."""
+            losses[name] = [torch.cat([inside, whole[trained:]]) for inside, whole in pairs]
+        unpatched = self._losses([UNPATCHED], stretches, self._beginning(trained))[UNPATCHED]
         span = {"start": self.costs.end, "positions": self.costs.length, "prefix": stretches[0].text.prefix}
         windows = {window_name(window): tail_windows(window, **span) for window in self.readings.windows}
-        losses = self._losses(list(windows), stretches, windows.__getitem__)
-        return dict(zip(self.readings.windows, losses.values(), strict=True))
+        tails = self._losses(list(windows), stretches, windows.__getitem__)
+        return judge_held_out(
+            losses,
+            choice=finish.choice,
+            usual=usual,
+            runner_up=finish.runner_up,
+            unpatched=unpatched,
+            truncations=dict(zip(self.readings.windows, tails.values(), strict=True)),
+            documents=[stretch.document for stretch in stretches],
+            trained=trained,
+            same_documents=self.split.same_documents,
+        )
 
-    # For a budget in time.
+    def timed(self, seconds: float, judged: Sequence[str]) -> tuple[float, Costs]:
+        """Return the passes that a budget in time lasts for, and the costs by the clock.
 
-    def seconds_of_inside(self, names: Sequence[str]) -> float:
-        """Return the median seconds of a first text's beginning, as a model's first call is slow."""
+        Args:
+            judged: names of candidates that are judged inside the window.
+
+        Raises:
+            InvalidParameterError: a budget that does not last for the smallest sizes.
+        """
         windows = self._beginning(self.costs.prefix)("")
-        return self._seconds([self._job(name, self.split.choosing[0], windows) for name in names])
-
-    def seconds_of_whole(self) -> float:
-        """Return the seconds of the first text by the published YaRN, which reads it in any case."""
-        return self._seconds([self._whole(self.entered[0].name, self.split.choosing[0], lambda _: None)])
+        jobs = [self._job(name, self.split.choosing[0], windows) for name in judged[:TIMED]]
+        # A model's first call is slow, so that only a budget that it exceeds is refused after it.
+        first = self._seconds(jobs[:1])
+        inside = first if first >= seconds else self._seconds(jobs)
+        # What is far too small is said before a whole text is read, which the published YaRN does in any case.
+        self.costs.sizes(seconds / inside * self.costs.of(self.costs.prefix), seconds)
+        whole = self._seconds([self._whole(self.entered[0].name, self.split.choosing[0], lambda _: None)])
+        return seconds / whole, self.costs.timed(inside, whole)
 
     def _seconds(self, jobs: Sequence[Job]) -> float:
         return max(statistics.median(float(line["seconds"]) for line in self.answers(jobs)), 1e-3)
@@ -199,13 +193,3 @@ class MeasuredLosses:
             text=text,
             stop=stop,
         )
-
-    def _prompts(self, length: int, depths: Sequence[float]) -> tuple[PasskeyPrompt, ...]:
-        tokenizer, turning_point = self.survey.checkpoint.tokenizer, self.costs.turning_point
-        return make_prompts(tokenizer, [length], depths, seed=self.seed, turning_point=turning_point)
-
-    def _keys(self, names: Sequence[str], prompts: Sequence[PasskeyPrompt]) -> dict[str, tuple[float, ...]]:
-        lengths = tuple({prompt.length for prompt in prompts})
-        readers = [replace(self.readers[name], lengths=lengths) for name in names]
-        answers = iter(self.answers(jobs_of(readers, prompts)))
-        return {name: tuple(float(next(answers)["trial"]["loss"]) for _ in prompts) for name in names}

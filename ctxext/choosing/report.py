@@ -1,20 +1,18 @@
-"""The page of a choice: its sentences, its candidates, a search, who can load it, and a figure of the rounds."""
+"""The page of a choice: its candidates, the verdict and its reasons, who can load it, and a figure of the rounds."""
 
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ctxext.choosing.choice import Candidate, Choice, sentences
-from ctxext.choosing.halving import INSIDE, MORE, SEARCH, WHOLE
-from ctxext.choosing.search import SearchResult
+from ctxext.choosing.halving import INSIDE, STOPPED
+from ctxext.choosing.verdict import Choice
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, OTHERS, Figure, draw_grid
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, Part, TextTable, provenance_table
 from ctxext.measuring.labels import few_of, tokens_label
-from ctxext.measuring.statistics import PairedDifference
 from ctxext.methods import known_methods
-from ctxext.quantities import duration
 from ctxext.recommended import to_take
 
 CHOSEN, USUAL, LEFT = COLOURS["yarn"], COLOURS["truncated"], "#B5B5B5"
@@ -24,22 +22,23 @@ HEADER = ("", "inside the window", "beyond", "at the end", "keys", "came to", "w
 
 
 def choice_page(choice: Choice) -> Page:
-    """Return the candidates that came furthest, everything that has to be said, and a figure; the rest as details."""
+    """Return the candidates that came furthest, the choice with its reasons, and a figure; the rest as details."""
     title = f"{choice.provenance['checkpoint']}, {tokens_label(choice.trained_length)} to "
     title += f"{tokens_label(choice.target_length)} tokens"
-    first, *rest = sentences(choice)
-    rows = _rows(choice)
-    best = {choice.candidate(choice.name).label: "best"}
+    chosen = choice.label(choice.name)
+    rows = [_row(choice, row) for row in choice.rows()]
     short = TextTable(
         header=HEADER[:-1],
         rows=[row[:-1] for row in rows[:SHOWN]],
         title="Loss minus that of YaRN as published, nats per token ± standard error, on what each has read",
         caption=f"{len(rows) - SHOWN} more did not get as far; -o FILE.md lists them." if len(rows) > SHOWN else "",
-        styles=best,
+        styles={chosen: "best"},
     )
+    winner = choice.label(choice.finish.choice)
+    reasons = TextTable(header=(f"{winner}, on {choice.judged_on}", ""), rows=choice.reasons(), prose=True)
     figure = Figure(
         name="rounds",
-        title=f"{title}: {choice.candidate(choice.name).label}",
+        title=f"{title}: {chosen}",
         size=(13.0, 5.6),
         draw=lambda canvas: _draw(canvas, choice),
         caption="Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that "
@@ -49,9 +48,9 @@ def choice_page(choice: Choice) -> Page:
     candidates = TextTable(
         header=HEADER,
         rows=rows,
-        caption="What was only left behind was not shown to be worse: the budget did not last for it. What is worse is "
-        "so on the texts that were chosen on; about other texts that says nothing.",
-        styles=best,
+        caption="A candidate that was left behind was not shown to be worse: the budget did not last for it. A worse "
+        "one is worse on the texts that were chosen on; about other texts that says nothing.",
+        styles={chosen: "best"},
         prose=True,
     )
     runtimes = TextTable(
@@ -59,80 +58,33 @@ def choice_page(choice: Choice) -> Page:
         rows=[(runtime.name, "yes" if runtime.exact else "no", Code(runtime.says)) for runtime in choice.runtimes],
         prose=True,
     )
-    details: list[Part] = [Heading("All candidates"), candidates]
-    if choice.search is not None:
-        details += [Heading("The search"), _search(choice.search)]
-    details += [Heading("Who can load it"), runtimes, Heading("What it was measured on"), _provenance(choice)]
-    unmeasured = " ".join(map(str, to_take(known_methods())))
-    return Page(title, [short, Headline(first), *rest, f"To take without measuring: {unmeasured}", figure], details)
-
-
-def _rows(choice: Choice) -> list[list[str]]:
-    """Return a row per candidate, those that came furthest first."""
-    places = {name: place for place, name in enumerate(choice.finish.finalists)}
-    rounds = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
-
-    def place(candidate: Candidate) -> tuple[int, int, bool, float]:
-        course = candidate.course
-        gap = course.beyond or course.inside
-        finalist = places.get(candidate.reading.name, len(places))
-        return finalist, rounds[course.round], bool(course.worse_by), 0.0 if gap is None else gap.mean
-
-    rows = []
-    for candidate in sorted(choice.candidates, key=place):
-        course, why = candidate.course, ""
-        if candidate.reading.name == choice.name:
-            fate = "chosen"
-        elif not course.dropped:
-            fate = "finalist"
-        else:
-            fate, why = "not taken" if course.round == SEARCH else "left behind", course.dropped
-            if course.worse_by is not None:
-                fate = "stopped" if course.dropped.startswith("stopped") else "worse on these texts"
-                why += f": {course.worse_by} against {choice.candidate(course.by).label}"
-        gaps = [NONE if gap is None else str(gap) for gap in (course.inside, course.beyond, course.end)]
-        keys = " ".join(f"{loss:.2f}" for loss in course.keys) or NONE
-        rows.append([candidate.label, *gaps, keys, fate, why])
-    return rows
-
-
-def _search(search: SearchResult) -> TextTable:
-    """Return what each start of a search came to."""
-    rows = []
-    for start in search.starts:
-        tenth = max(1, len(start.losses) // 10)
-        means = [sum(part) / tenth for part in (start.losses[:tenth], start.losses[-tenth:])]
-        numbers = [f"{loss:.4f}" for loss in (*means, start.beyond)]
-        divisors = " ".join(f"{divisor:.3g}" for divisor in start.method["long_factor"])
-        rows.append([start.name, *numbers, divisors, f"{start.method['attention_factor']:.4g}"])
-    return TextTable(
-        header=("from", "first steps", "last steps", "beyond, texts chosen on", "divided by", "scale"),
-        rows=rows,
-        caption="Mean loss of the first and of the last tenth of the steps, each on the texts of its own, in nats per "
-        "token; then that of the result, beyond the window, on whole texts that were chosen on; and the result: what "
-        "each frequency is divided by, the fastest first.",
-        prose=True,
-    )
+    details: list[Part] = [Heading("All candidates"), candidates, Heading("Who can load it"), runtimes]
+    details += [Heading("What it was measured on"), _provenance(choice)]
+    unmeasured = f"To take without measuring: {' '.join(map(str, to_take(known_methods())))}"
+    return Page(title, [short, Headline(choice.sentence), reasons, unmeasured, figure], details)
 
 
 def _provenance(choice: Choice) -> TextTable:
-    sizes, spent, search = choice.sizes, choice.spent, choice.search
+    sizes = choice.sizes
     facts = {
         "Trained_length": f"{choice.trained_length:,} tokens",
         "Chosen_on": few_of(choice.texts),
         "Judged_on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
         "Rounds": f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
         f"read: {sizes.first}; that {sizes.finalists} read: {sizes.texts}; hidden keys: {sizes.keys}",
+        "Not_entered": "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals),
     }
-    if search is not None:
-        took = f"{search.sizes.steps} steps from each of {len(search.starts)} starts"
-        rows = f"{search.sizes.rows} of {len(search.searched_on)} texts each"
-        keys = "hidden keys in them" if search.needles else "no hidden keys (not asked for, or not read in the window)"
-        facts["Search"] = f"{took}, {rows}, {keys}; on {few_of(search.searched_on)}"
-        facts["Search_accepted_on"] = few_of(search.texts)
-    facts["Spent"] = f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}"
-    facts["Not_entered"] = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals)
     return provenance_table(choice.provenance, **facts)
+
+
+def _row(choice: Choice, row: dict[str, Any]) -> list[str]:
+    """Return a candidate's row as the page shows it."""
+    course = choice.finish.course(row["candidate"])
+    why = course.dropped if row["fate"] != "chosen" else ""
+    if why and course.worse_by is not None:
+        why += f": {course.worse_by} against {choice.label(course.by)}"
+    gaps = [NONE if gap is None else str(gap) for gap in (course.inside, course.beyond, course.end)]
+    return [row["label"], *gaps, " ".join(f"{loss:.2f}" for loss in course.keys) or NONE, row["fate"], why]
 
 
 def _draw(canvas: Any, choice: Choice) -> None:
@@ -157,7 +109,8 @@ def _draw_inside(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
     means = []
     for candidate in choice.candidates:
         if candidate.stretch is not None:
-            course, name = candidate.course, candidate.reading.name
+            name = candidate.reading.name
+            course = choice.finish.course(name)
             means.append(course.inside.mean if course.inside else 0.0)
             marker, grey = ("x", LEFT) if course.round == INSIDE else ("o", NOTE)
             size, colour = (8, colours[name]) if name in colours else (5, grey)
@@ -176,14 +129,16 @@ def _draw_beyond(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
     axes.plot([], [], color=USUAL, ls=DASHED, label=f"{choice.candidate(choice.usual).label}, as published")
     ends, means = [], [0.0]
     for candidate in choice.candidates:
-        if not candidate.course.trace:
+        name = candidate.reading.name
+        course = choice.finish.course(name)
+        if not course.trace:
             continue
-        name, (x, y) = candidate.reading.name, zip(*candidate.course.trace, strict=True)
+        x, y = zip(*course.trace, strict=True)
         style = {"color": colours.get(name, LEFT), "zorder": 2 + (name in colours)}
         chosen = ", chosen" if name == choice.name else ""
         label = candidate.label + chosen if name in colours else None
         axes.plot(x, y, lw=2.6 if chosen else 1.6, label=label, **style)
-        axes.plot(x[-1], y[-1], "x" if candidate.course.dropped.startswith("stopped") else "o", ms=6, **style)
+        axes.plot(x[-1], y[-1], "x" if course.fate == STOPPED else "o", ms=6, **style)
         ends.append(y[-1])
         means += y
     _near_the_best(axes, means, ends)
@@ -209,20 +164,13 @@ def _near_the_best(axes: Any, values: Sequence[float], ends: Sequence[float]) ->
 def _draw_verdict(axes: Any, choice: Choice) -> None:
     """Draw what the choice gains and costs on texts that it was not chosen on, with 95 percent intervals."""
     held = choice.held_out
-    kept = f"last {tokens_label(held.window)} tokens"
-    rows: list[tuple[str, PairedDifference | None, str]] = [
-        ("beyond: minus YaRN\nas published", held.versus_usual, CHOSEN),
-        ("beyond: minus the\nrunner-up", held.versus_runner_up, CHOSEN),
-        (f"at the end: minus the\nbest truncation\n({kept})", held.versus_truncation, CHOSEN),
-        ("inside: minus the\nunextended model", held.damage, CHOSEN),
-        ("the same, YaRN\nas published", held.usual_damage, USUAL),
-    ]
-    shown = [(name, gap, colour) for name, gap, colour in rows if gap is not None]
+    shown = list(held.compared())
     axes.axvline(0, color=USUAL, lw=1.2, ls=DASHED)
-    for place, (_, gap, colour) in enumerate(shown):
+    for place, (_, gap, _) in enumerate(shown):
+        colour = CHOSEN if gap is not held.usual_damage else USUAL
         axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=6, lw=1.8, color=colour)
         axes.text(gap.mean, place - 0.17, str(gap), ha="center", va="bottom", fontsize=9, color=colour)
-    axes.set_yticks(range(len(shown)), [name for name, _, _ in shown], fontsize=9)
+    axes.set_yticks(range(len(shown)), [textwrap.fill(name, 22) for name, _, _ in shown], fontsize=9)
     axes.set_ylim(len(shown) - 0.5, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.25)

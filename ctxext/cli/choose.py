@@ -26,8 +26,8 @@ from ctxext.errors import CheckpointError
 from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
-    from ctxext.choosing.choice import Choice
     from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
+    from ctxext.choosing.verdict import Choice
 
 # Plays that are read where no text is named: one alone has too few stretches to choose on and to judge on.
 PLAYS = 8
@@ -48,12 +48,6 @@ class ChoiceOptions:
     )
     stock: bool = option(
         "Choose only among what plain transformers loads, and other runtimes may.", "--stock", default=False
-    )
-    search: bool = option(
-        "After the rounds, search the frequencies themselves by gradients; taken only if better on texts kept back for "
-        "that. Ten times the passes, where no budget says less.",
-        "--search",
-        default=False,
     )
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
@@ -141,11 +135,10 @@ def _run(session: Session, planned: PlannedChoice) -> Choice:
     from ctxext.measuring.labels import tokens_label
 
     split, console = planned.split, session.console
-    kept_back = f"{len(split.accepting)} to accept what is searched on, " if split.accepting else ""
     about = (
         f", trained to {tokens_label(planned.trained)} tokens, in "
         f"{planned.checkpoint.dtype_note}: {len(planned.candidates)} candidates for {tokens_label(planned.length)} "
-        f"tokens; {len(split.choosing)} stretches of text to choose on, {kept_back}{len(split.held_out)} to judge on, "
+        f"tokens; {len(split.choosing)} stretches of text to choose on, {len(split.held_out)} to judge on, "
         f"as far as needed."
     )
     console.print(Text.assemble((planned.checkpoint.name, "bold"), about))

@@ -17,7 +17,7 @@ from ctxext.progress import terminal
 from ctxext.quantities import parse_bytes
 
 if TYPE_CHECKING:
-    from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
+    from ctxext.planning.plan import Breakdown, Plan
     from ctxext.planning.quantised import Stored
 
 ROWS = {
@@ -168,7 +168,7 @@ def _storage_sentence(stored: Stored, dtype: str) -> str:
     return f"{counted}." if stored.trains_packed else f"{counted} in use. Training is counted with them in {dtype}."
 
 
-def _planned(plan: TrainingPlan | Serving, size: int | None, length: int | None) -> Breakdown:
+def _planned(plan: Plan, size: int | None, length: int | None) -> Breakdown:
     """Return what a length takes, or the longest one that the memory holds."""
     from ctxext.planning.plan import longest
 

@@ -69,49 +69,33 @@ class Breakdown:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
-    """A step of LoRA training of one sequence.
+class Plan:
+    """Memory by length: of a step of LoRA training, or of a prompt read in one pass and everything decoded after it.
 
     Args:
         dequantised: bytes of the largest weight that is unpacked for use; 0 if no weight is quantised.
         advice: remedy where not even a short sequence fits.
+        memory: storage of a training step's activations; None for a context in use.
     """
 
     run: DryRun
-    memory: Memory
     fixed: Breakdown
-    dequantised: int = 0
-    advice: str = "Allow more."
+    dequantised: int
+    advice: str
+    memory: Memory | None = None
 
     def at(self, length: int) -> Breakdown:
-        """Return the memory of a sequence of ``length`` tokens."""
+        """Return the memory of one sequence of ``length`` tokens."""
         self.run.require_positions(length)
-        step = self.run.step(length)
-        hidden = length * self.run.hidden_bytes
-        chunk = self.memory.loss_chunk
+        taken = self.run.prefill(length) if self.memory is None else self.run.step(length)
+        layer = taken.work + self.dequantised
+        if self.memory is None:
+            cache = taken.kept - taken.passing
+            return replace(self.fixed, length=length, cache=cache, passing=taken.passing, layer=layer)
+        hidden, chunk = length * self.run.hidden_bytes, self.memory.loss_chunk
         loss = self.run.whole_loss(length) if chunk is None else self.run.loss(min(chunk, length)) + hidden
-        kept, host = step.kept, 0
-        if self.memory.offload:
-            host = len(self.run.layers) * hidden
-            kept -= host
-        return replace(self.fixed, length=length, kept=kept, layer=step.work + self.dequantised, loss=loss, host=host)
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A prompt read in one pass, as ``generate`` does, and everything decoded after it."""
-
-    run: DryRun
-    fixed: Breakdown
-    dequantised: int = 0
-    advice: str = "Allow more."
-
-    def at(self, length: int) -> Breakdown:
-        """Return the memory of a context of ``length`` tokens."""
-        self.run.require_positions(length)
-        taken = self.run.prefill(length)
-        cache, layer = taken.kept - taken.passing, taken.work + self.dequantised
-        return replace(self.fixed, length=length, cache=cache, passing=taken.passing, layer=layer)
+        host = len(self.run.layers) * hidden if self.memory.offload else 0
+        return replace(self.fixed, length=length, kept=taken.kept - host, layer=layer, loss=loss, host=host)
 
 
 def plan_training(
@@ -124,13 +108,13 @@ def plan_training(
     dtype: torch.dtype = torch.bfloat16,
     quantisation: str | None = None,
     trust_remote_code: bool = False,
-) -> TrainingPlan:
+) -> Plan:
     """Plan a LoRA step as ``recipes/finetune.py`` takes it: one sequence, mixed precision, AdamW.
 
     Args:
         config: config of a causal language model, extended or not. Weights that the checkpoint stores quantised are
             counted unpacked, in ``dtype``, unless bitsandbytes stored them: training unpacks them.
-        memory: how activations are held; None for ``Memory()``.
+        memory: storage of activations; None for ``Memory()``.
         quantisation: storage of the linear layers' weights: nf4, or None for plain.
 
     Raises:
@@ -151,7 +135,7 @@ def plan_training(
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
     trained = _bytes(weight for weight in model.parameters() if weight.requires_grad)
     fixed = Breakdown(length=0, weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained)
-    return TrainingPlan(DryRun(model, dtype, memory.mlp_tile), memory, fixed, dequantised, advice)
+    return Plan(DryRun(model, dtype, memory.mlp_tile), fixed, dequantised, advice, memory)
 
 
 def plan_serving(
@@ -160,15 +144,15 @@ def plan_serving(
     dtype: torch.dtype = torch.bfloat16,
     quantisation: str | None = None,
     trust_remote_code: bool = False,
-) -> Serving:
+) -> Plan:
     """Plan the memory of a context in use; arguments and errors as for ``plan_training``, but weights stay packed."""
     model = without_weights(config, dtype, trust_remote_code)
     saved, dequantised = packed_weights(model, quantisation, training=False)
     fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved)
-    return Serving(DryRun(model, dtype), fixed, dequantised, _advice(model, quantisation, training=False))
+    return Plan(DryRun(model, dtype), fixed, dequantised, _advice(model, quantisation, training=False))
 
 
-def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
+def longest(plan: Plan, budget: int) -> Breakdown:
     """Find the longest sequence that fits into ``budget`` bytes, in steps of 256 tokens, within the learned positions.
 
     Raises:

@@ -44,7 +44,7 @@ class Stored:
     Args:
         bits: bits of one weight, its share of scales and zero points included; None if the config does not give it.
         skipped: patterns of the names of modules that are stored plain.
-        experts_only: whether only experts are quantised, not linear layers.
+        experts_only: True where experts alone are quantised, not linear layers.
     """
 
     method: str

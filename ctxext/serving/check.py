@@ -91,13 +91,7 @@ class ServerCheck:
 
 @dataclass
 class Client:
-    """A server of OpenAI's API, asked to continue texts.
-
-    Args:
-        url: Address of the server, with or without ``/v1``.
-        key: Key of the server, if it wants one.
-        name: Name of the model there; empty for the first that the server lists.
-    """
+    """Client of a server of OpenAI's API, whose ``url`` may end in ``/v1``; an empty ``name`` is the first model's."""
 
     url: str
     key: str | None = None
@@ -226,10 +220,10 @@ def check_server(
     """Compare a server's answers with those of a model as it was extended, and as servers get it wrong.
 
     Args:
-        model: the model that it ought to compute. Its extension is taken off.
+        model: the model that the server ought to compute. Its extension is taken off.
         ids: tokens of a text, [1, tokens], longer than the trained window; the prompts are its beginnings.
         base: the base that a server falls back on.
-        progress: called with the stage and the share of the work done since the last call.
+        progress: function of the stage and the share of the work done since the last call.
 
     Raises:
         IncompatibleError: a config that does not say the trained length.

@@ -47,11 +47,7 @@ OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticErr
 
 
 def fit(prompt: int, asked: int | None, window: int | None) -> int:
-    """Return how long an answer may become: what is asked, or what the window leaves.
-
-    Args:
-        asked: tokens of the answer; None if the request does not say.
-        window: most tokens of prompt and answer; None for no limit.
+    """Return the most tokens of an answer: the number in the request, or the rest of the window.
 
     Raises:
         HTTPException: 400, with the numbers, where the request does not fit the window.

@@ -33,10 +33,7 @@ def unknown_model(asked: str, served: str) -> JSONResponse:
 class Gate:
     """Entrance to the application: it refuses strangers, and ends the work for clients that went away.
 
-    Args:
-        key: Key that clients must show; None answers everybody.
-        host: Name or address of the interface that the server listens to.
-        most: Bytes of the longest body that is read.
+    Clients show the ``key``, unless it is None; the longest body that is read has ``most`` bytes.
     """
 
     def __init__(self, app: ASGIApp, key: str | None = None, host: str = "", most: int = BODY) -> None:

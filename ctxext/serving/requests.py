@@ -48,10 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# Fields that change no answer, by OpenAI's own definition: labels of a request, and wishes about a cache.
-LABELS = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
-)
 # Variables of chat templates that the server sets.
 OF_SERVER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -232,6 +228,7 @@ class Sampling(Exactly):
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Token] | None = None
     min_tokens: Token | None = None
+    # These change no answer, by OpenAI's own definition: labels of a request, and wishes about a cache.
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None

@@ -161,11 +161,10 @@ class Pieces:
     """One forward pass through the layers, whose head is applied to a piece of the positions at a time.
 
     Args:
-        targets: ``[batch, positions]``, what each position should predict.
-        weights: ``[batch, positions]``, of each position's loss in ``at_once``; None for 1.
+        targets: token that each position should predict, ``[batch, positions]``.
     """
 
-    def __init__(self, causal: Any, given: dict[str, Any], targets: Tensor, weights: Tensor | None = None) -> None:
+    def __init__(self, causal: Any, given: dict[str, Any], targets: Tensor) -> None:
         self.causal = causal
         self.source = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         self.inputs: Tensor = given[self.source]
@@ -176,7 +175,6 @@ class Pieces:
         self.output: Any = self._run(**given)
         self.hidden: Tensor = self.replay.output[0]
         self.targets = targets.to(self.hidden.device)
-        self.weights = None if weights is None else weights.to(self.hidden.device)
         if self.hidden.shape[:2] != targets.shape:
             raise IncompatibleError(
                 f"{type(causal).__name__} made {list(self.hidden.shape[:2])} hidden states for labels of shape "
@@ -207,8 +205,7 @@ class Pieces:
             piece = slice(start, start + size)
             hidden = self.hidden.detach()[:, piece].requires_grad_(wanted)
             logits = self.logits(hidden)
-            weights = None if self.weights is None else self.weights[:, piece]
-            value, by_logits = cross_entropy_and_gradient(logits, self.targets[:, piece], weights)
+            value, by_logits = cross_entropy_and_gradient(logits, self.targets[:, piece])
             total = total + value
             if by_hidden is None:
                 continue
@@ -244,19 +241,14 @@ class Pieces:
 
 
 def cross_entropy_and_gradient(
-    logits: Float[Tensor, "batch piece vocab"],
-    targets: Int[Tensor, "batch piece"],
-    weights: Float[Tensor, "batch piece"] | None = None,
+    logits: Float[Tensor, "batch piece vocab"], targets: Int[Tensor, "batch piece"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "batch piece vocab"]]:
-    """Compute the weighted sum of -log p(target) over targets that count, and its gradient, in the logits' dtype."""
+    """Compute the sum of -log p(target) over targets that count, and its gradient, in the logits' dtype."""
     ignored = (targets == IGNORED)[..., None]
     index = targets[..., None].masked_fill(ignored, 0)
     scores = torch.log_softmax(logits.detach(), dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    losses = -scores.gather(-1, index).masked_fill(ignored, 0.0)
-    value = (losses if weights is None else losses * weights[..., None]).sum()
+    value = -scores.gather(-1, index).masked_fill(ignored, 0.0).sum()
     by_logits = scores.exp_().scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=scores.dtype))
-    if weights is not None:
-        by_logits *= weights[..., None]
     return value, by_logits.masked_fill_(ignored, 0.0).to(logits.dtype)
 
 

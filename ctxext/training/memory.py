@@ -189,31 +189,6 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-@dataclass
-class RecomputedForward(ForwardOverride):
-    """Stands in for a layer's ``forward``: keeps only the input, and computes the layer again in the backward pass.
-
-    Transformers' own checkpointing needs a model in training mode, whose dropout is noise, and is a setting of the
-    model that belongs to the user's training.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output."""
-        if not torch.is_grad_enabled():
-            return self.run(*args, **kwargs)
-        return checkpoint(self.run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def recompute_layers(base: PreTrainedModel, edits: Edits) -> None:
-    """Let a model in evaluation mode keep no more of each layer than its input for a backward pass.
-
-    Raises:
-        IncompatibleError: as ``layers_of``.
-    """
-    for layer in layers_of(base):
-        edits.set(layer, "forward", RecomputedForward(layer, vars(layer).get("forward")))
-
-
 def return_freed_memory(*, above: int = 2**20) -> bool:
     """Let glibc give memory back to the system as soon as it is freed. Affects this whole process, from now on.
 

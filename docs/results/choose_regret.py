@@ -22,8 +22,8 @@ from typer import Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ctxext.choosing.choice import Choice
 from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
+from ctxext.choosing.verdict import Choice
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
 from ctxext.measuring.journal import Journal

@@ -1,13 +1,13 @@
-"""Searches of rotary frequencies at equal passes: LongRoPE's genetic one, a blind grid, gradients, and ctxext's own.
+"""Searches of rotary frequencies at equal passes: LongRoPE's genetic one, and the grid of `ctxext choose`.
 
     python docs/results/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 -o out
     python docs/results/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 \
-        --search longrope-ga --search choose --seed 0 --passes 224 -o out
+        --search longrope-ga --search grid --seed 0 --passes 224 -o out
 
-Each search may read as much as ``--passes`` batches of texts of the target length. A step of gradients counts what it
-costs here, measured once against a pass in turns. What is found is judged on texts of other files, paired by token, the
-spread over documents. Everything finished is kept in the output folder: run the same command again after an
-interruption, or with more searches or seeds.
+Each search may read as much as ``--passes`` batches of texts of the target length. Its result is judged on texts of
+other files, paired by token, the spread over documents. Everything finished is kept in the output folder: run the same
+command again after an interruption, or with more searches or seeds. The two searches by gradients of the table are in
+commit d0f3063.
 
 ``longrope-ga`` is the search of LongRoPE (Ding et al., arXiv:2402.13753, section 3 and table 4), with the numbers of
 its code, microsoft/LongRoPE@c9e56aa, evolution/: one divisor per pair of dimensions, never less than that of the pair
@@ -44,9 +44,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+
 from ctxext.choosing.candidates import grid
-from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
-from ctxext.choosing.search import Descent, State
 from ctxext.core.digest import weights_digest
 from ctxext.core.patching import patched
 from ctxext.core.rotary import find_sites
@@ -55,6 +54,9 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.readings import TIMES
 from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.methods import RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.ntk import NTK
 from ctxext.methods.pi import PI
 from ctxext.methods.yarn import YaRN
@@ -66,9 +68,23 @@ from scripts.bench import machine, markdown_table
 # Of the genetic search: individuals, parents, new ones of each kind in a round, chance that a divisor changes, the step
 # between two divisors, how often a crossover is tried, and by how much the longest divisor may exceed the factor.
 POPULATION, PARENTS, NEW, CHANCE, STEP, TRIES, MOST = 64, 32, 16, 0.3, 0.01, 20, 1.25
-# Passes and steps that are timed in turns, to learn what a step costs.
-TIMED = 7
 USUAL = "yarn, as published"
+
+# Logarithms of what each frequency is divided by, and last that of what cos and sin are multiplied by; float64.
+Vector = Tensor
+
+
+def vector_of(method: RopeMethod, rope: RopeSpec, length: int) -> Vector:
+    """The vector of a method that is one set of frequencies, none of them 0."""
+    frequencies = method.frequencies(rope, length)
+    divisors = plain_inv_freq(rope) / frequencies.inv_freq
+    return torch.cat([divisors, torch.tensor([frequencies.attention_scale], dtype=torch.float64)]).log()
+
+
+def as_method(vector: Vector, factor: float) -> LongRoPE:
+    """A vector as a method that plain transformers loads: one set of factors, for short texts and long ones."""
+    *divisors, scale = (round(value, 8) for value in vector.exp().tolist())
+    return LongRoPE(factor=factor, short_factor=tuple(divisors), long_factor=tuple(divisors), attention_factor=scale)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -76,24 +92,20 @@ class Problem:
     """What every search is given: a model, batches of texts and how many of them it may read.
 
     Args:
-        landscape: of the model.
+        model: the model, unextended.
         rope: of the model.
         target: tokens.
         batch: a new batch of texts, by its number; the same for all searches with one seed.
         passes: batches that may be read.
-        step_cost: of a step, in passes.
         seed: of all that is drawn.
-        scale: whether the scale can be searched.
     """
 
-    landscape: Landscape
+    model: Any
     rope: RopeSpec
     target: int
-    batch: Callable[[int], Example]
+    batch: Callable[[int], Tensor]
     passes: float
-    step_cost: float
     seed: int
-    scale: bool
     spent: float = field(init=False, default=0.0)
 
     @property
@@ -104,49 +116,17 @@ class Problem:
     def loss(self, vector: Vector, batch: int = 0) -> float:
         """A pass over a batch."""
         self.spent += 1
-        return self.landscape.loss(vector, [self.batch(batch)])
-
-    def descend(self, start: Vector, steps: int) -> Vector:
-        """Steps downhill, a new batch for each."""
-        site = self.landscape.sites[0]
-        descent = Descent.of(start, site, length=self.target, steps=steps, scale=self.scale)
-        states = [State.begin(len(start))]
-        for step in range(steps):
-            self.spent += self.step_cost
-            at = descent.vector(states[-1].at)
-            states.append(descent.after(states[-1], step, *self.landscape.gradient(at, [self.batch(step)])))
-        return descent.result(states[1:])
+        with patched(self.model, as_method(vector, self.factor)):
+            return loss_by_position(self.model, self.batch(batch)).mean().item()
 
 
-def choose(problem: Problem) -> Vector:
-    """What `ctxext choose --search` does: a grid, then gradients from its best and from plain, the better one taken.
-
-    A third of the passes goes to the grid. Which is better is seen on a batch that neither has read.
-    """
-    best = best_of_grid(problem, problem.passes / 3)
-    steps = int((problem.passes - problem.spent - 2) / (2 * problem.step_cost))
-    starts = [problem.descend(start, steps) for start in (best, torch.zeros_like(best))]
-    return min(starts, key=lambda vector: problem.loss(vector, steps))
-
-
-def blind_grid(problem: Problem) -> Vector:
-    """YaRN's four numbers on a grid, without any feedback: all passes go to it."""
-    return best_of_grid(problem, problem.passes)
-
-
-def best_of_grid(problem: Problem, passes: float) -> Vector:
-    """The best point, each read on as many batches as the passes last for."""
+def best_of_grid(problem: Problem) -> Vector:
+    """The best point of a grid over YaRN's four numbers; each reads an equal share of the passes."""
     vectors = {tuple(vector_of(one, problem.rope, problem.target).tolist()): one for one in grid(problem.factor)}
     points = [torch.tensor(one, dtype=torch.float64) for one in vectors]
-    points = points[: max(1, int(passes))]
-    each = max(1, int(passes / len(points)))
+    points = points[: max(1, int(problem.passes))]
+    each = max(1, int(problem.passes / len(points)))
     return min(points, key=lambda point: sum(problem.loss(point, batch) for batch in range(each)))
-
-
-def gradient(problem: Problem) -> Vector:
-    """Gradients alone, from the frequencies as they were trained."""
-    plain = torch.zeros(problem.rope.rotary_dim // 2 + 1, dtype=torch.float64)
-    return problem.descend(plain, int(problem.passes / problem.step_cost))
 
 
 Divisors = tuple[float, ...]
@@ -223,15 +203,11 @@ def genetic(problem: Problem) -> Vector:
 
 SEARCHES: dict[str, Callable[[Problem], Vector]] = {
     "longrope-ga": genetic,
-    "choose": choose,
-    "grid": blind_grid,
-    "gradient": gradient,
+    "grid": best_of_grid,
 }
 LABELS = {
     "longrope-ga": "LongRoPE's genetic search",
-    "choose": "as `ctxext choose --search`: a grid, then gradients from its best and from plain",
     "grid": "the grid alone, on more texts",
-    "gradient": "gradients alone, from plain",
     USUAL: "no search: YaRN as published",
 }
 
@@ -251,26 +227,12 @@ def judged(model: Any, vector: Vector, factor: float, texts: dict[str, Tensor]) 
         return torch.cat([loss_by_position(model, ids).flatten() for ids in texts.values()])
 
 
-def measured_cost(landscape: Landscape, example: Example) -> float:
-    """What a step costs in passes: medians of both, timed in turns."""
-    vector = torch.zeros(landscape.sites[0].spec.rotary_dim // 2 + 1, dtype=torch.float64)
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(TIMED):
-        for call, spent in zip((landscape.loss, landscape.gradient), times, strict=True):
-            began = time.process_time()
-            call(vector, [example])
-            spent.append(time.process_time() - began)
-    passes, steps = map(statistics.median, times)
-    return round(steps / passes, 2)
-
-
 @dataclass(eq=False, kw_only=True)
 class Study:
     """All searches of one checkpoint and target, and what is kept of them."""
 
     model: Any
     rope: RopeSpec
-    sites: tuple[Any, ...]
     target: int
     documents: Sequence[TokenisedDocument]
     held_out: dict[str, Tensor]
@@ -290,32 +252,14 @@ class Study:
         told = [*map(str, parts), self.target, self.rows, self.rope.trained_length, *map(str, texts)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
-    def landscape(self) -> Landscape:
-        """Of the model, which has to be patched plainly inside the ``with``."""
-        return Landscape(self.model, self.sites, self.factor)
-
-    def batch(self, seed: int) -> Callable[[int], Example]:
+    def batch(self, seed: int) -> Callable[[int], Tensor]:
         """Batches by number."""
 
-        def of(number: int) -> Example:
+        def of(number: int) -> Tensor:
             draw = random.Random(f"batch {seed} {number}")
-            return Example.mean(windows(self.documents, self.target + 1, self.rows, draw))
+            return windows(self.documents, self.target + 1, self.rows, draw)
 
         return of
-
-    def step_cost(self) -> float:
-        """Measured once for a checkpoint, target and batch."""
-        key = self.key("cost")
-        if key not in self.journal.finished():
-            with self.plain(), self.landscape() as landscape:
-                cost = measured_cost(landscape, self.batch(-1)(0))
-            self.journal.keep({"key": key, "reading": "cost", "item": "step", "cost": cost})
-        return float(self.journal.finished()[key]["cost"])
-
-    def plain(self) -> Any:
-        """The model ready for the target, with its frequencies as they were trained."""
-        zeros = torch.zeros(self.rope.rotary_dim // 2 + 1, dtype=torch.float64)
-        return patched(self.model, as_method(zeros, self.factor))
 
     def run(self, search: str, seed: int) -> dict[str, Any]:
         """One search, or what an earlier run has found."""
@@ -334,19 +278,16 @@ class Study:
         """What a search finds, and what it spent."""
         if search == USUAL:
             return vector_of(YaRN(factor=self.factor), self.rope, self.target), {"spent": 0.0, "seconds": 0.0}
-        cost, began = self.step_cost(), time.process_time()
-        with self.plain(), self.landscape() as landscape:
-            problem = Problem(
-                landscape=landscape,
-                rope=self.rope,
-                target=self.target,
-                batch=self.batch(seed),
-                passes=self.passes,
-                step_cost=cost,
-                seed=seed,
-                scale=learns_scale(self.model),
-            )
-            vector = SEARCHES[search](problem)
+        began = time.process_time()
+        problem = Problem(
+            model=self.model,
+            rope=self.rope,
+            target=self.target,
+            batch=self.batch(seed),
+            passes=self.passes,
+            seed=seed,
+        )
+        vector = SEARCHES[search](problem)
         return vector, {"spent": round(problem.spent, 1), "seconds": round(time.process_time() - began, 1)}
 
     def by_document(self, losses: Tensor, part: slice) -> list[Tensor]:
@@ -388,8 +329,7 @@ def table(study: Study, searches: Sequence[str], seeds: Sequence[int], place: st
         f"`beyond`, `inside` the trained window of {trained:,} tokens and `all`: loss minus that of "
         f"{LABELS[against]}, nats per token ± standard error over {documents} held-out documents ({stretches} "
         f"stretches of {study.target:,} tokens), paired by token, seeds averaged.",
-        f"A pass reads {study.rows} stretches of {study.target:,} tokens; a step of gradients counts "
-        f"{study.step_cost():.2f} of them, measured. Seeds: {', '.join(map(str, seeds))}.",
+        f"A pass reads {study.rows} stretches of {study.target:,} tokens. Seeds: {', '.join(map(str, seeds))}.",
         place,
     ]
     title = f"## {trained:,} to {study.target:,} tokens ({TIMES}{study.factor:g})"
@@ -428,14 +368,13 @@ def main(
         corpus_of(read_documents(paths), reads, tokens=target + 1, whole=True, skip=skip).documents
         for paths in (text, held_out)
     )
-    sites = tuple(find_sites(Subject.of(model), known))
+    rope = find_sites(Subject.of(model), known)[0].spec
     journal = Journal(output / "cells.jsonl", identity=output / "searches.json")
     digest = weights_digest(model)
     journal.claim({"made_by": "compare_searches", "checkpoint": {"name": checkpoint.name, "sha256": digest}})
     study = Study(
         model=model,
-        rope=sites[0].spec,
-        sites=sites,
+        rope=rope,
         target=target,
         documents=documents,
         held_out={

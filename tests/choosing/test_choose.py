@@ -14,10 +14,9 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import budget, choose, losses
-from ctxext.choosing.choice import Choice
+from ctxext.choosing import choose, halving, losses
 from ctxext.choosing.report import choice_page
-from ctxext.choosing.texts import corpus_from, split_texts
+from ctxext.choosing.verdict import Choice
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
 from ctxext.measuring import loss
 from ctxext.measuring.journal import Journal
@@ -28,6 +27,7 @@ from ctxext.methods.pi import PI
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.yarn import YaRN
 from ctxext.runtimes import RUNTIMES
+from ctxext.texts.stretches import corpus_from, split_texts
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
 from tests._programs import command, launched, ran
@@ -44,7 +44,7 @@ TEXTS = [
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four candidates: a hundred on more text are the same, and longer."""
     monkeypatch.setattr(choose, "candidates", lambda *_: tuple(FEW))
-    monkeypatch.setattr(budget, "ENOUGH", 1)  # and a single text for each look
+    monkeypatch.setattr(halving, "ENOUGH", 1)  # and a single text for each look
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFa
 
 @pytest.mark.slow
 def test_a_budget_in_time_is_turned_into_passes(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], FEW[3]))
     found = chosen(model, bos_tokenizer, keys=False, budget="2h")
@@ -161,7 +161,9 @@ def test_a_budget_in_time_is_turned_into_passes(
     assert found.spent.allowed > 100
     assert any("of computing, of the budget of 2h" in one for one in found.to_dict()["sentences"])
     with pytest.raises(InvalidParameterError, match=r"at least, some \d+ (s|min) here\. Allow more"):
-        chosen(model, bos_tokenizer, keys=False, budget="0.001s")
+        chosen(model, bos_tokenizer, keys=False, budget="0.001s", folder=tmp_path / "hopeless")
+    lines = (tmp_path / "hopeless" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1, "a budget that one reading exceeds is refused after it"
 
 
 @pytest.mark.slow

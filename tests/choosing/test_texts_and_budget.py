@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ctxext.choosing.budget import LADDER, Costs
-from ctxext.choosing.texts import split_texts
+from ctxext.choosing.halving import LADDER, Costs
 from ctxext.errors import InvalidParameterError
 from ctxext.quantities import parse_budget
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
+from ctxext.texts.stretches import split_texts
 from tests._tokenizer import make_tokenizer
 
 COSTS = Costs(
@@ -93,14 +93,13 @@ COPIES: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_chosen_on_is_not_judged_on(change: Callable[[list[str]], list[str]], search: bool, seed: int) -> None:
+def test_what_is_chosen_on_is_not_judged_on(change: Callable[[list[str]], list[str]], seed: int) -> None:
     one, others = WORDS[:600], [WORDS[600 * n : 600 * (n + 1)] for n in range(1, 5)]
     documents = [written("copy", change(one)), written("one", one), *(written(str(n), o) for n, o in enumerate(others))]
-    found = split_texts(documents, tokens=256, seed=seed, search=search, tokenizer=make_tokenizer(bos=True))
-    parts = [{stretch.document for stretch in part} for part in (found.choosing, found.accepting, found.held_out)]
+    found = split_texts(documents, tokens=256, seed=seed, tokenizer=make_tokenizer(bos=True))
+    parts = [{stretch.document for stretch in part} for part in (found.choosing, found.held_out)]
     places = [number for number, part in enumerate(parts) if part & {"one", "copy"}]
     assert len(places) == 1, "one and its copy are never on two sides"
     assert found.left_out
@@ -152,25 +151,24 @@ def test_a_budget_is_time_or_passes() -> None:
 
 
 def test_smaller_budgets_make_smaller_sizes_that_they_last_for() -> None:
-    whole, search = COSTS.sizes(None)
-    assert search is None
+    whole = COSTS.sizes(None)
     assert (whole.whole, whole.finalists, whole.first, whole.texts, whole.held_out, whole.keys) == (10, 3, 1, 3, 5, 3)
-    costs = [COSTS.most(*COSTS.sizes(allowed)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
+    costs = [COSTS.most(COSTS.sizes(allowed)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
     assert all(cost <= allowed for cost, allowed in zip(costs, (60.0, 50.0, 40.0, 30.0, 20.0), strict=True))
     assert all(later <= earlier for earlier, later in pairwise(costs))
     with pytest.raises(InvalidParameterError, match=r"budget is too small: it comes to 3\.0 passes over 16,384 tokens"):
         COSTS.sizes(3.0)
-    assert replace(COSTS, choosing=1, held_out=1, keys=False).sizes(None)[0].texts == 1
+    assert replace(COSTS, choosing=1, held_out=1, keys=False).sizes(None).texts == 1
     assert len(LADDER) >= 5
 
 
 def test_an_hour_on_two_cores_ends_in_a_verdict_on_five_texts() -> None:
     """A hundred candidates, and the forty passes that two cores read in an hour: the choice was once judged on one."""
     costs = replace(COSTS, judged=98, others=5, choosing=3, held_out=5)
-    sizes, _ = costs.sizes(40.0)
+    sizes = costs.sizes(40.0)
     assert (sizes.held_out, costs.most(sizes) <= 40) == (5, True)
     assert sizes.whole >= 3, "and still chooses among more than the published YaRN"
-    assert costs.sizes(32.0)[0].held_out == 3
+    assert costs.sizes(32.0).held_out == 3
 
 
 def test_short_targets_take_more_texts() -> None:

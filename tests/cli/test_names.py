@@ -13,7 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctxext.choosing import budget, choose
+from ctxext.choosing import choose, halving
 from ctxext.evaluation.report.figures import Figure
 from ctxext.evaluation.report.markdown import code, escaped, table
 from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, TextTable
@@ -105,7 +105,7 @@ def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
-    monkeypatch.setattr(budget, "ENOUGH", 1)
+    monkeypatch.setattr(halving, "ENOUGH", 1)
     asked = ["choose", place / CHECKPOINT, "-t", place / "texts.jsonl", "--target", 1024, "--dtype", "fp32"]
     done = command(*asked, "--no-passkey", "--budget", "30 passes", *outputs(tmp_path, "my (own) choice"))
     assert done.exit_code == 0, done.output

@@ -16,7 +16,7 @@ from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
 
 from ctxext.caches.continuous import PAGED_IN_LAYERS
-from ctxext.serving.requests import LABELS, NEUTRAL, Answered, Completion, Conversation
+from ctxext.serving.requests import NEUTRAL, Answered, Completion, Conversation
 from tests._programs import ROOT
 from tests.serving._asking import CHAT, RESPONSES, TEXT, Asking, asking, letters
 
@@ -31,6 +31,8 @@ BASE: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "once upon", "max_tokens": 7},
     RESPONSES: {"input": "once upon", "max_output_tokens": 7},
 }
+# Fields that change no answer, by OpenAI's own definition.
+LABELS = {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
 SAMPLED = {"temperature": 1, "seed": 3, "model": "tiny", "logit_bias": {"1": -100}}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

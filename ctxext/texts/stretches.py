@@ -35,7 +35,7 @@ def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpu
     """Return texts, paths of files and documents as a corpus of whole documents.
 
     Raises:
-        InvalidParameterError: no text, or one string in the place of a list.
+        InvalidParameterError: no text, or one string instead of a list.
     """
     if isinstance(texts, str) or not texts:
         raise InvalidParameterError(
@@ -64,50 +64,25 @@ class SplitTexts:
 
     Args:
         same_documents: True if ``choosing`` and ``held_out`` are of the one document that there is.
-        accepting: stretches kept back for accepting what a search found.
         left_out: names of stretches that are in others.
     """
 
     choosing: tuple[TextStretch, ...]
     held_out: tuple[TextStretch, ...]
     same_documents: bool
-    accepting: tuple[TextStretch, ...] = ()
     left_out: tuple[str, ...] = ()
 
-    def keep_back(self) -> SplitTexts:
-        """Keep back for accepting a third of the documents to choose on, or of the stretches of the only one.
 
-        Raises:
-            InvalidParameterError: there is a single stretch to choose on.
-        """
-        documents = list(dict.fromkeys(stretch.document for stretch in self.choosing))
-        if len(self.choosing) < 2:
-            raise InvalidParameterError(
-                "A search needs a third part of the texts: on one it searches, on another it must be better to be "
-                "accepted, and a third judges. Give more or longer texts, or choose without --search."
-            )
-        if len(documents) > 1:
-            kept = set(documents[-max(1, len(documents) // 3) :])
-            accepting = tuple(stretch for stretch in self.choosing if stretch.document in kept)
-        else:
-            accepting = self.choosing[-max(1, len(self.choosing) // 3) :]
-        choosing = tuple(stretch for stretch in self.choosing if stretch not in accepting)
-        return replace(self, choosing=choosing, accepting=accepting)
-
-
-def split_texts(
-    documents: Sequence[TokenisedDocument], *, tokens: int, seed: int, search: bool = False, tokenizer: Any = None
-) -> SplitTexts:
+def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: int, tokenizer: Any = None) -> SplitTexts:
     """Cut documents into stretches and keep some documents for the verdict; of a single one, some of its stretches.
 
     A stretch that is in others is left out first, so that nothing is both chosen on and judged on.
 
     Args:
-        search: keep back some of those to choose on, see ``keep_back``.
-        tokenizer: of the documents, which tells copies that differ in spaces and case alone; None compares tokens.
+        tokenizer: the documents' tokenizer, which tells copies that differ in spaces and case; None compares tokens.
 
     Raises:
-        InvalidParameterError: no document is long enough, or there is one stretch in all; two for a search.
+        InvalidParameterError: no document is long enough, or there is one stretch in all.
     """
     longest = max((document.tokens for document in documents), default=0)
     if longest < tokens:
@@ -130,9 +105,8 @@ def split_texts(
     if single:  # its stretches take the places of documents
         draw.shuffle(cut[0])
         cut = [[stretch] for stretch in cut[0]]
-    count = min(len(cut) - 1, max(2 if search else 1, int(len(cut) * SHARE)))
-    split = SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=single, left_out=left_out)
-    return split.keep_back() if search else split
+    count = min(len(cut) - 1, max(1, int(len(cut) * SHARE)))
+    return SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=single, left_out=left_out)
 
 
 def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
@@ -150,7 +124,7 @@ def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
 def _distinct(
     documents: Sequence[list[TextStretch]], tokenizer: Any
 ) -> tuple[list[list[TextStretch]], tuple[str, ...]]:
-    """Return the stretches of documents without those that are in others, and the names of the latter.
+    """Return the stretches of documents without those that are in others, and the names of those left out.
 
     The longest document comes first, so that of a text and its excerpt the text is kept.
     """
@@ -169,7 +143,7 @@ def _distinct(
 
 
 def _characters(stretch: TextStretch, tokenizer: Any) -> Int[Tensor, " characters"]:
-    """Return what two texts are compared by: bytes without spaces and in one case, or token ids."""
+    """Return the values that two texts are compared by: bytes without spaces and in one case, or token ids."""
     ids = stretch.text.input_ids[0, stretch.text.prefix :]
     if tokenizer is None:
         return ids
