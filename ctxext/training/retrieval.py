@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.texts.corpus import special_prefix, tokens_behind
+from ctxext.texts.haystack import inserted
 from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
 from ctxext.training.settings import RETRIEVAL, Retrieval
 
@@ -53,8 +54,8 @@ class RetrievalSequences(DerivedSequences):
     A sequence too short for that stays as it is.
 
     Args:
-        whole: sequences of one text each, in one piece or, with skip-wise positions, two.
-        share: share of the sequences with something to find, from 0 to 1.
+        whole: Sequences of one text each, in one piece or, with skip-wise positions, two.
+        share: Share of the sequences with something to find, from 0 to 1.
     """
 
     def __init__(
@@ -147,15 +148,11 @@ class RetrievalSequences(DerivedSequences):
             if taken > MOST * (stop - start):
                 return None
             kept = stop - taken  # the text up to here stays
-            done = start
-            for place, what in here:
-                place = min(place, kept)
-                columns["input_ids"] += [ids[done:place], what]
-                columns["labels"] += [labels[done:place], torch.full_like(what, IGNORED)]
-                done = place
-            columns["input_ids"] += [ids[done:kept], tail]
-            quiet = len(asked) if is_last else 0
-            columns["labels"] += [labels[done:kept], torch.cat([torch.full_like(tail[:quiet], IGNORED), tail[quiet:]])]
+            places = [min(place, kept) - start for place, _ in here]
+            needles, quiet = [what for _, what in here], len(asked) if is_last else 0
+            silent = [torch.full_like(what, IGNORED) for what in (*needles, tail[:quiet])]
+            columns["input_ids"] += [*inserted(ids[start:kept], needles, places), tail]
+            columns["labels"] += [*inserted(labels[start:kept], silent[:-1], places), silent[-1], tail[quiet:]]
         joined = {name: torch.cat(parts) for name, parts in columns.items()}
         if jumps:  # the token behind the border may continue text that was replaced
             joined["labels"][border] = IGNORED

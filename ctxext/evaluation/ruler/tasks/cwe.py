@@ -38,7 +38,7 @@ class CommonWords(Task):
         """Each word of the lists once."""
         return len(words("all"))
 
-    def question(self, size: int, index: int, generator: random.Random) -> Question:
+    def question(self, size: int, generator: random.Random) -> Question:
         solved, common = _numbered(*self._example, generator)
         example = f"{self._asked(solved)} {_listed(common)}\n"
         context, common = _numbered(size, *self._repeats, generator)

@@ -46,7 +46,7 @@ class FrequentWords(Task):
         """Words for which the asked ranks differ in count from each other and from the next."""
         return next(size for size in itertools.count(1) if self._clear(size))
 
-    def question(self, size: int, index: int, generator: random.Random) -> Question:
+    def question(self, size: int, generator: random.Random) -> Question:
         coded = distinct(self._ranks, lambda: "".join(generator.choices(string.ascii_lowercase, k=LETTERS)))
         ranked = [DOTS, *coded[1:]]
         text = [word for rank, word in enumerate(ranked, start=1) for _ in range(_count(size, rank))]
