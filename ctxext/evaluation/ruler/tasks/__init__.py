@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.ruler.tasks.aggregation import CommonWords, FrequentWords
 from ctxext.evaluation.ruler.tasks.base import Task
-from ctxext.evaluation.ruler.tasks.cwe import CommonWords
-from ctxext.evaluation.ruler.tasks.fwe import FrequentWords
 from ctxext.evaluation.ruler.tasks.needles import NEEDLES
 from ctxext.evaluation.ruler.tasks.vt import VariableTracking
 from ctxext.texts.documents import Document
