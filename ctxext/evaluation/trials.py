@@ -1,4 +1,4 @@
-"""Things hidden in long texts and asked for: prompts, their trials by kind and length, and what a reading keeps.
+"""Prompts that ask for things hidden in long texts, their trials by kind and length, and what a reading keeps.
 
 A command yields prompts, each of which scores its answer as a trial. The rest is here: which tokens a window shows, the
 table of trials of every reading, its intervals, and what is left of a score at greater lengths.

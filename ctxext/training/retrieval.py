@@ -44,12 +44,12 @@ class RetrievalSequences(DerivedSequences):
     """The sequences of ``whole``, a share of them with something to find again at their ends.
 
     What is put in takes the room of as many tokens of text, at the end of the piece that it stands in, so that lengths
-    and positions stay as they were; with skip-wise positions what is asked for lies as far back as positions say. Only
+    and positions stay as they were; with skip-wise positions the answer lies as far back as positions say. Only
     the text and the answer are to be predicted: a number, and what will be asked, cannot be predicted.
 
-    * ``keys``: up to four numbers, each under a name, and one of them asked for.
+    * ``keys``: up to four numbers, each under a name, and a question for one of them.
     * ``copies``: a passage of 16 to 64 tokens that stood somewhere, again from its first eight tokens on.
-    * ``chains``: two numbers that are handed on from name to name, up to three times, and the last name asked for.
+    * ``chains``: two numbers that are handed on from name to name, up to three times, and a question about the last.
 
     A sequence too short for that stays as it is.
 

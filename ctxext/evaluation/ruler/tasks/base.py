@@ -139,7 +139,7 @@ def largest_fit(
 ) -> int:
     """Find the size whose text fits ``room`` tokens while that of the next size does not.
 
-    A text is almost, but not exactly, proportional to its size, since words are drawn anew for every size. So the next
+    A text is almost, but not exactly, proportional to its size, since words are drawn again for every size. So the next
     size to try is interpolated, and what is returned has been counted: it fits, and one unit more does not.
 
     Args:

@@ -32,7 +32,7 @@ DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 
 
 class Needles(Task):
-    """Values of keys, hidden in a haystack; one or several of them are asked for.
+    """Values of keys, hidden in a haystack; the prompt asks for one or several of them.
 
     The haystack is a line of ``noise``, repeated; other ``needles``, with other keys; or an ``essay``, the same for all
     prompts, with the needles between its sentences.
