@@ -27,7 +27,7 @@ from unittest import mock
 import datasets
 import torch
 import transformers
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.choosing import choose, halving
 from ctxext.choosing.candidates import candidates
@@ -117,21 +117,6 @@ def before_after() -> Any:
 
 
 @contextlib.contextmanager
-def encoder() -> Iterator[None]:
-    """Write a tiny embedding model as sentence-transformers does."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
-
-    weighted(BertModel(BertConfig(**SMALL))).save_pretrained("inner")
-    make_tokenizer(bos=False).save_pretrained("inner")
-    inside = modules.Transformer("inner")
-    inside.tokenizer.pad_token = "<s>"
-    pooling = modules.Pooling(inside.get_embedding_dimension())
-    SentenceTransformer(modules=[inside, pooling], device="cpu").save("encoder")
-    yield
-
-
-@contextlib.contextmanager
 def few_candidates() -> Iterator[None]:
     """Let ``choose`` try a few of its candidates, on one text at each look."""
 
@@ -181,7 +166,6 @@ CASES = {
         f"eval retrieval {LLAMA} -m yarn -m dynamic_ntk -f 8 -l 1200 -l 1400 --samples 3 --choices 3 -o out.json"
     ),
     "masked": Case(f"eval masked bert {texts(2)} -m tile -m pi -f 2 --passes 2 -o out.json"),
-    "passages": Case("eval passages encoder -m tile -l 256 -l 512 -n 4 -o out.json", within=encoder),
     "choose": Case(f"choose {LLAMA} {texts(4)} --target 512 -o out.json", within=few_candidates),
     "laboratory": Case(run=laboratory, close=TRAINED_CLOSE),
     "before_after": Case(run=before_after, close=TRAINED_CLOSE),

@@ -40,8 +40,6 @@ def changed(report: Any, place: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(CASES, *(CASES.keys() - {"choose"})))
 def test_a_command_gives_what_it_gave(name: str) -> None:
-    if name == "passages":
-        pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="needs ctxext[embed], recent")
     record = stored(name)
     close = 0.0 if record["provenance"]["arithmetic"] == arithmetic() else CASES[name].close
     found = list(differences(record["report"], results(measured(name)), close))

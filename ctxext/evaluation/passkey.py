@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from ctxext.core.subject import base_model
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, without
 from ctxext.files import digest
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import (
@@ -33,14 +34,12 @@ from ctxext.measuring.forward import (
     check_reach,
     fitted_length_of,
     logits_in_chunks,
-    pass_cost,
     ticking,
     turning_point,
 )
-from ctxext.measuring.provenance import Provenance, Report
 from ctxext.measuring.readings import Reader, Reading, Readings
-from ctxext.measuring.statistics import check_finite, wilson_interval
-from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial, jobs_of
+from ctxext.measuring.statistics import check_finite
+from ctxext.measuring.survey import PromptJob, Survey, Trial, jobs_of
 from ctxext.measuring.truncation import UNPATCHED
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
@@ -59,11 +58,11 @@ ANSWER_ROOM = 8
 
 @dataclass(frozen=True, eq=False)
 class Passkey:
-    """One prompt and what it asks for.
+    """One prompt and the key that it asks for.
 
     Args:
-        prompt: token ids, [tokens]; nothing is to be added in front.
-        depth: asked for, 0 (key at the start) to 1 (key at the end).
+        prompt: Token ids, [tokens]; nothing is to be added in front.
+        depth: Depth of the key as it was given, 0 (key at the start) to 1 (key at the end).
     """
 
     prompt: Int[Tensor, " prompt"]
@@ -88,56 +87,27 @@ class Passkey:
         tokens = [*self.prompt.tolist(), -1, *self.answer.tolist()]
         return digest(" ".join(map(str, tokens)))
 
-    def last(self, tokens: int, *, prefix: int = 0) -> Passkey:
-        """Cut the prompt to its last ``tokens``; the first ``prefix`` of them stay in front."""
-        dropped = self.length - tokens
-        kept = torch.cat([self.prompt[:prefix], self.prompt[prefix + dropped :]])
-        return replace(self, prompt=kept, key_position=self.key_position - dropped)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PasskeyPrompt(Prompt):
-    """One passkey prompt of a grid.
-
-    Args:
-        prefix: special tokens in front of it, which every window keeps there.
-    """
+class PasskeyPrompt(HidingPrompt):
+    """One passkey prompt of a grid."""
 
     seed: int
     passkey: Passkey
-    prefix: int
-    turning_point: int
-
-    def cost(self, tokens: int) -> float:
-        """Estimate the cost of one pass, in the units of ``pass_cost``."""
-        return pass_cost(tokens, self.turning_point)
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
-        """Return a ``PasskeyTrial`` as JSON values."""
-        return asdict(self.watched(model, window, name, self.cost(window or self.length), progress))
-
-    def watched(self, model: nn.Module, window: int | None, name: str, cost: float, progress: Progress) -> PasskeyTrial:
-        """Ask the prompt, and report ``cost`` in all, however many passes it takes.
+        """Return a ``PasskeyTrial`` as JSON values.
 
         Raises:
             IncompatibleError: the model gives no finite loss.
         """
-        with ticking(model, name, cost / len(_steps(model, self.passkey)), progress):
-            trial = self.trial(model, window)
+        asked, dropped = self.passkey, self.dropped(window)
+        shown = without(asked.prompt, dropped, prefix=self.prefix)
+        asked = replace(asked, prompt=shown, key_position=asked.key_position - dropped)
+        with ticking(model, name, self.cost(window or self.length) / len(_steps(model, self.passkey)), progress):
+            trial = measure(model, asked, seed=self.seed)
         check_finite(torch.tensor(trial.loss), name)
-        return trial
-
-    def trial(self, model: nn.Module, window: int | None = None) -> PasskeyTrial:
-        """Measure the model's answer; errors as for ``measure``.
-
-        Args:
-            window: tokens that the end of the prompt and the answer have to fit into, special tokens in front of it;
-                None feeds the whole prompt.
-        """
-        asked = self.passkey
-        if window is not None and window < self.length:
-            asked = asked.last(asked.length - (self.length - window), prefix=self.prefix)
-        return replace(measure(model, asked, seed=self.seed), length=self.length)
+        return asdict(replace(trial, length=self.length))
 
 
 def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack: Haystack | None = None) -> Passkey:
@@ -148,8 +118,8 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     Special tokens that the tokenizer itself puts in front of a text stand in front of the prompt and count.
 
     Args:
-        depth: 0 (right after the opening) to 1 (right before the question).
-        seed: decides, with length and depth, the key and where the haystack starts.
+        depth: Place of the key, from 0 (right after the opening) to 1 (right before the question).
+        seed: Seed that decides, with length and depth, the key and the place where the haystack starts.
 
     Raises:
         InvalidParameterError: a length that is too small, or too large for the text; a depth outside 0..1; or a
@@ -157,25 +127,27 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     """
     if not 0 <= depth <= 1:
         raise InvalidParameterError(f"depth must be from 0 to 1, found {depth}.")
-    haystack = haystack or noise(tokenizer)
     generator = random.Random(f"passkey {seed} {length} {depth}")
     key = str(generator.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+    answer, lead = tokens_behind(tokenizer, f" {key}"), tokens_behind(tokenizer, KEY_BEFORE)
+    if tokenizer.decode(answer).strip() != key:
+        raise InvalidParameterError(
+            f"{type(tokenizer).__name__} does not write digits faithfully: {key!r} becomes "
+            f"{tokenizer.decode(answer)!r}, so no passkey can be hidden. Take another tokenizer."
+        )
     question = tokens_behind(tokenizer, QUESTION)
-    answer = _key_tokens(tokenizer, key)
-    lead = tokens_behind(tokenizer, KEY_BEFORE)
-    needle = [*lead, *answer, *tokens_behind(tokenizer, KEY_AFTER)]
-    opening = [*special_prefix(tokenizer), *tokenizer(OPENING, add_special_tokens=False).input_ids]
-    hidden, (place,) = hide(
-        haystack,
-        [needle],
+    text, (place,) = hide(
+        tokenizer,
+        haystack or noise(tokenizer),
+        [[*lead, *answer, *tokens_behind(tokenizer, KEY_AFTER)]],
         [depth],
+        opening=OPENING,
         length=length,
-        around=len(opening) + len(question),
+        behind=len(question),
         generator=generator,
         kind="a passkey",
     )
-    prompt, place = [*opening, *hidden, *question], len(opening) + place + len(lead)
-    return Passkey(torch.tensor(prompt), torch.tensor(answer), key, float(depth), place)
+    return Passkey(torch.tensor([*text, *question]), torch.tensor(answer), key, float(depth), place + len(lead))
 
 
 @torch.no_grad()
@@ -227,7 +199,7 @@ def make_prompts(
     """Make passkey prompts at every length and depth.
 
     Args:
-        trials: prompts per length and depth; they use the seeds ``seed``, ``seed + 1``, ...
+        trials: Prompts per length and depth; they use the seeds ``seed``, ``seed + 1``, ...
 
     Raises:
         InvalidParameterError: as ``build``.
@@ -254,26 +226,22 @@ def prepare(
     *,
     lengths: Sequence[int],
     depths: Iterable[float] = DEPTHS,
-    trials: int = 1,
-    seed: int = 0,
-    haystack: Haystack | None = None,
     beyond: bool = False,
     name: str = UNPATCHED,
+    **given: Any,
 ) -> Survey[PromptJob]:
-    """Lay out every length at every depth, ``trials`` times, for a model as it is; ``passkey_results`` has the result.
+    """Lay out every length at every depth for a model as it is; ``trials_of(PasskeyResult, survey)`` has the result.
 
-    Prompts are as in ``make_prompts``. With ``beyond``, lengths are allowed for which the model is not meant, to see
-    how it fails.
+    Args:
+        beyond: True to allow lengths for which the model is not meant, to see how it fails.
+        given: More arguments of ``make_prompts``.
 
     Raises:
         InvalidParameterError: nothing to measure, an argument of ``build`` out of range, or a length that the model is
             not meant for.
     """
     model = checkpoint.model
-    point = turning_point(model)
-    prompts = make_prompts(
-        checkpoint.tokenizer, lengths, depths, trials=trials, seed=seed, haystack=haystack, turning_point=point
-    )
+    prompts = make_prompts(checkpoint.tokenizer, lengths, depths, turning_point=turning_point(model), **given)
     if not prompts:
         raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
     check_reach(model, max(lengths), beyond=beyond)
@@ -282,24 +250,14 @@ def prepare(
     return Survey("ctxext eval passkey", checkpoint, jobs_of([reader], prompts))
 
 
-def _key_tokens(tokenizer: Any, key: str) -> list[int]:
-    tokens = tokens_behind(tokenizer, f" {key}")
-    if tokenizer.decode(tokens).strip() != key:
-        raise InvalidParameterError(
-            f"{type(tokenizer).__name__} does not write digits faithfully: {key!r} becomes "
-            f"{tokenizer.decode(tokens)!r}, so a passkey cannot be asked for."
-        )
-    return tokens
-
-
 @dataclass(frozen=True)
 class PasskeyTrial:
     """The outcome of one prompt.
 
     Args:
-        distance: tokens between the key and the answer.
-        correct: whether greedy decoding would produce the key.
-        loss: mean over the key's tokens, nats; it moves before ``correct`` does.
+        distance: Tokens between the key and the answer.
+        correct: True if greedy decoding would produce the key.
+        loss: Mean loss of the key's tokens, nats; it moves before ``correct`` does.
     """
 
     length: int
@@ -310,15 +268,23 @@ class PasskeyTrial:
     correct: bool
     loss: float
 
+    @property
+    def row(self) -> float:
+        """The depth of the key."""
+        return self.depth
+
+    @property
+    def score(self) -> float:
+        """100 for a key that is found, 0 for any other."""
+        return 100.0 * self.correct
+
 
 @dataclass(frozen=True)
-class PasskeyResult:
-    """All trials of one way to read, in the order they were made."""
+class PasskeyResult(Trials):
+    """All trials of one way to read."""
 
     trials: tuple[PasskeyTrial, ...]
     haystack: str = "noise"
-    reading: str = UNPATCHED
-    label: str = UNPATCHED
 
     @property
     def correct(self) -> int:
@@ -331,71 +297,16 @@ class PasskeyResult:
         return self.correct / len(self.trials)
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 percent confidence interval of the accuracy (Wilson)."""
-        return wilson_interval(self.accuracy, len(self.trials))
-
-    @property
     def loss(self) -> float:
         """Mean loss of the trials, nats per token of the key."""
         return sum(trial.loss for trial in self.trials) / len(self.trials)
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths of the trials, in tokens, increasing."""
-        return tuple(sorted({trial.length for trial in self.trials}))
-
-    @property
-    def depths(self) -> tuple[float, ...]:
-        """The depths of the keys, 0 to 1, increasing."""
-        return tuple(sorted({trial.depth for trial in self.trials}))
-
-    @property
-    def cells(self) -> dict[tuple[int, float], PasskeyResult]:
-        """The trials of each length and depth, by length and then by depth."""
-        trials_of: dict[tuple[int, float], list[PasskeyTrial]] = {}
-        for trial in sorted(self.trials, key=lambda trial: (trial.length, trial.depth)):
-            trials_of.setdefault((trial.length, trial.depth), []).append(trial)
-        return {cell: replace(self, trials=tuple(trials)) for cell, trials in trials_of.items()}
-
-    def at(self, length: int) -> PasskeyResult:
-        """Return the trials of one length alone."""
-        return self.between(length, length)
-
-    def between(self, least: int, most: int) -> PasskeyResult:
-        """Return the trials of the lengths from ``least`` to ``most``."""
-        return replace(self, trials=tuple(trial for trial in self.trials if least <= trial.length <= most))
-
 
 @dataclass(frozen=True, kw_only=True)
-class PasskeyReport(Report):
-    """A whole measurement: the same prompts, read in several ways."""
+class PasskeyReport(TrialReport):
+    """A whole measurement of passkeys."""
 
     # Format 1 judged dynamic methods with the positions of prompt and answer together.
     TITLE, KIND, FORMAT = "a passkey report", "passkey", 2
 
     readings: tuple[PasskeyResult, ...]
-    trained_length: int
-    provenance: Provenance
-
-
-def passkey_results(survey: Survey[PromptJob], haystack: Haystack | None = None) -> tuple[PasskeyResult, ...]:
-    """Sort the trials of a finished survey of passkeys by reading."""
-    return tuple(
-        PasskeyResult(
-            trials=tuple(PasskeyTrial(**trial) for trial in trials),
-            haystack=haystack.name if haystack else "noise",
-            reading=reader.reading.name,
-            label=reader.reading.label,
-        )
-        for reader, trials in survey.trials()
-    )
-
-
-def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:
-    """Summarise a finished survey of passkeys."""
-    return PasskeyReport(
-        readings=passkey_results(survey, haystack),
-        trained_length=survey.readers[0].readings.trained_length,
-        provenance=survey.with_extensions(provenance),
-    )

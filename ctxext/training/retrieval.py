@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.texts.corpus import special_prefix, tokens_behind
+from ctxext.texts.haystack import inserted
 from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
 from ctxext.training.settings import RETRIEVAL, Retrieval
 
@@ -43,12 +44,12 @@ class RetrievalSequences(DerivedSequences):
     """The sequences of ``whole``, a share of them with something to find again at their ends.
 
     What is put in takes the room of as many tokens of text, at the end of the piece that it stands in, so that lengths
-    and positions stay as they were; with skip-wise positions what is asked for lies as far back as positions say. Only
+    and positions stay as they were; with skip-wise positions the answer lies as far back as positions say. Only
     the text and the answer are to be predicted: a number, and what will be asked, cannot be predicted.
 
-    * ``keys``: up to four numbers, each under a name, and one of them asked for.
+    * ``keys``: up to four numbers, each under a name, and a question for one of them.
     * ``copies``: a passage of 16 to 64 tokens that stood somewhere, again from its first eight tokens on.
-    * ``chains``: two numbers that are handed on from name to name, up to three times, and the last name asked for.
+    * ``chains``: two numbers that are handed on from name to name, up to three times, and a question about the last.
 
     A sequence too short for that stays as it is.
     """
@@ -143,15 +144,11 @@ class RetrievalSequences(DerivedSequences):
             if taken > MOST * (stop - start):
                 return None
             kept = stop - taken  # the text up to here stays
-            done = start
-            for place, what in here:
-                place = min(place, kept)
-                columns["input_ids"] += [ids[done:place], what]
-                columns["labels"] += [labels[done:place], torch.full_like(what, IGNORED)]
-                done = place
-            columns["input_ids"] += [ids[done:kept], tail]
-            quiet = len(asked) if is_last else 0
-            columns["labels"] += [labels[done:kept], torch.cat([torch.full_like(tail[:quiet], IGNORED), tail[quiet:]])]
+            places = [min(place, kept) - start for place, _ in here]
+            needles, quiet = [what for _, what in here], len(asked) if is_last else 0
+            silent = [torch.full_like(what, IGNORED) for what in (*needles, tail[:quiet])]
+            columns["input_ids"] += [*inserted(ids[start:kept], needles, places), tail]
+            columns["labels"] += [*inserted(labels[start:kept], silent[:-1], places), silent[-1], tail[quiet:]]
         joined = {name: torch.cat(parts) for name, parts in columns.items()}
         if jumps:  # the token behind the border may continue text that was replaced
             joined["labels"][border] = IGNORED

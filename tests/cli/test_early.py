@@ -20,7 +20,7 @@ from ctxext.cli.eval.ruler import TASKS as RULER
 from ctxext.cli.lab import BASELINES, TASKS
 from ctxext.cli.options import Dtype
 from ctxext.errors import NAMED_ELSEWHERE, CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation import ruler
+from ctxext.evaluation.ruler.tasks import TASKS as RULER_MADE
 from ctxext.files import refuse_read_only
 from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
@@ -113,13 +113,10 @@ MISTAKES = {
     "eval passkey HERE -t ./no.txt": MISSING,
     "eval passkey HERE -o nowhere/keys.json": "there is no directory nowhere",
     "eval ruler HERE --task vx": "Unknown RULER task 'vx'",
-    "eval ruler HERE --squad ./no.json": "'./no.json' does not exist",
     "eval longppl HERE -t ./no.txt": MISSING,
     "eval longppl HERE -o x.csv": OUTPUT,
     "eval masked HERE -t ./no.txt": MISSING,
     "eval masked HERE --dtype fp33": "'fp33' is not one of",
-    "eval passages HERE -t ./no.txt": MISSING,
-    "eval passages /no/where": "There is no checkpoint at /no/where",
     "eval retrieval HERE --task round": "Unknown retrieval task 'round'. Did you mean 'rounds'?",
     "eval retrieval HERE -l 2048 --base 1024": "Give --length 1024 too",
     "eval retrieval HERE --export-lm-eval tasks": "Give a --length",
@@ -205,7 +202,7 @@ def test_every_name_of_another_project_is_a_method() -> None:
 
 def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None:
     assert method_names() == sorted(known_methods())
-    assert tuple(ruler.TASKS) == RULER
+    assert tuple(RULER_MADE) == RULER
     assert get_args(Dtype) == ("auto", *DTYPES)
     assert {*TASKS} == {"text", *PUZZLES}
     assert {*BASELINES} == {name for name, subject in subjects().items() if subject.kind in ("rotation", "recurrent")}

@@ -26,7 +26,6 @@ from tests._models import byte_model
 from tests._products import some
 from tests._tokenizer import make_tokenizer
 from tests.evaluation.test_masked import saved as fills_in
-from tests.evaluation.test_passages import saved_model as embeds
 from tests.texts.test_pdf import pdf
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +183,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "lab run": ["lab", "run", "--only", "rope", "-o", str(place / "lab")],
         "plot positions": ["plot", "positions", tiny, "-o", str(place / "positions.png")],
         "eval masked": ["eval", "masked", masks, *text, "--method", "tile", "--factor", "2"],
-        "eval passages": ["eval", "passages", masks, "--method", "tile", "--factor", "2"],
         "eval perplexity pdf": ["eval", "perplexity", tiny, "--text", str(place / "text.pdf")],
         "plot frequencies": ["plot", "frequencies", tiny, "-o", str(place / "plot.png")],
         "show": ["show", "yarn", "-o", str(place / "show.png")],
@@ -242,7 +240,6 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
         ("serve", "serve"),
         ("lab run", "eval"),
         ("plot positions", "eval"),
-        ("eval passages", "embed"),
         ("eval perplexity pdf", "pdf"),
         ("plot frequencies", "eval"),
         ("show", "eval"),
@@ -323,9 +320,6 @@ def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
                 "plan": ["plan", tiny, "--memory", "1GiB"],
                 "adapter": ["inspect", str(adapter(place / "lora", place / "tiny"))],
             }
-        case "embed":
-            embedder = str(embeds(place))
-            return {"passages": ["eval", "passages", embedder, "-m", "tile", "-l", "256", "-l", "512", "-n", "4"]}
         case "serve":
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -338,7 +332,7 @@ def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("extra", some(["demo", "embed", "eval", "pdf", "serve", "train"], "demo"))
+@pytest.mark.parametrize("extra", some(["demo", "eval", "pdf", "serve", "train"], "demo"))
 def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
     checkpoint(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 80, encoding="utf-8")

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.passkey import PasskeyResult, PasskeyTrial, build, measure, passkey_results, prepare
+from ctxext.evaluation.passkey import PasskeyResult, PasskeyTrial, build, make_prompts, measure, prepare
+from ctxext.evaluation.trials import trials_of, without
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.haystack import of_text, split_sentences
@@ -203,7 +204,7 @@ def test_sentences(text: str, pieces: list[str]) -> None:
 def run(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PasskeyResult:
     survey = prepare(Checkpoint("tiny", model, tokenizer), **options)
     survey.measure(survey.begin())
-    (found,) = passkey_results(survey)
+    (found,) = trials_of(PasskeyResult, survey, haystack="noise")
     return found
 
 
@@ -214,17 +215,19 @@ def test_run_covers_the_grid(model: LlamaForCausalLM, tokenizer: PreTrainedToken
     # A length is that of prompt and answer, for which eight tokens are left.
     prompt = build(tokenizer, length=402, depth=1.0, seed=6)
     assert found.trials[-1] == replace(measure(model, prompt, seed=6), length=410)
-    assert found.between(0, 400).trials == found.trials[:4]
+    assert found.longer_than(400).trials == found.trials[4:]
     with pytest.raises(InvalidParameterError, match="no cell"):
         run(model, tokenizer, lengths=[400], depths=[])
 
 
 def test_the_last_tokens_of_a_prompt(bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    whole = build(bos_tokenizer, length=500, depth=0.8)
-    cut = whole.last(300, prefix=1)
-    assert cut.prompt.tolist() == [whole.prompt[0].item(), *whole.prompt[-299:].tolist()]
-    assert (cut.length, cut.distance, cut.key) == (300, whole.distance, whole.key)
-    assert torch.equal(cut.prompt[cut.key_position : cut.key_position + 6], whole.answer)
+    (asked,) = make_prompts(bos_tokenizer, [508], [0.8])
+    whole = asked.passkey
+    cut = without(whole.prompt, asked.dropped(308), prefix=asked.prefix)
+    assert cut.tolist() == [whole.prompt[0].item(), *whole.prompt[-299:].tolist()]
+    place = whole.key_position - asked.dropped(308)
+    assert torch.equal(cut[place : place + 6], whole.answer)
+    assert (asked.dropped(508), asked.dropped(None)) == (0, 0)
 
 
 def test_lengths_that_the_model_is_not_meant_for(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -258,7 +261,7 @@ def test_cells_are_sums() -> None:
     found = PasskeyResult(trials)
     assert (found.accuracy, found.loss) == (0.75, 2.0)
     cells = [(*place, cell.correct, len(cell.trials), cell.loss) for place, cell in found.cells.items()]
-    assert cells == [(400, 0.0, 1, 2, 2.5), (400, 1.0, 1, 1, 2.0), (900, 0.5, 1, 1, 1.0)]
-    assert found.cells[400, 0.0].accuracy == 0.5
-    assert found.cells[400, 0.0].interval == wilson_interval(0.5, 2)
-    assert found.at(400).accuracy == pytest.approx(2 / 3)
+    assert cells == [(0.0, 400, 1, 2, 2.5), (1.0, 400, 1, 1, 2.0), (0.5, 900, 1, 1, 1.0)]
+    assert found.cells[0.0, 400].accuracy == 0.5
+    assert found.cells[0.0, 400].interval == tuple(100 * bound for bound in wilson_interval(0.5, 2))
+    assert found.only(length=400).accuracy == pytest.approx(2 / 3)

@@ -19,15 +19,19 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
-from ctxext.evaluation import passkey, ruler
+from ctxext.evaluation import passkey
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
+from ctxext.evaluation.report.page import NONE
 from ctxext.evaluation.report.retrieval import passkey_page, passkey_sentences, ruler_sentences
-from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
+from ctxext.evaluation.ruler import run as ruler
+from ctxext.evaluation.ruler.run import RulerReport, RulerResult, RulerTrial
+from ctxext.evaluation.ruler.tasks import TASKS
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import from_json, provenance_of
 from ctxext.measuring.readings import find_readers
 from ctxext.measuring.statistics import wilson_interval
+from ctxext.texts.documents import read_documents
 from tests._programs import command, killed_at, launched
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
@@ -79,7 +83,8 @@ def test_passkeys_are_those_of_the_evaluation(
             ctxext.unpatch(model)
     page = outputs[1].read_text(encoding="utf-8")
     for reading in report.readings:
-        counts = [f"{sum(t.correct for t in reading.at(n).trials)}/2 ({reading.at(n).loss:.2f})" for n in (512, 1024)]
+        parts = [reading.only(length=length) for length in (512, 1024)]
+        counts = [f"{sum(trial.correct for trial in part.trials)}/2 ({part.loss:.2f})" for part in parts]
         assert f"| {reading.label} | {' | '.join(counts)} |" in page
     assert "](keys.png)" in page
     assert saved["provenance"]["checkpoint_sha256"] in page
@@ -313,7 +318,7 @@ def test_ruler_is_that_of_the_evaluation(
     prose.write_text(" ".join(f"On day {day} it rained, and nobody came." for day in range(40)), encoding="utf-8")
     short = {"niah_single_1": 8, "niah_single_2": 8}
     for task, tokens in short.items():
-        monkeypatch.setattr(ruler.TASKS[task], "tokens_to_generate", tokens)
+        monkeypatch.setattr(TASKS[task], "tokens_to_generate", tokens)
     output = tmp_path / "ruler.json"
     given = ["ruler", checkpoint, "--dtype", "fp32", "-m", "pi", "-l", "1024", "-l", "1400", "--samples", "2"]
     given += ["--task", "niah_single_1", "--task", "niah_single_2", "-t", prose, "-o", output]
@@ -322,8 +327,8 @@ def test_ruler_is_that_of_the_evaluation(
     report = RulerReport.from_dict(json.loads(output.read_text(encoding="utf-8")))
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
-    sources = ruler.Sources(next(iter([ruler_document(prose)])))
-    prompts = ruler.ruler_prompts(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, sources=sources)
+    essay = next(read_documents([prose]))
+    prompts = ruler.ruler_prompts(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, essay=essay)
 
     def answers() -> tuple[RulerTrial, ...]:
         return tuple(ruler.ask(model, bos_tokenizer, each.task, each.question()) for each in prompts)
@@ -333,7 +338,7 @@ def test_ruler_is_that_of_the_evaluation(
     assert by_name["unpatched"].trials == answers()
     last = by_name["truncated"].trials[-1]
     sample = ruler.draw(
-        ruler.ruler_prompts(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], sources=sources)[0].task,
+        ruler.ruler_prompts(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], essay=essay)[0].task,
         index=1,
         seed=42,
     )
@@ -349,12 +354,6 @@ def test_ruler_is_that_of_the_evaluation(
     assert "20 jobs, 10 of them finished before" in again.output
 
 
-def ruler_document(path: Path) -> Any:
-    from ctxext.texts.documents import read_documents
-
-    return next(read_documents([path]))
-
-
 @pytest.mark.slow
 def test_the_words_follow_the_numbers(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
@@ -362,7 +361,7 @@ def test_the_words_follow_the_numbers(
     def keys(name: str, found: str, lengths: tuple[int, ...]) -> PasskeyResult:
         cells = [(length, depth) for length in lengths for depth in (0.0, 1.0)]
         trials = [PasskeyTrial(n, d, 9, 0, "12345", c == "y", 0.5) for (n, d), c in zip(cells, found, strict=True)]
-        return PasskeyResult(tuple(trials), "noise", name, name)
+        return PasskeyResult(tuple(trials), name, name)
 
     provenance = provenance_of(Checkpoint("tiny", model, bos_tokenizer), seed=0)
     readings = (keys("unpatched", "yynn", (512, 1024)), keys("yarn", "nyyy", (512, 1024)), keys("pi", "yy", (512,)))
@@ -379,7 +378,7 @@ def test_the_words_follow_the_numbers(
     page.show(console)
     text = console.export_text()
     assert re.search(r"yarn +1/2 \(0\.50\) +2/2 \(0\.50\)", text)
-    assert re.search(r"pi +2/2 \(0\.50\) +-", text)
+    assert re.search(rf"pi +2/2 \(0\.50\) +{NONE}", text)
     drawn = matplotlib.figure.Figure(layout="constrained")
     page.figures[0].draw(drawn)
     assert drawn.axes[1].get_title("left").startswith("yarn: 75% found")
@@ -397,11 +396,11 @@ def test_the_words_follow_the_numbers(
             chat=False,
             essay=None,
             trained_length=512,
-            left_out={"qa_1": "it needs a data set"},
+            left_out={"cwe": "it needs words"},
             provenance=provenance,
         )
     )
     assert told[0] == "yarn: relative effective length 1K (70.0 there, 80.0 at 512)."
     assert told[1] == "pi: no relative effective length, since the shortest length scores 0."
     assert any("not RULER's effective length" in sentence for sentence in told)
-    assert told[-1] == "Not measured: qa_1: it needs a data set."
+    assert told[-1] == "Not measured: cwe: it needs words."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctxext.cli.eval.common import Session, lengths_of
+from ctxext.cli.eval.common import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,
@@ -42,23 +42,13 @@ def passkey(
 
     [bold]Example[/]: ctxext eval passkey Llama-3-8B --method yarn --factor 4 -o passkey.json -o passkey.png
     """
-    from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
+    from ctxext.evaluation.passkey import DEPTHS, PasskeyReport, make_prompts
     from ctxext.evaluation.report.retrieval import passkey_page
-    from ctxext.measuring.forward import turning_point
-    from ctxext.texts.haystack import noise, of_text
 
-    document = haystack.document()
-    session = Session(source, results, reference=asked.reference)
-    readers, tokenizer = session.readers(asked), session.checkpoint.tokenizer
-    text = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
-    prompts = make_prompts(
-        tokenizer,
-        lengths_of(readers),
-        keys.depth or DEPTHS,
-        trials=keys.trials,
-        seed=keys.seed,
-        haystack=text,
-        turning_point=turning_point(session.checkpoint.model),
+    session = Asking(asked, haystack, source, results)
+    text, depths = session.haystack, keys.depth or DEPTHS
+    prompts = session.draw(
+        make_prompts, session.lengths, depths=depths, trials=keys.trials, seed=keys.seed, haystack=text
     )
-    survey = session.ask("ctxext eval passkey", readers, prompts, f"keys in {text.name}")
-    session.finish(passkey_report(survey, text, session.provenance(document, keys.seed)), passkey_page)
+    in_each = {"haystack": text.name}
+    session.ask(PasskeyReport, prompts, f"keys in {text.name}", passkey_page, seed=keys.seed, in_each=in_each)

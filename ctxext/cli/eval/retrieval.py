@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxext.cli.eval.common import Session, lengths_of
+from ctxext.cli.eval.common import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,
@@ -71,37 +71,21 @@ def retrieval(
     """
     questions.check(asked.length or [])
     from ctxext.evaluation.report.retrieval import retrieval_page
-    from ctxext.evaluation.retrieval.choices import make_prompts, retrieval_report
+    from ctxext.evaluation.retrieval.choices import RetrievalReport, make_prompts
     from ctxext.evaluation.retrieval.harness import write_tasks
-    from ctxext.measuring.forward import turning_point
-    from ctxext.texts.haystack import noise, of_text
 
-    document = haystack.document()
-    session = Session(source, results, reference=asked.reference)
-    tokenizer = session.checkpoint.tokenizer
-    text = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
-    readers = () if questions.export_lm_eval else session.readers(asked)
-    lengths = lengths_of(readers) or asked.length or []
+    session = Asking(asked, haystack, source, results)
+    lengths = (asked.length or []) if questions.export_lm_eval else session.lengths
     questions.check(lengths)
-    with session.console.status("Drawing questions ..."):
-        prompts = make_prompts(
-            tokenizer,
-            lengths,
-            tasks=questions.task,
-            samples=questions.samples,
-            choices=questions.choices,
-            seed=questions.seed,
-            haystack=text,
-            turning_point=turning_point(session.checkpoint.model),
-        )
+    given = {name: getattr(questions, name) for name in ("samples", "choices", "seed")}
+    text = session.haystack
+    prompts = session.draw(make_prompts, lengths, tasks=questions.task, haystack=text, **given)
     if questions.export_lm_eval:
-        tasks = write_tasks(questions.export_lm_eval, prompts, tokenizer, seed=questions.seed)
+        tasks = write_tasks(questions.export_lm_eval, prompts, session.checkpoint.tokenizer, seed=questions.seed)
         session.console.print(f"Wrote {len(tasks)} tasks to {questions.export_lm_eval}. Run them with:")
         run = f"lm_eval --model hf --model_args pretrained=CHECKPOINT --include_path {questions.export_lm_eval}"
         session.console.print(f"{run} --tasks {','.join(tasks)}", soft_wrap=True)
         return
-    survey = session.ask("ctxext eval retrieval", readers, prompts, f"things hidden in {text.name}")
-    report = retrieval_report(
-        survey, text, session.provenance(document, questions.seed), base=questions.base or lengths[0]
-    )
-    session.finish(report, retrieval_page)
+    about = {"haystack": text.name, "base": questions.base or lengths[0]}
+    where = f"things hidden in {text.name}"
+    session.ask(RetrievalReport, prompts, where, retrieval_page, seed=questions.seed, **about)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult
 from ctxext.evaluation.report.figures import Line, Panel, heat_panel, lines_panel, paneled
-from ctxext.evaluation.report.page import NONE, Page, TextTable, provenance_table
+from ctxext.evaluation.report.page import NONE, Page, Part, TextTable, provenance_table
 from ctxext.evaluation.retrieval.choices import RetrievalReport, RetrievalResult
-from ctxext.evaluation.ruler import RulerReport, RulerResult
+from ctxext.evaluation.ruler.run import RulerReport, RulerResult
+from ctxext.evaluation.trials import TrialReport
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.truncation import TRUNCATED, UNPATCHED
 
@@ -20,31 +22,51 @@ KEYS = (
 )
 
 
+def _page(
+    report: TrialReport, name: str, title: str, parts: Sequence[Part], panels: Sequence[Panel], **drawn: Any
+) -> Page:
+    """Return a page of parts, one figure of panels, and the provenance."""
+    title = f"{title}: {report.provenance.checkpoint}"
+    details = [provenance_table(report.to_dict()["provenance"])]
+    return Page(title, [*parts, paneled(name, title, panels, **drawn)], details)
+
+
+def _by_length(report: TrialReport, title: str, shown: Callable[[Any], str], row: Any = None) -> TextTable:
+    """Return a table with a line of each reading, and what is shown of its trials of a row at each length."""
+    readings = [reading.only(row=row) for reading in report.readings]
+    cells = [[reading.only(length=length) for length in report.lengths] for reading in readings]
+    return TextTable(
+        header=["", *map(tokens_label, report.lengths)],
+        rows=[
+            [reading.label, *(shown(cell) if cell.trials else NONE for cell in of_reading)]
+            for reading, of_reading in zip(readings, cells, strict=True)
+        ],
+        title=title,
+        styles=_styles(report),
+    )
+
+
+def _styles(report: TrialReport) -> dict[str, str]:
+    return {reading.label: "reference" for reading in report.readings if reading.reading == TRUNCATED}
+
+
 def passkey_page(report: PasskeyReport) -> Page:
     """Return what was found at each length, all depths together, the sentences and a map of each reading."""
-    lengths = _lengths(report)
-    rows, maps = [], []
-    for reading in report.readings:
-        cells = {length: reading.at(length) for length in reading.lengths}
-        found = {length: f"{cell.correct}/{len(cell.trials)} ({cell.loss:.2f})" for length, cell in cells.items()}
-        rows.append([reading.label, *(found.get(length, "-") for length in lengths)])
+
+    def panel(reading: PasskeyResult) -> Panel:
         low, high = reading.interval
-        title = f"{reading.label}: {reading.accuracy:.0%} found ({low:.0%} to {high:.0%})"
-        keys = [
-            (depth, length, cell.correct, len(cell.trials), cell.loss)
-            for (length, depth), cell in reading.cells.items()
-        ]
-        maps.append(passkey_panel(title, keys, report.trained_length))
-    table = TextTable(
-        header=["", *map(tokens_label, lengths)],
-        rows=rows,
-        title="Keys found of keys hidden (mean loss of the key's tokens, nats)",
-        styles={reading.label: "reference" for reading in report.readings if reading.reading == TRUNCATED},
+        title = f"{reading.label}: {reading.accuracy:.0%} found ({low:.0f}% to {high:.0f}%)"
+        keys = [(*place, cell.correct, len(cell.trials), cell.loss) for place, cell in reading.cells.items()]
+        return passkey_panel(title, keys, report.trained_length)
+
+    table = _by_length(
+        report,
+        "Keys found of keys hidden (mean loss of the key's tokens, nats)",
+        lambda cell: f"{cell.correct}/{len(cell.trials)} ({cell.loss:.2f})",
     )
-    title = f"Passkeys in {report.readings[0].haystack}: {report.provenance.checkpoint}"
-    figure = paneled("passkeys", title, maps, caption=KEYS)
-    details = [provenance_table(report.to_dict()["provenance"])]
-    return Page(title, [table, *passkey_sentences(report), figure], details)
+    title = f"Passkeys in {report.readings[0].haystack}"
+    parts: list[Part] = [table, *passkey_sentences(report)]
+    return _page(report, "passkeys", title, parts, list(map(panel, report.readings)), caption=KEYS)
 
 
 def passkey_panel(title: str, keys: Iterable[tuple[float, int, int, int, float]], trained_length: int) -> Panel:
@@ -58,25 +80,30 @@ def passkey_panel(title: str, keys: Iterable[tuple[float, int, int, int, float]]
 
 def passkey_sentences(report: PasskeyReport) -> list[str]:
     """Return what every reading found beyond the trained window, or inside it where nothing goes beyond."""
-    longest = max(length for reading in report.readings for length in reading.lengths)
-    beyond = longest > report.trained_length
-    span = (report.trained_length + 1, longest) if beyond else (0, longest)
-    readings = [reading.between(*span) for reading in report.readings]
-    where = "Beyond" if beyond else "Within"
+    trained = report.trained_length
+    is_beyond = report.lengths[-1] > trained
+    readings = [reading.longer_than(trained) if is_beyond else reading for reading in report.readings]
     counted = "; ".join(_share(reading) for reading in readings if reading.trials)
-    return [f"{where} the trained {tokens_label(report.trained_length)} tokens, found: {counted}."]
+    return [f"{'Beyond' if is_beyond else 'Within'} the trained {tokens_label(trained)} tokens, found: {counted}."]
+
+
+def _share(reading: PasskeyResult) -> str:
+    low, high = reading.interval
+    return f"{reading.label} {reading.correct} of {len(reading.trials)} ({low:.0f}% to {high:.0f}%)"
 
 
 def ruler_page(report: RulerReport) -> Page:
     """Return scores by task and length for every reading, the sentences and a map of each reading."""
-    lengths, tables, maps = _lengths(report), [], []
+    tables, maps = [], []
     for reading in report.readings:
-        names, scores = (*reading.tasks, AVERAGE), _scores(reading)
+        scores = {place: cell.score for place, cell in reading.cells.items()}
+        scores |= {(AVERAGE, length): score for length, score in reading.averages.items()}
+        names = (*reading.rows, AVERAGE)
         texts = {(name, at): f"{score:.{1 if name == AVERAGE else 0}f}" for (name, at), score in scores.items()}
         tables.append(
             TextTable(
-                header=["", *map(tokens_label, lengths)],
-                rows=[[name, *(texts.get((name, length), "-") for length in lengths)] for name in names],
+                header=["", *map(tokens_label, report.lengths)],
+                rows=[[name, *(texts.get((name, length), NONE) for length in report.lengths)] for name in names],
                 title=f"{reading.label}: score by task and tokens of prompt and reply, 0 to 100",
                 styles={AVERAGE: "best"},
             )
@@ -86,23 +113,16 @@ def ruler_page(report: RulerReport) -> Page:
         cells = {
             (name, at): (scores[name, at] / 100, f"{scores[name, at]:.0f}")
             for name in names
-            for at in lengths
+            for at in report.lengths
             if (name, at) in scores
         }
-        maps.append(
-            heat_panel(
-                f"{reading.label}: {reach}",
-                cells,
-                trained_length=report.trained_length,
-                divider=len(reading.tasks),
-            )
-        )
+        title, divider = f"{reading.label}: {reach}", len(reading.rows)
+        maps.append(heat_panel(title, cells, trained_length=report.trained_length, divider=divider))
+    hidden = f"; hidden in {report.essay} and not in NVIDIA's essays. " if report.essay else ". "
     caption = f"Scores from 0 to 100 by tokens of prompt and reply, {_samples(report)} prompts each"
-    caption += f"; hidden in {report.essay} in place of NVIDIA's essays. " if report.essay else ". "
-    title = f"RULER: {report.provenance.checkpoint}"
-    figure = paneled("ruler", title, maps, caption=caption + DASHED_LINE)
-    details = [provenance_table(report.to_dict()["provenance"])]
-    return Page(title, [*tables, *ruler_sentences(report), figure], details)
+    return _page(
+        report, "ruler", "RULER", [*tables, *ruler_sentences(report)], maps, caption=caption + hidden + DASHED_LINE
+    )
 
 
 def ruler_sentences(report: RulerReport) -> list[str]:
@@ -125,30 +145,38 @@ def ruler_sentences(report: RulerReport) -> list[str]:
     return sentences
 
 
+def _effective(reading: RulerResult) -> str:
+    averages = reading.averages
+    effective = reading.relative_effective_length
+    if effective is None:
+        return f"{reading.label}: no relative effective length, since the shortest length scores 0."
+    shortest = min(averages)
+    return (
+        f"{reading.label}: relative effective length {tokens_label(effective)} "
+        f"({averages[effective]:.1f} there, {averages[shortest]:.1f} at {tokens_label(shortest)})."
+    )
+
+
+def _samples(report: RulerReport) -> str:
+    """Return the number of prompts of each task and length."""
+    samples = {len(cell.trials) for reading in report.readings for cell in reading.cells.values()}
+    return " to ".join(str(number) for number in sorted({min(samples), max(samples)}))
+
+
 def retrieval_page(report: RetrievalReport) -> Page:
     """Return right choices and margins by task, effective lengths, the sentences and a figure with a panel per task."""
-    lengths, tasks = _lengths(report), report.readings[0].tasks
-    styles = {reading.label: "reference" for reading in report.readings if reading.reading == TRUNCATED}
+    tasks = report.readings[0].rows
     tables = [
-        TextTable(
-            header=["", *map(tokens_label, lengths)],
-            rows=[
-                [reading.label, *(_choices(reading.only(task=task, length=length)) for length in lengths)]
-                for reading in report.readings
-            ],
-            title=f"{task}: right choices, percent, and the mean margin in nats",
-            styles=styles,
+        _by_length(
+            report,
+            f"{task}: right choices, percent, and the mean margin in nats",
+            lambda cell: f"{cell.score:.0f}%\n{cell.margin}",
+            task,
         )
         for task in tasks
     ]
     kept = [
-        [
-            reading.label,
-            *(
-                _kept(part.effective_length(report.base))
-                for part in (*(reading.only(task=task) for task in tasks), reading)
-            ),
-        ]
+        [reading.label, *(_kept(reading.only(row=task), report.base) for task in (*tasks, None))]
         for reading in report.readings
     ]
     effective = TextTable(
@@ -157,12 +185,11 @@ def retrieval_page(report: RetrievalReport) -> Page:
         title="Effective length, tokens",
         caption=f"The longest length that keeps 85 percent of the accuracy above chance at {tokens_label(report.base)} "
         f"tokens. {NONE}: no more than chance there.",
-        styles=styles,
+        styles=_styles(report),
     )
-    title = f"Questions answered by choice: {report.provenance.checkpoint}"
-    figure = paneled("retrieval", title, [_choice_panel(report, task) for task in tasks], across=2)
-    details = [provenance_table(report.to_dict()["provenance"])]
-    return Page(title, [*tables, effective, *retrieval_sentences(report), figure], details)
+    parts: list[Part] = [*tables, effective, *retrieval_sentences(report)]
+    panels = [_choice_panel(report, task) for task in tasks]
+    return _page(report, "retrieval", "Questions answered by choice", parts, panels, across=2)
 
 
 def retrieval_sentences(report: RetrievalReport) -> list[str]:
@@ -183,7 +210,7 @@ def retrieval_sentences(report: RetrievalReport) -> list[str]:
             f"points, and {margin} nats of margin, over the same texts."
         )
     whole = report.readings[0]
-    texts, choices = len(whole.only(task=whole.tasks[0], length=whole.lengths[0]).trials), len(whole.trials[0].answers)
+    texts, choices = len(whole.only(row=whole.rows[0], length=whole.lengths[0]).trials), len(whole.trials[0].answers)
     written = "; ".join(
         f"{reading.label} {reading.writes} of {choices * len(reading.trials)}" for reading in report.readings
     )
@@ -197,11 +224,8 @@ def retrieval_sentences(report: RetrievalReport) -> list[str]:
     return sentences
 
 
-def _choices(cell: RetrievalResult) -> str:
-    return f"{cell.score:.0f}%\n{cell.margin}" if cell.trials else NONE
-
-
-def _kept(length: int | None) -> str:
+def _kept(reading: RetrievalResult, base: int) -> str:
+    length = reading.effective_length(base)
     return NONE if length is None else tokens_label(length)
 
 
@@ -209,12 +233,12 @@ def _choice_panel(report: RetrievalReport, task: str) -> Panel:
     """Return the margin of right answers by length, one line per reading, within one standard error over texts."""
     lines = []
     for reading in report.readings:
-        cells = [reading.only(task=task, length=length) for length in reading.lengths]
+        cells = [reading.only(row=task, length=length) for length in reading.lengths]
         margins = [cell.margin for cell in cells]
         points = [(cell.trials[0].length, margin.mean) for cell, margin in zip(cells, margins, strict=True)]
         band = [(each.mean - each.standard_error, each.mean + each.standard_error) for each in margins]
         lines.append(Line(reading.reading.split()[0], reading.label, points, band))
-    lengths = _lengths(report)
+    lengths = report.lengths
     return lines_panel(
         lines,
         title=f"{task}: margin of the right answer (guessing: 0)",
@@ -225,36 +249,3 @@ def _choice_panel(report: RetrievalReport, task: str) -> Panel:
         log=False,
         trained_length=report.trained_length if lengths[0] < report.trained_length < lengths[-1] else None,
     )
-
-
-def _effective(reading: RulerResult) -> str:
-    averages = reading.averages
-    effective = reading.relative_effective_length
-    if effective is None:
-        return f"{reading.label}: no relative effective length, since the shortest length scores 0."
-    shortest = min(averages)
-    return (
-        f"{reading.label}: relative effective length {tokens_label(effective)} "
-        f"({averages[effective]:.1f} there, {averages[shortest]:.1f} at {tokens_label(shortest)})."
-    )
-
-
-def _share(reading: PasskeyResult) -> str:
-    low, high = reading.interval
-    return f"{reading.label} {reading.correct} of {len(reading.trials)} ({low:.0%} to {high:.0%})"
-
-
-def _lengths(report: PasskeyReport | RulerReport | RetrievalReport) -> list[int]:
-    return sorted({length for reading in report.readings for length in reading.lengths})
-
-
-def _samples(report: RulerReport) -> str:
-    """Return how many prompts there are of each task and length."""
-    samples = {len(cell.trials) for reading in report.readings for cell in reading.cells.values()}
-    return " to ".join(str(number) for number in sorted({min(samples), max(samples)}))
-
-
-def _scores(reading: RulerResult) -> dict[tuple[str, int], float]:
-    """Return scores by task, the average of the tasks included, and length."""
-    scores = {place: cell.score for place, cell in reading.cells.items()}
-    return scores | {(AVERAGE, length): score for length, score in reading.averages.items()}

@@ -14,7 +14,7 @@ import json
 import operator
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,9 @@ from torch.nn import functional
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
-from ctxext.evaluation.task_result import TaskResult, relative_effective_length
+from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
-from ctxext.measuring.forward import SMALL_MODEL, Progress, logits_of_answers, pass_cost, ticking
-from ctxext.measuring.provenance import Provenance, Report, from_json
+from ctxext.measuring.forward import SMALL_MODEL, Progress, logits_of_answers, ticking
 from ctxext.measuring.statistics import (
     CHANCE,
     PairedDifference,
@@ -37,7 +36,7 @@ from ctxext.measuring.statistics import (
     grouped_difference,
     score_difference,
 )
-from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial
+from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
 
@@ -45,14 +44,13 @@ SAMPLES, CHOICES = 10, 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChoicePrompt(Prompt):
+class ChoicePrompt(HidingPrompt):
     """One text and the questions about it; with the longest request and an answer it has exactly ``length`` tokens.
 
     Args:
-        index: which of the task's texts, from 0.
-        text: token ids of the text; nothing is to be added in front.
-        answers: token ids of the right answer to each question, all equally long.
-        prefix: special tokens in front of the text, which every window keeps there.
+        index: Number of the text among those of its task, from 0.
+        text: Token ids of the text; nothing is to be added in front.
+        answers: Token ids of the right answer to each question, all equally long.
     """
 
     task: str
@@ -61,12 +59,6 @@ class ChoicePrompt(Prompt):
     text: Int[Tensor, " text"]
     requests: tuple[Int[Tensor, " _request"], ...]
     answers: tuple[Int[Tensor, " answer"], ...]
-    prefix: int
-    turning_point: int
-
-    def cost(self, tokens: int) -> float:
-        """Estimate the cost of reading the text; requests and answers are short."""
-        return pass_cost(tokens, self.turning_point)
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
         """Return a ``ChoiceTrial`` as JSON values.
@@ -74,10 +66,8 @@ class ChoicePrompt(Prompt):
         Raises:
             IncompatibleError: the model gives no finite loss, or takes no cache.
         """
-        text, device = self.text, next(model.parameters()).device
-        if window is not None and window < self.length:
-            dropped = self.length - window
-            text = torch.cat([text[: self.prefix], text[self.prefix + dropped :]])
+        device = next(model.parameters()).device
+        text = without(self.text, self.dropped(window), prefix=self.prefix)
         requests, answers = ([part.to(device) for part in parts] for parts in (self.requests, self.answers))
         with ticking(model, name, self.cost(window or self.length), progress, passes=1):
             logits = logits_of_answers(model, text.to(device), requests, answers)
@@ -106,11 +96,11 @@ def make_prompts(
     """Make prompts with the same questions at every length.
 
     Args:
-        lengths: tokens of text, request and answer together.
-        samples: texts of each task and length, at least 2, so that there is an error.
-        choices: questions about each text, and so answers to choose from, 2 to 8.
-        seed: of everything that is drawn; the same seed and tokenizer give the same prompts.
-        haystack: that needles are hidden in where a task brings no text of its own; None for noise.
+        lengths: Tokens of text, request and answer together.
+        samples: Texts of each task and length, at least 2, so that there is an error.
+        choices: Questions about each text, and so answers to choose from, 2 to 8.
+        seed: Seed of everything that is drawn; the same seed and tokenizer give the same prompts.
+        haystack: Sentences that needles are hidden in where a task brings no text itself; None for noise.
 
     Raises:
         InvalidParameterError: a number out of range, a length that is too small, or too large for the text.
@@ -125,68 +115,50 @@ def make_prompts(
             f"Retrieval needs a length, a task, 2 samples and {LEAST_CHOICES} to {MOST_CHOICES} choices; found "
             f"{len(lengths)} lengths, {len(tasks)} tasks, {samples} samples and {choices} choices."
         )
-    haystack, alike = haystack or noise(tokenizer), alike_for(tokenizer)
+    haystack, alike, front = haystack or noise(tokenizer), alike_for(tokenizer), len(special_prefix(tokenizer))
     prompts = []
     for task, index in itertools.product(tasks, range(samples)):
         drawn = f"retrieval {task} {choices} {seed} {index}"
         questions = TASKS[task](alike, choices, index, random.Random(drawn))
-        prompts += [
-            _prompt(
-                tokenizer,
-                questions,
-                haystack,
-                drawn=drawn,
-                length=length,
-                task=task,
-                index=index,
-                turning_point=turning_point,
+        requests = [tokens_behind(tokenizer, request) for request in questions.requests]
+        answers = [tokens_behind(tokenizer, f" {answer}") for answer in questions.answers]
+        for length in lengths:
+            text = _text(tokenizer, questions, haystack, drawn, length, max(map(len, requests)) + len(answers[0]), task)
+            prompts.append(
+                ChoicePrompt(
+                    name=f"{task} {index + 1}, {length:,} tokens",
+                    length=length,
+                    identity=[task, digest(json.dumps([text, requests, answers])), front],
+                    task=task,
+                    index=index,
+                    questions=questions,
+                    text=torch.tensor(text),
+                    requests=tuple(map(torch.tensor, requests)),
+                    answers=tuple(map(torch.tensor, answers)),
+                    prefix=front,
+                    turning_point=turning_point,
+                )
             )
-            for length in lengths
-        ]
     return sorted(prompts, key=lambda prompt: prompt.length)
 
 
-def _prompt(
-    tokenizer: Any,
-    questions: QuestionSet,
-    haystack: Haystack,
-    *,
-    drawn: str,
-    length: int,
-    task: str,
-    index: int,
-    turning_point: int,
-) -> ChoicePrompt:
-    """Write questions at a length; the depths of needles are the same at every length."""
+def _text(
+    tokenizer: Any, questions: QuestionSet, haystack: Haystack, drawn: str, length: int, behind: int, task: str
+) -> list[int]:
+    """Hide the needles of questions at depths that are the same at every length."""
     places = random.Random(f"{drawn} depths")
-    depths = sorted(places.random() for _ in questions.needles)
-    front = special_prefix(tokenizer)
-    opening = [*front, *tokenizer(questions.opening, add_special_tokens=False).input_ids]
-    requests = [tokens_behind(tokenizer, request) for request in questions.requests]
-    answers = [tokens_behind(tokenizer, f" {answer}") for answer in questions.answers]
-    hidden, _ = hide(
+    text, _ = hide(
+        tokenizer,
         _others(tokenizer, questions, length) if questions.others else haystack,
         [tokens_behind(tokenizer, needle) for needle in questions.needles],
-        depths,
+        sorted(places.random() for _ in questions.needles),
+        opening=questions.opening,
         length=length,
-        around=len(opening) + max(map(len, requests)) + len(answers[0]),
+        behind=behind,
         generator=random.Random(f"{drawn} {length}"),
         kind=task,
     )
-    text = [*opening, *hidden]
-    return ChoicePrompt(
-        name=f"{task} {index + 1}, {length:,} tokens",
-        length=length,
-        identity=[task, digest(json.dumps([text, requests, answers])), len(front)],
-        task=task,
-        index=index,
-        questions=questions,
-        text=torch.tensor(text),
-        requests=tuple(map(torch.tensor, requests)),
-        answers=tuple(map(torch.tensor, answers)),
-        prefix=len(front),
-        turning_point=turning_point,
-    )
+    return text
 
 
 def _others(tokenizer: Any, questions: QuestionSet, length: int) -> Haystack:
@@ -206,10 +178,10 @@ class ChoiceTrial:
     """The outcome of all questions about one text.
 
     Args:
-        length: tokens of text, request and answer together.
-        answers: the right one to each question.
-        losses: by question and by answer, nats over all tokens of the answer.
-        writes: questions whose right answer greedy decoding would write.
+        length: Tokens of text, request and answer together.
+        answers: Right answer to each question.
+        losses: Losses by question and by answer, nats over all tokens of the answer.
+        writes: Questions whose right answer greedy decoding would write.
     """
 
     task: str
@@ -218,6 +190,11 @@ class ChoiceTrial:
     answers: tuple[str, ...]
     losses: tuple[tuple[float, ...], ...]
     writes: int
+
+    @property
+    def row(self) -> str:
+        """The task."""
+        return self.task
 
     @property
     def gains(self) -> list[list[float]]:
@@ -256,7 +233,7 @@ class ChoiceTrial:
 
 
 @dataclass(frozen=True)
-class RetrievalResult(TaskResult):
+class RetrievalResult(Trials):
     """All choices of one way to read; ``score`` is the percentage of right ones."""
 
     trials: tuple[ChoiceTrial, ...]
@@ -284,16 +261,11 @@ class RetrievalResult(TaskResult):
         """Questions whose right answer greedy decoding would write."""
         return sum(trial.writes for trial in self.trials)
 
-    def only(self, *, task: str | None = None, length: int | None = None) -> RetrievalResult:
-        """Return the trials of one task, of one length, or of both."""
-        kept = [trial for trial in self.trials if task in (None, trial.task) and length in (None, trial.length)]
-        return replace(self, trials=tuple(kept))
-
     def beyond(self, other: RetrievalResult, *, margin: bool = False) -> PairedDifference | None:
         """Compare with another reading over the same texts; above 0 where this one is the better one.
 
         Args:
-            margin: compare margins, nats, and not scores, points.
+            margin: True to compare margins, nats, and not scores, points.
 
         Returns:
             The difference; None where the other one did not read the same texts.
@@ -330,12 +302,11 @@ def _difference(values: Sequence[float]) -> PairedDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalReport(Report):
-    """A whole measurement: the same questions, read in several ways.
+class RetrievalReport(TrialReport):
+    """A whole measurement of choices.
 
     Args:
-        readings: the unextended model first, where it was asked too.
-        base: tokens, the length at which a reading's own score is the measure of its effective length.
+        base: Tokens of the length whose score is the measure of a reading's effective length.
     """
 
     TITLE, KIND, FORMAT = "a retrieval report", "retrieval", 1
@@ -343,24 +314,3 @@ class RetrievalReport(Report):
     readings: tuple[RetrievalResult, ...]
     base: int
     haystack: str
-    trained_length: int
-    provenance: Provenance
-
-
-def retrieval_report(
-    survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance, *, base: int
-) -> RetrievalReport:
-    """Summarise a finished survey of choices."""
-    readings = [
-        RetrievalResult(
-            tuple(from_json(ChoiceTrial, trial) for trial in trials), reader.reading.name, reader.reading.label
-        )
-        for reader, trials in survey.trials()
-    ]
-    return RetrievalReport(
-        readings=tuple(readings),
-        base=base,
-        haystack=haystack.name,
-        trained_length=survey.readers[0].readings.trained_length,
-        provenance=survey.with_extensions(provenance),
-    )

@@ -7,8 +7,8 @@
 | ``aggregate`` | the entries of a ledger | a number of entries, the most frequent name, or a sum, in turns | Oolong |
 | ``variables`` | chains of assignments | the value of the last variable of a chain | RULER, with several keys |
 
-Every answer is the right one to one of the questions and a wrong one to the others, so that whoever knows nothing is
-right by chance. All of them have the same number of tokens. Questions are drawn without a length: the same ones are
+Every answer is the right one to one of the questions and a wrong one to the others, so that a model that knows nothing
+is right by chance. All of them have the same number of tokens. Questions are drawn without a length: the same ones are
 asked at every length, with more text around what they ask for.
 
 Sources of the ideas: Vodrahalli et al., arXiv:2409.12640 (MRCR); Modarressi et al., arXiv:2502.05167 (NoLiMa); Bertsch
@@ -63,10 +63,10 @@ class QuestionSet:
     """Questions about one text, before it has a length.
 
     Args:
-        needles: texts to hide, in the order in which they are to stand.
-        requests: ends of the prompt, one for each question; the answer follows.
-        answers: the right one of each request, which is a wrong one of the others; none of them stands in a request.
-        others: texts to hide the needles among; none for a haystack that whoever asks gives.
+        needles: Texts to hide, in the order in which they are to stand.
+        requests: Ends of the prompt, one for each question; the answer follows.
+        answers: Right answer to each request, a wrong one to the others; none of them stands in a request.
+        others: Texts to hide the needles among; none for the haystack that all tasks share.
     """
 
     opening: str

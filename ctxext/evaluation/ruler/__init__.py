@@ -8,39 +8,3 @@ here, and to published ones only roughly.
 
 Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
 """
-
-from __future__ import annotations
-
-from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
-from ctxext.evaluation.ruler.run import (
-    SAMPLES,
-    SEED,
-    ask,
-    draw,
-    reply_to,
-    ruler_prompts,
-    ruler_report,
-)
-from ctxext.evaluation.ruler.tasks import TASKS, choose
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task
-from ctxext.evaluation.task_result import relative_effective_length
-
-__all__ = [
-    "SAMPLES",
-    "SEED",
-    "TASKS",
-    "Question",
-    "RulerReport",
-    "RulerResult",
-    "RulerTrial",
-    "Setting",
-    "Sources",
-    "Task",
-    "ask",
-    "choose",
-    "draw",
-    "relative_effective_length",
-    "reply_to",
-    "ruler_prompts",
-    "ruler_report",
-]

@@ -5,29 +5,28 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.key_tokens import tokenizer_digest
-from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
-from ctxext.evaluation.ruler.tasks import TASKS, choose
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
+from ctxext.evaluation.ruler.tasks import choose
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
+from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
-from ctxext.measuring.forward import SMALL_MODEL, Progress, pass_cost, ticking
-from ctxext.measuring.provenance import Provenance, from_json
-from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial
+from ctxext.measuring.forward import SMALL_MODEL, Progress, ticking
+from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix
+from ctxext.texts.documents import Document
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
 SEED, SAMPLES = 42, 10
-NO_SOURCES = Sources()
 # What one step of generation costs, in tokens of a long pass: it reads all weights for a single token.
 STEP = 30
 
@@ -38,17 +37,17 @@ def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Quest
     The same task, length, seed and index give the same prompt, whatever else is drawn.
 
     Args:
-        near: the size of another prompt of this task; the search for the size begins there.
+        near: Size of another prompt of this task, at which the search for the size begins.
 
     Raises:
         InvalidParameterError: if not even the smallest prompt fits (the message names the least length), or the
-            largest that the sources allow does not fill the length.
+            largest that there is does not fill the length.
     """
     length = task.setting.length
     room = length - task.tokens_to_generate
 
     def question(size: int) -> Question:
-        return task.question(size, index, random.Random(f"ruler {task.name} {length} {seed} {index}"))
+        return task.question(size, random.Random(f"ruler {task.name} {length} {seed} {index}"))
 
     @functools.cache
     def tokens(size: int) -> int:
@@ -78,12 +77,10 @@ def ask(
     whole prompt.
     """
     prompt = _ids(tokenizer, question.prompt, chat)
-    if window is not None and window - task.tokens_to_generate < len(prompt):
-        prefix = 0 if chat else len(special_prefix(tokenizer))
-        kept = window - task.tokens_to_generate - prefix
-        prompt = [*prompt[:prefix], *prompt[len(prompt) - kept :]]
-    reply = reply_to(model, tokenizer, prompt, tokens=task.tokens_to_generate)
-    score = task.score(reply, question.answers)
+    room = len(prompt) if window is None else window - task.tokens_to_generate
+    prompt = without(prompt, max(0, len(prompt) - room), prefix=_prefix(tokenizer, chat))
+    reply = reply_to(model, tokenizer, prompt.tolist(), tokens=task.tokens_to_generate)
+    score = all_of(reply, question.answers)
     return RulerTrial(task.name, task.setting.length, question.index, len(prompt), reply, question.answers, score)
 
 
@@ -111,7 +108,7 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
     return text
 
 
-def _setting(tokenizer: Any, length: int, sources: Sources, chat: bool) -> Setting:
+def _setting(tokenizer: Any, length: int, essay: Document | None, chat: bool) -> Setting:
     if chat and not tokenizer.chat_template:
         raise InvalidParameterError(
             f"{type(tokenizer).__name__} has no chat template; measure without one (chat=False)."
@@ -122,17 +119,21 @@ def _setting(tokenizer: Any, length: int, sources: Sources, chat: bool) -> Setti
         dressed: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return dressed
 
-    return Setting(length, lambda text: len(_ids(tokenizer, text, chat)), sources, dress if chat else str)
+    return Setting(length, lambda text: len(_ids(tokenizer, text, chat)), essay, dress if chat else str)
 
 
-def _ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
+def _ids(tokenizer: Any, text: str, chat: bool) -> Int[Tensor, " tokens"]:
     """Return the token ids of a prompt as the model reads it; a chat template writes the special tokens itself."""
     prefix = [] if chat else special_prefix(tokenizer)
-    return [*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
+    return torch.tensor([*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids])
+
+
+def _prefix(tokenizer: Any, chat: bool) -> int:
+    return 0 if chat else len(special_prefix(tokenizer))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RulerPrompt(Prompt):
+class RulerPrompt(HidingPrompt):
     """One prompt of one task at one length, drawn when it is asked."""
 
     task: Task
@@ -141,7 +142,6 @@ class RulerPrompt(Prompt):
     near: int
     tokenizer: Any
     chat: bool
-    turning_point: int
 
     def question(self) -> Question:
         """Draw the prompt."""
@@ -149,23 +149,14 @@ class RulerPrompt(Prompt):
 
     def cost(self, tokens: int) -> float:
         """Estimate a pass over the prompt and a reply of full length."""
-        return pass_cost(tokens, self.turning_point) + STEP * self.task.tokens_to_generate
+        return super().cost(tokens) + STEP * self.task.tokens_to_generate
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
         """Return a ``RulerTrial`` as JSON values."""
-        first = pass_cost(window or self.length, self.turning_point)
-        reported = 0.0
-
-        def tick(stage: str, done: float) -> None:
-            """Count the first pass, which reads the prompt, as it is, and each later one, for a token, as ``STEP``."""
-            nonlocal reported
-            share = done if reported < 0.999 * first else done / first * STEP
-            reported += share
-            progress(stage, share)
-
-        with ticking(model, name, first, tick):
+        first = super().cost(window or self.length)
+        with ticking(model, name, first, progress, passes=1):  # the pass that reads the prompt
             trial = ask(model, self.tokenizer, self.task, self.question(), chat=self.chat, window=window)
-        progress(name, self.cost(window or self.length) - reported)  # replies end early
+        progress(name, self.cost(window or self.length) - first)
         return asdict(trial)
 
 
@@ -176,7 +167,7 @@ def ruler_prompts(
     tasks: Sequence[str] | None = None,
     samples: int = SAMPLES,
     seed: int = SEED,
-    sources: Sources = NO_SOURCES,
+    essay: Document | None = None,
     chat: bool = False,
     turning_point: int = SMALL_MODEL,
 ) -> list[RulerPrompt]:
@@ -185,18 +176,18 @@ def ruler_prompts(
     The first prompt of each task and length is drawn at once, so that what cannot be drawn is said early.
 
     Args:
-        lengths: tokens of prompt and reply together.
-        tasks: names; None for all that ``sources`` allow.
-        sources: the text to hide things in, and the data sets of the two question answering tasks.
-        chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
+        lengths: Tokens of prompt and reply together.
+        tasks: Names of tasks; None for all that can be made with this essay.
+        essay: Text to hide things in.
+        chat: True to put each prompt into the tokenizer's chat template, which is right for a model tuned for dialogue.
 
     Raises:
-        InvalidParameterError: nothing to measure, a length that a task cannot fill, a task whose source is missing, or
+        InvalidParameterError: nothing to measure, a length that a task cannot fill, a task whose essay is missing, or
             no chat template.
         UnknownNameError: an unknown task.
     """
     lengths = sorted(set(lengths))
-    chosen = choose(tasks, sources)
+    chosen = choose(tasks, essay)
     if not lengths or not chosen or samples < 1:
         raise InvalidParameterError(
             f"There is nothing to measure: {len(chosen)} tasks, {len(lengths)} lengths, {samples} samples. Give at "
@@ -206,8 +197,8 @@ def ruler_prompts(
     depends = [seed, chat, tokenizer_digest(tokenizer), digest(template) if template else None]
     prompts = []
     for length, kind in itertools.product(lengths, chosen):
-        task = kind(_setting(tokenizer, length, sources, chat))
-        near, source = draw(task, index=0, seed=seed).size, _source(task, sources)
+        task = kind(_setting(tokenizer, length, essay, chat))
+        near, source = draw(task, index=0, seed=seed).size, digest(essay.text) if task.in_essay and essay else None
         prompts += [
             RulerPrompt(
                 name=f"{task.name}, {length:,} tokens",
@@ -219,6 +210,7 @@ def ruler_prompts(
                 near=near,
                 tokenizer=tokenizer,
                 chat=chat,
+                prefix=_prefix(tokenizer, chat),
                 turning_point=turning_point,
             )
             for index in range(samples)
@@ -226,30 +218,60 @@ def ruler_prompts(
     return prompts
 
 
-def ruler_report(
-    survey: Survey[PromptJob], provenance: Provenance, *, sources: Sources, chat: bool, left_out: dict[str, str]
-) -> RulerReport:
-    """Summarise a finished survey of RULER."""
-    readings = [
-        RulerResult(tuple(from_json(RulerTrial, trial) for trial in trials), reader.reading.name, reader.reading.label)
-        for reader, trials in survey.trials()
-    ]
-    used = any(TASKS[task].source == "essay" for task in readings[0].tasks)
-    return RulerReport(
-        readings=tuple(readings),
-        chat=chat,
-        essay=sources.essay.name if sources.essay and used else None,
-        trained_length=survey.readers[0].readings.trained_length,
-        left_out=left_out,
-        provenance=survey.with_extensions(provenance),
-    )
+@dataclass(frozen=True)
+class RulerTrial:
+    """One prompt and the reply to it.
+
+    Args:
+        length: Tokens of prompt and reply together, as they were given.
+        answers: Strings that a right reply contains.
+        score: Score from 0 to 100.
+    """
+
+    task: str
+    length: int
+    index: int
+    prompt_tokens: int
+    reply: str
+    answers: tuple[str, ...]
+    score: float
+
+    @property
+    def row(self) -> str:
+        """The task."""
+        return self.task
 
 
-def _source(task: Task, sources: Sources) -> str | None:
-    """Hash the text or data set that a task is made from; return None if it needs none."""
-    if task.source is None:
-        return None
-    if task.source == "essay" and sources.essay is not None:
-        return digest(sources.essay.text)
-    file: Path = getattr(sources, task.source)
-    return digest(file.read_bytes())
+@dataclass(frozen=True)
+class RulerResult(Trials):
+    """All replies of one way to read."""
+
+    trials: tuple[RulerTrial, ...]
+
+    @property
+    def empty(self) -> int:
+        """Replies without any text."""
+        return sum(not trial.reply.strip() for trial in self.trials)
+
+    @property
+    def relative_effective_length(self) -> int | None:
+        """The relative effective length of the averages over all tasks, in tokens."""
+        return relative_effective_length(self.averages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerReport(TrialReport):
+    """A whole measurement of RULER.
+
+    Args:
+        chat: True if prompts stood in the model's chat template.
+        essay: Text that stands in for NVIDIA's essays, None where no task needed one.
+        left_out: Reasons why tasks were not measured, by their names.
+    """
+
+    TITLE, KIND, FORMAT = "a RULER report", "ruler", 1
+
+    readings: tuple[RulerResult, ...]
+    chat: bool
+    essay: str | None
+    left_out: Mapping[str, str]

@@ -4,8 +4,7 @@
 
 As in scripts/make_golden.py, the pinned commit is read with git and only the named definitions are executed. What they
 expect around them is given here: command line arguments, word lists, a splitter of sentences, and a tokenizer that
-counts words. The essays are numbered sentences and the two data sets a few made-up questions: the real ones are not
-ours to pass on.
+counts words. The essays are numbered sentences: the real ones are not ours to pass on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import random
 import re
 import string
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +53,7 @@ DEFINITIONS = {
     ),
     f"{DATA}/common_words_extraction.py": ("get_example", "generate_input_output"),
     f"{DATA}/freq_words_extraction.py": ("generate_input_output",),
-    f"{DATA}/qa.py": ("DOCUMENT_PROMPT", "read_squad", "read_hotpotqa", "generate_input_output"),
-    f"{EVAL}/synthetic/constants.py": ("string_match_part", "string_match_all"),
+    f"{EVAL}/synthetic/constants.py": ("string_match_all",),
     f"{EVAL}/evaluate.py": ("postprocess_pred",),
 }
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -82,35 +79,6 @@ class Words:
 def essay(sentences: int) -> str:
     """Numbered sentences of six words."""
     return " ".join(f"Sentence {number} is of no importance." for number in range(sentences))
-
-
-def squad() -> dict[str, Any]:
-    """Two articles in SQuAD's form; one question cannot be answered."""
-
-    def paragraph(name: str) -> dict[str, Any]:
-        answered = {"question": f"Who is {name}?", "answers": [{"text": name}, {"text": f"{name} I"}]}
-        return {"context": f"This is about {name}.", "qas": [answered | {"is_impossible": False}]}
-
-    nobody = {"question": "Who is nobody?", "answers": [], "is_impossible": True}
-    second = paragraph("Cora")
-    return {
-        "data": [
-            {"paragraphs": [paragraph("Anna"), paragraph("Bert")]},
-            {"paragraphs": [second | {"qas": [nobody, *second["qas"]]}, *(paragraph(f"D{i}") for i in range(6))]},
-        ]
-    }
-
-
-def hotpotqa() -> list[dict[str, Any]]:
-    """Two questions in HotpotQA's form, with two paragraphs each."""
-    return [
-        {
-            "question": f"Which {name}?",
-            "answer": name,
-            "context": [[f"{name} {i}", ["One.", " Two."]] for i in range(2)],
-        }
-        for name in ("river", "hill", "road", "wood")
-    ]
 
 
 def load(checkout: Path, file: str, **given: Any) -> dict[str, Any]:
@@ -218,30 +186,14 @@ def fwe(checkout: Path, tasks: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield case("fwe", size, text, answers) | {"length": 40 * 50 + 50}
 
 
-def qa(checkout: Path, tasks: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Prompts with the question's own documents alone, with related ones, with others, and with all repeated."""
-    template = tasks["qa"]["template"] + tasks["qa"]["answer_prefix"]
-    for name, reader, data, sizes in (
-        ("qa_1", "read_squad", squad(), (1, 2, 5, 11)),
-        ("qa_2", "read_hotpotqa", hotpotqa(), (2, 5, 9)),
-    ):
-        namespace = load(checkout, f"{DATA}/qa.py", args=SimpleNamespace(random_seed=SEED, template=template))
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(data, file)
-            file.flush()
-            namespace["QAS"], namespace["DOCS"] = namespace[reader](file.name)
-        for size in sizes:
-            yield case(name, size, *namespace["generate_input_output"](1, size)) | {"index": 1}
-
-
 def scores(checkout: Path) -> Iterator[dict[str, Any]]:
-    """Both metrics of replies as they are cleaned before scoring."""
+    """The metric of replies as they are cleaned before scoring."""
     metrics = load(checkout, f"{EVAL}/synthetic/constants.py")
     clean = load(checkout, f"{EVAL}/evaluate.py")["postprocess_pred"]
     for reply, answers in REPLIES:
         cleaned = [clean(reply, {})]
-        found = {name: metrics[f"string_match_{name}"](cleaned, [list(answers)]) for name in ("all", "part")}
-        yield {"reply": reply, "answers": list(answers)} | found
+        found = metrics["string_match_all"](cleaned, [list(answers)])
+        yield {"reply": reply, "answers": list(answers), "all": found}
 
 
 def case(task: str, size: int | None, prompt: str, answers: list[str]) -> dict[str, Any]:
@@ -260,7 +212,7 @@ def main() -> None:
     constants: dict[str, Any] = {}
     exec(git(checkout, "show", f"{COMMIT}:{DATA}/constants.py"), constants)
     tasks = constants["TASKS"]
-    made = [item for family in (niah, vt, cwe, fwe, qa) for item in family(checkout, tasks)]
+    made = [item for family in (niah, vt, cwe, fwe) for item in family(checkout, tasks)]
     written = {
         "provenance": {
             "repository": "NVIDIA/RULER",
@@ -271,7 +223,7 @@ def main() -> None:
             "made_at": git(ROOT, "rev-parse", "HEAD").strip(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         },
-        "data": {"essay": essay(30), "squad": squad(), "hotpotqa": hotpotqa()},
+        "data": {"essay": essay(30)},
         "tokens_to_generate": {name: task["tokens_to_generate"] for name, task in tasks.items()},
         "cases": made,
         "scores": list(scores(checkout)),

@@ -14,25 +14,15 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.ruler import (
-    TASKS,
-    RulerResult,
-    RulerTrial,
-    Setting,
-    Sources,
-    Task,
-    ask,
-    draw,
-    relative_effective_length,
-    ruler_prompts,
-)
-from ctxext.evaluation.ruler.tasks.base import largest_fit, words
+from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, ruler_prompts
+from ctxext.evaluation.ruler.tasks import TASKS
+from ctxext.evaluation.ruler.tasks.base import Setting, Task, largest_fit, words
+from ctxext.evaluation.trials import relative_effective_length
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import Document
 from tests._models import trained_for
 
-PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))
-OFFLINE = [name for name, task in TASKS.items() if task.why_not(PROSE) is None]
+PROSE = Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40)))
 
 
 def count(text: str) -> int:
@@ -44,7 +34,7 @@ def task_for(name: str, length: int) -> Task:
     return TASKS[name](Setting(length, count, PROSE))
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("name", TASKS)
 def test_prompt_and_reply_fill_the_length(name: str) -> None:
     for length in (1024, 4096, 5001):
         task = task_for(name, length)
@@ -54,13 +44,13 @@ def test_prompt_and_reply_fill_the_length(name: str) -> None:
         # One unit more would not have fitted: at most 45 tokens for a line of UUIDs, 9 for a numbered word thrice.
         largest = {"niah_multikey_3": 60, "niah_multikey_2": 30, "niah_single_1": 24, "vt": 24, "cwe": 21, "fwe": 4}
         assert length - made.tokens - task.tokens_to_generate < largest.get(name, 3)
-        again = task.question(made.size, 0, random.Random(f"ruler {name} {length} 1 0"))
+        again = task.question(made.size, random.Random(f"ruler {name} {length} 1 0"))
         assert (again.prompt, again.answers) == (made.prompt, made.answers)
         others = [draw(task, index=1, seed=1, near=made.size), draw(task, index=0, seed=2)]
         assert len({made.prompt, *(other.prompt for other in others)}) == 3
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("name", TASKS)
 def test_the_least_length_is_named_and_right(name: str) -> None:
     with pytest.raises(InvalidParameterError, match=r"needs at least [\d,]+ tokens.*found.* 140\b") as caught:
         draw(task_for(name, 140), index=0, seed=1)
@@ -145,11 +135,11 @@ def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedToke
     """Greedy whatever the checkpoint's own settings say; the BOS token counts."""
     long_model.generation_config.do_sample = True
     long_model.generation_config.repetition_penalty = 3.0
-    arguments = {"lengths": [1500, 1024, 1500], "tasks": ["niah_single_1", "fwe"], "samples": 2, "sources": PROSE}
+    arguments = {"lengths": [1500, 1024, 1500], "tasks": ["niah_single_1", "fwe"], "samples": 2, "essay": PROSE}
     found = answered(long_model, bos_tokenizer, **arguments)
     cells = [(trial.length, trial.task, trial.index) for trial in found.trials]
     assert cells == [(n, task, i) for n in (1024, 1500) for task in ("niah_single_1", "fwe") for i in (0, 1)]
-    assert (found.tasks, found.lengths) == (("niah_single_1", "fwe"), (1024, 1500))
+    assert (found.rows, found.lengths) == (("niah_single_1", "fwe"), (1024, 1500))
     # Prompts are those of `draw`.
     setting = Setting(1024, lambda text: 1 + len(text.encode()), PROSE)
     made = draw(TASKS["niah_single_1"](setting), index=1, seed=42)

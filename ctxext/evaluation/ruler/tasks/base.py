@@ -14,7 +14,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ctxext.errors import require_package
@@ -25,34 +24,20 @@ GUESSES = 8
 
 
 @dataclass(frozen=True)
-class Sources:
-    """The texts and data sets that tasks are made from.
-
-    Args:
-        essay: a long text in English, for the tasks that hide something in prose, where NVIDIA uses the essays of one
-            author; None where there is no text. It is repeated where it is too short, as NVIDIA does.
-        squad: SQuAD 2.0's dev set, a JSON file in its published form, for ``qa_1``.
-        hotpotqa: HotpotQA's dev set (distractor), a JSON file in its published form, for ``qa_2``.
-    """
-
-    essay: Document | None = None
-    squad: Path | None = None
-    hotpotqa: Path | None = None
-
-
-@dataclass(frozen=True)
 class Setting:
-    """The length, tokenizer and sources for which a task writes its prompts.
+    """The length, tokenizer and essay for which a task writes its prompts.
 
     Args:
-        length: tokens of prompt and reply together.
-        count: tokens of a text, as the model will read it.
-        dress: puts a user's message into the model's chat template; the start of the answer comes after it.
+        length: Tokens of prompt and reply together.
+        count: Function from a text to its tokens, as the model will read it.
+        essay: Text in English to hide things in, where NVIDIA uses the essays of one author; repeated where it is too
+            short, as NVIDIA does. None where there is no text.
+        dress: Function that puts a user's message into the model's chat template; the answer begins behind it.
     """
 
     length: int
     count: Callable[[str], int]
-    sources: Sources
+    essay: Document | None = None
     dress: Callable[[str], str] = str
 
 
@@ -61,9 +46,10 @@ class Question:
     """One prompt.
 
     Args:
-        answers: strings that a right reply contains.
-        tokens: of the prompt, as the model reads it; 0 where nobody counted.
-        size: units in the prompt, see ``Task.unit``; 0 where the task was not asked to fill a length.
+        answers: Strings that a right reply contains.
+        index: Number of the prompt among those of its task and length, from 0.
+        tokens: Tokens of the prompt, as the model reads it; 0 where nobody counted.
+        size: Units in the prompt, see ``Task.unit``; 0 where no length was to be filled.
     """
 
     prompt: str
@@ -76,15 +62,15 @@ class Question:
 class Task(ABC):
     """One task of the benchmark at one length.
 
-    A task writes prompts of any *size*; how large one fits a length is found by whoever counts tokens. A subclass says
-    its ``name``, the ``tokens_to_generate`` for a reply, the ``unit`` that its sizes count (words, lines, documents),
-    and which field of ``Sources`` is its ``source``, None where it is made from chance alone.
+    A task writes prompts of any *size*; ``run.draw`` finds the largest that fits a length. A subclass says its
+    ``name``, the ``tokens_to_generate`` for a reply, the ``unit`` that its sizes count (words, lines), and by
+    ``in_essay`` that it hides things in an essay; other tasks are made from chance alone.
     """
 
     name: ClassVar[str]
     tokens_to_generate: ClassVar[int]
     unit: ClassVar[str]
-    source: ClassVar[str | None] = None
+    in_essay: ClassVar[bool] = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -95,8 +81,10 @@ class Task(ABC):
         return type(name, (cls,), {"name": name, "__doc__": cls.__doc__, "__module__": cls.__module__, **fields})
 
     @classmethod
-    def why_not(cls, sources: Sources) -> str | None:
-        """Return why this task cannot be made from ``sources``; None if it can."""
+    def why_not(cls, essay: Document | None) -> str | None:
+        """Return why this task cannot be made with this essay; None if it can."""
+        if cls.in_essay and (essay is None or not essay.text.split()):
+            return "it hides its needles in a long text, and there is none; give one (--text)"
         return None
 
     @property
@@ -106,32 +94,18 @@ class Task(ABC):
 
     @property
     def most(self) -> int | None:
-        """The largest size that the sources allow; None where there is no end."""
+        """The largest size that there is; None where there is no end."""
         return None
 
     @abstractmethod
-    def question(self, size: int, index: int, generator: random.Random) -> Question:
-        """Write prompt number ``index`` (from 0) of ``size`` units; the same generator state gives the same prompt."""
-
-    def score(self, reply: str, answers: Sequence[str]) -> float:
-        """Score a reply from 0 to 100, as NVIDIA scores this task."""
-        return all_of(reply, answers)
+    def question(self, size: int, generator: random.Random) -> Question:
+        """Write a prompt of ``size`` units; the same generator state gives the same prompt."""
 
 
 def all_of(reply: str, answers: Sequence[str]) -> float:
-    """Return the percentage of the answers that the reply contains, whatever their case: ``string_match_all``."""
-    cleaned = _clean(reply)
+    """Return the percentage of the answers that the reply contains, in any case of letters: ``string_match_all``."""
+    cleaned = re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip().lower()
     return 100 * sum(answer.lower() in cleaned for answer in answers) / len(answers)
-
-
-def any_of(reply: str, answers: Sequence[str]) -> float:
-    """Return 100 if the reply contains one of the answers, whatever its case, else 0: ``string_match_part``."""
-    cleaned = _clean(reply)
-    return 100.0 * any(answer.lower() in cleaned for answer in answers)
-
-
-def _clean(reply: str) -> str:
-    return re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip().lower()
 
 
 @functools.cache
@@ -165,14 +139,14 @@ def largest_fit(
 ) -> int:
     """Find the size whose text fits ``room`` tokens while that of the next size does not.
 
-    A text is almost, but not exactly, proportional to its size, since words are drawn anew for every size. So the next
+    A text is almost, but not exactly, proportional to its size, since words are drawn again for every size. So the next
     size to try is interpolated, and what is returned has been counted: it fits, and one unit more does not.
 
     Args:
-        tokens: tokens of the text of a size.
-        least: a size that is known to fit.
-        most: the largest size there is; returned if it fits.
-        near: a size that is probably near to the one wanted; saves time where counting tokens takes long.
+        tokens: Function from a size to the tokens of its text.
+        least: Size that is known to fit.
+        most: Largest size there is; returned if it fits.
+        near: Size that is probably near to the result; saves time where counting tokens takes long.
     """
     low, at_low, step = least, tokens(least), max(1, least if near is None else near - least)
     while True:

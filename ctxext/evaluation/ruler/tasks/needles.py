@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, distinct, words
-from ctxext.texts.haystack import split_sentences
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, distinct, words
+from ctxext.texts.haystack import inserted, split_sentences
 
 Kind = Literal["numbers", "words", "uuids"]
 
@@ -31,7 +32,7 @@ DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 
 
 class Needles(Task):
-    """Values of keys, hidden in a haystack; one or several of them are asked for.
+    """Values of keys, hidden in a haystack; the prompt asks for one or several of them.
 
     The haystack is a line of ``noise``, repeated; other ``needles``, with other keys; or an ``essay``, the same for all
     prompts, with the needles between its sentences.
@@ -49,23 +50,16 @@ class Needles(Task):
         super().__init__(setting)
         self._least = max(self.keys, self.queries) * self.values
         if self.haystack == "essay":
-            essay = setting.sources.essay
-            self._words = essay.text.split() if essay else []
+            self._words = setting.essay.text.split() if setting.essay else []
             sentences = split_sentences(" ".join(self._words))[: self._least]
             self._least = sum(len(sentence.split()) for sentence in sentences)
-
-    @classmethod
-    def why_not(cls, sources: Sources) -> str | None:
-        if cls.haystack == "essay" and (sources.essay is None or not sources.essay.text.split()):
-            return "it hides its needles in a long text, and there is none; give one (--text)"
-        return None
 
     @property
     def least(self) -> int:
         """A line per needle, or the words of a sentence per needle."""
         return self._least
 
-    def question(self, size: int, index: int, generator: random.Random) -> Question:
+    def question(self, size: int, generator: random.Random) -> Question:
         keys = distinct(max(self.keys, self.queries), lambda: _draw(self.kind_of_key, generator))
         pairs = {key: [_draw(self.kind_of_value, generator) for _ in range(self.values)] for key in keys}
         needles = [self._needle(key, value) for key in keys for value in pairs[key]]
@@ -89,23 +83,20 @@ class Needles(Task):
         if self.haystack == "needles":
             others = distinct(size, lambda: _draw(self.kind_of_key, generator), without=asked)
             lines = [self._needle(key, _draw(self.kind_of_value, generator)) for key in others]
-        return "\n".join(inserted(lines, needles, generator))
+        return scattered(lines, needles, generator)
 
     def _in_essay(self, size: int, needles: Sequence[str], generator: random.Random) -> str:
         repeats = -(-size // len(self._words))
         text = " ".join((self._words * repeats)[:size])
         sentences = [sentence.strip() for sentence in split_sentences(text)]
         places = sorted(len(sentences) * depth // 100 for depth in generator.sample(DEPTHS, len(needles)))
-        parts = []
-        for start, stop, needle in zip([0, *places], places, needles, strict=False):
-            parts += [" ".join(sentences[start:stop]), needle]
-        return " ".join([*parts, " ".join(sentences[places[-1] :])])
+        return " ".join(" ".join(part) for part in inserted(sentences, [[needle] for needle in needles], places))
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.kind_of_value, key=key, value=value)
 
 
-_ESSAY: dict[str, Any] = {"unit": "words", "source": "essay"}
+_ESSAY: dict[str, Any] = {"unit": "words", "in_essay": True}
 _UUIDS = {"kind_of_key": "uuids", "kind_of_value": "uuids"}
 NEEDLES = (
     Needles.variant("niah_single_1", unit="lines", haystack="noise"),  # a passkey
@@ -119,12 +110,11 @@ NEEDLES = (
 )
 
 
-def inserted(lines: list[str], needles: Sequence[str], generator: random.Random) -> list[str]:
+def scattered(lines: Sequence[str], needles: Sequence[str], generator: random.Random) -> str:
     """Put every needle in front of another of the ``lines``, the first needle nearest to the end."""
-    places = sorted(generator.sample(range(len(lines)), len(needles)), reverse=True)
-    for place, needle in zip(places, needles, strict=True):
-        lines.insert(place, needle)
-    return lines
+    places = sorted(generator.sample(range(len(lines)), len(needles)))
+    parts = inserted(lines, [[needle] for needle in reversed(needles)], places)
+    return "\n".join(itertools.chain.from_iterable(parts))
 
 
 def _draw(kind: Kind, generator: random.Random) -> str:

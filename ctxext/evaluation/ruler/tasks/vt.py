@@ -8,7 +8,7 @@ import string
 from collections.abc import Sequence
 
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, distinct, largest_fit
-from ctxext.evaluation.ruler.tasks.needles import NOISE, inserted
+from ctxext.evaluation.ruler.tasks.needles import NOISE, scattered
 
 HOPS = 4
 LETTERS, LETTERS_IN_EXAMPLE = 5, 3
@@ -43,7 +43,7 @@ class VariableTracking(Task):
         """One line of noise per assignment."""
         return HOPS + 1
 
-    def question(self, size: int, index: int, generator: random.Random) -> Question:
+    def question(self, size: int, generator: random.Random) -> Question:
         solved, prefix, names = _assignments(self._example_size, LETTERS_IN_EXAMPLE, generator)
         example = f"{solved}{prefix} {' '.join(names)}\n\n"
         text, prefix, names = _assignments(size, LETTERS, generator)
@@ -54,9 +54,9 @@ def _assignments(size: int, letters: int, generator: random.Random) -> tuple[str
     """Write the task without its example, the start of the answer, and the chain's variables in order."""
     chain = distinct(HOPS + 1, lambda: "".join(generator.choices(string.ascii_uppercase, k=letters)))
     value = generator.randrange(10_000, 99_999)
-    lines = inserted([NOISE] * size, [*reversed(chained(chain, value))], generator)
+    context = scattered([NOISE] * size, [*reversed(chained(chain, value))], generator)
     prefix = PREFIX.format(num_v=HOPS + 1, query=value)
-    return TEMPLATE.format(context="\n".join(lines), query=value), prefix, chain
+    return TEMPLATE.format(context=context, query=value), prefix, chain
 
 
 def chained(names: Sequence[str], value: int | str) -> list[str]:
