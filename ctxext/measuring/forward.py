@@ -354,8 +354,8 @@ def ticking(
     """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
 
     Args:
-        progress: called once with cost 0 at the start, then after every layer.
-        passes: how many count, of which the first are reported; None for all.
+        progress: Function that is called once with cost 0 at the start, then after every layer.
+        passes: Number of passes that are reported, the first ones; None for all.
     """
     ticks = layers_of(model)
     progress(name, 0.0)

@@ -67,7 +67,7 @@ def longppl(
     [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
     """
     from ctxext.evaluation import longppl as evaluation
-    from ctxext.evaluation.report.longppl import longppl_page
+    from ctxext.evaluation.longppl import longppl_page
     from ctxext.measuring.readings import chosen_methods, factors_for, known_trained_length
     from ctxext.patching import describe
 
