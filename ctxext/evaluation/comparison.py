@@ -128,7 +128,7 @@ class FactorSeries:
 
     @property
     def drawn(self) -> tuple[Series, ...]:
-        """The series without the single windows of truncation, the best of which stands for them."""
+        """The series without the single windows of truncation, the best of which represents them."""
         return tuple(item for item in self.series if window_of(item.name) is None)
 
 
@@ -424,7 +424,7 @@ def _reaching(
 
 
 def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequence[Reading]) -> tuple[int, ...]:
-    """Return the trained length and the lengths asked for, increasing; by default every method's reach.
+    """Return the trained length and the given lengths, increasing; by default every method's reach.
 
     Raises:
         InvalidParameterError: a length that no method is patched for, or none beyond the trained length.

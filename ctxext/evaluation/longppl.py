@@ -1,9 +1,9 @@
 """LongPPL: perplexity over key tokens, of one checkpoint extended in several ways, on the same key tokens.
 
-The key tokens stand at the end of each text. Every length reads that end with more of the text before it, so that all
+The key tokens are at the end of each text. Every length reads that end with more of the text before it, so that all
 numbers are of the same tokens, and the only thing that changes is how far back the model can see.
 
-**What a difference means.** The evaluator's own losses on its key tokens are lower than on tokens like them: being
+**Differences.** The evaluator's own losses on its key tokens are lower than on tokens like them: being
 predicted well by it is what made them key tokens. So on key tokens every other reading looks a little worse beside the
 unpatched model than it is, the truncations least. Differences between extensions, and between lengths of one
 extension, are free of that.

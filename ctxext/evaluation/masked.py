@@ -1,21 +1,21 @@
 """Masked-token loss: how well does a model that reads to both sides (BERT, RoBERTa, ModernBERT) fill in what is masked?
 
-**Which tokens are masked.** In a pass every seventh token of the text is masked (14.3 percent), always by the mask
-token itself. Where the first one stands is another place in every pass, in an order that the seed decides: the passes
-over one text never mask a token twice, seven of them mask each once, and texts take turns, so that over a few texts
-every position is asked for. This lies between two published ways: BERT's training masks 15 percent at random, a tenth
-of them by random tokens and a tenth by themselves; pseudo-log-likelihood masks a single token in each pass. Evenly
-spread masks never hide two neighbours together, so that losses are lower than with random ones: compare losses of one
-protocol only.
+**Masks.** In a pass every seventh token of the text is masked (14.3 percent), always by the mask token itself. The
+first one is at another place in every pass, in an order that the seed decides: the passes over one text never mask a
+token twice, seven of them mask each once, and texts take turns, so that over a few texts every position is masked. This
+lies between two published ways: BERT's training masks 15 percent at random, a tenth of them by random tokens and a
+tenth by themselves; pseudo-log-likelihood masks a single token in each pass. Evenly spread masks never hide two
+neighbours together, so that losses are lower than with random ones: compare losses of one protocol only.
 
 **Position and length.** Every token sees the whole text, so that a loss belongs to a position *and* to the length that
-was read: each length is read anew. The position is the masked token's place in what is read, special tokens counted;
-the distance to the end is how many tokens stand behind it. A token near the end sees hardly more than one side.
+was read: each length is a pass of the model. The position is the masked token's place in the text that is read, special
+tokens counted; the distance to the end is the number of tokens behind it. A token near the end sees hardly more than
+one side.
 
-**The baseline** of whoever has no longer context is a window around the masked token: the same masked tokens (and the
-same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
-trained length. A window is asked for the masked tokens in its middle half, so that each sees at least a quarter of it
-to either side, or all that there is. The best of the four counts, chosen on the very tokens that are compared, as in
+**The baseline** of a model without a longer context is a window around the masked token: the same masked tokens (and
+the same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
+trained length. A window scores the masked tokens in its middle half, so that each sees at least a quarter of it to
+either side, or all that there is. The best of the four counts, chosen on the very tokens that are compared, as in
 ``ctxext.measuring.truncation``. Within the trained length nothing has to be cut: the unextended model reads it all.
 
 Source: Devlin et al., arXiv:1810.04805, section 3.1 (masks); Salazar et al., arXiv:1910.14659, section 2
@@ -319,9 +319,9 @@ class MaskedScore:
 
     Args:
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
-            tokens behind which ``start <= n < stop`` others stand.
-        tokens: masked tokens whose losses were averaged, over all texts.
-        versus: the loss minus the baseline's on the same tokens: beyond the trained length that of the best window
+            tokens that ``start <= n < stop`` others follow.
+        tokens: Masked tokens whose losses were averaged, over all texts.
+        versus: Loss minus the baseline's on the same tokens: beyond the trained length that of the best window
             around each, within it the unextended model's; None for the baseline itself.
         window: Tokens of the best window on these masked tokens; None for other readings.
     """

@@ -106,7 +106,7 @@ def load_checkpoint(
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, by default the first CUDA device or else the CPU.
+    """Return the given device, by default the first CUDA device or else the CPU.
 
     Raises:
         InvalidParameterError: there is no such device here.

@@ -38,7 +38,7 @@ class JournalLine(dict[str, Any]):
 class Journal:
     """Finished work of one measurement: a JSON object with a ``key`` on each line, losses by position in files beside.
 
-    Every process appends to a file of its own, so that none waits for another and a kill of one tears no line of
+    Every process appends to its own file, so that none waits for another and a kill of one tears no line of
     another. A last line that a kill tore is left out; a line is written only after its losses are safe on disk.
 
     Args:

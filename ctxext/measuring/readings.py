@@ -177,7 +177,7 @@ class Readings:
     def setting(self) -> dict[str, Any]:
         """The dependencies of every measured number beside the reading and the tokens, as JSON values.
 
-        Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
+        Read it before a method is applied: a method may bring its own attention, which is part of the reading.
         """
         parameter = next(self.model.parameters())
         model: Any = self.model
@@ -447,7 +447,7 @@ def find_readers(
     """Find the readers that are asked for hidden things, references first; the model is at the end what it was.
 
     A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
-    trained window, and not fewer, since what is to be found may stand anywhere; the unpatched one beyond its window
+    trained window, and not fewer, since the hidden thing may be anywhere; the unpatched one beyond its window
     too, as the control, where something is extended.
 
     Args:
@@ -502,7 +502,7 @@ def _original(own: Readings, reference: Checkpoint) -> Readings:
 
 
 def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
-    """Return the factors asked for; without any, that of the greatest length, or 2 if no length is given.
+    """Return the given factors; without any, that of the greatest length, or 2 if no length is given.
 
     Raises:
         InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.

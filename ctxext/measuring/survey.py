@@ -65,7 +65,7 @@ def launched_processes() -> ProcessGroup:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return ProcessGroup()
     # Not accelerate's PartialState: on GPUs its processes wait over NCCL, which spins and gives up after minutes, and
-    # whoever evaluates need not have accelerate (it comes with ctxext[train]).
+    # an evaluation need not have accelerate (it comes with ctxext[train]).
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=PATIENCE)
         atexit.register(distributed.destroy_process_group)

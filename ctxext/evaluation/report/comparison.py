@@ -168,7 +168,7 @@ def unpatched_sentence(series: Series, trained_length: int) -> str:
 
 
 def hidden_keys(row: Row) -> tuple[int, int]:
-    """Count the passkeys found, and those asked for, where truncation cuts the key off."""
+    """Count the passkeys that were found, and all, where truncation cuts the key off."""
     hidden = [score for score in row.passkeys if score.hidden]
     return sum(score.found for score in hidden), sum(score.trials for score in hidden)
 
