@@ -40,9 +40,9 @@ def save_training_figure(
     """Draw a run: its loss, its learning rate, and the loss against its best truncation.
 
     Args:
-        path: File of the PNG; it appears whole or not at all.
+        path: of the PNG; it appears whole or not at all.
         entries: each with ``step``, ``loss`` (nats per token) and ``learning_rate``.
-        gains: Gains before and after training; without any the right part is left out.
+        gains: before and after training; without any the right part is left out.
 
     Raises:
         InvalidParameterError: matplotlib is not installed.
