@@ -15,12 +15,11 @@ Source: Fang et al., arXiv:2410.23771, section 4.1 and appendix A.1; PKU-ML/Long
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ctxext.core import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
@@ -44,8 +43,8 @@ class KeyPassage:
     """The key tokens of one text.
 
     Args:
-        sha256: of the tokens that the evaluator read, the end of the text.
-        from_end: the key tokens, each as the number of tokens that follow it in the text; increasing.
+        sha256: Hash of the tokens that the evaluator read, the end of the text.
+        from_end: Key tokens, each as the number of tokens that follow it in the text; increasing.
     """
 
     name: str
@@ -58,11 +57,11 @@ class KeyTokens(Report):
     """The key tokens of some texts, and how they were found.
 
     Args:
-        window: tokens of the long context, at most.
-        short: tokens of the short context, at least; at most ``short + stride - 1``.
-        stride: tokens that share a short context.
-        alpha: how much better the long context has to be, in nats.
-        beta: the log-likelihood that the long context has to give, in nats.
+        window: Tokens of the long context, at most.
+        short: Tokens of the short context, at least; at most ``short + stride - 1``.
+        stride: Tokens that share a short context.
+        alpha: Least gain by the long context, in nats.
+        beta: Least log-likelihood in the long context, in nats.
     """
 
     TITLE, KIND, FORMAT = "a file of key tokens", "key tokens", 1
@@ -125,13 +124,7 @@ class KeyTokens(Report):
 class KeySearch(Survey[LossJob]):
     """A planned search for key tokens; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
 
-    evaluator: Checkpoint
-    texts: tuple[TokenisedDocument, ...]
-    window: int
-    short: int
-    stride: int
-    alpha: float
-    beta: float
+    keys_sought: KeyTokens
 
     def result(self) -> KeyTokens:
         """Compare the losses with the long and the short context.
@@ -139,32 +132,23 @@ class KeySearch(Survey[LossJob]):
         Raises:
             InvalidParameterError: no key token at all.
         """
-        losses = self.losses()
-        pairs = zip(self.jobs[::2], self.jobs[1::2], strict=True)
-        keys = KeyTokens(
-            passages=tuple(self._passage(losses[long.key], losses[short.key], long.text) for long, short in pairs),
-            window=self.window,
-            short=self.short,
-            stride=self.stride,
-            alpha=self.alpha,
-            beta=self.beta,
-            evaluator=self.evaluator.name,
-            evaluator_sha256=self.evaluator.sha256,
-            tokenizer_sha256=tokenizer_digest(self.evaluator.tokenizer),
-        )
+        losses, keys = self.losses(), self.keys_sought
+        passages = []
+        for long, short in zip(self.jobs[::2], self.jobs[1::2], strict=True):
+            full, cut = losses[long.key], losses[short.key]
+            # The first positions have a short context in any case.
+            gains = torch.cat([full[: keys.stride], cut]) - full
+            (places,) = torch.nonzero((gains > keys.alpha) & (full < -keys.beta), as_tuple=True)
+            from_end = tuple(sorted(len(full) - 1 - int(place) for place in places))
+            passages.append(KeyPassage(long.text.name, long.text.sha256, from_end))
+        keys = replace(keys, passages=tuple(passages))
         if not keys.tokens:
             raise InvalidParameterError(
-                f"None of {len(self.texts) * keys.searched:,} tokens is a key token (alpha={self.alpha:g}, "
-                f"beta={self.beta:g}): nothing in these texts needs more than {self.short:,} tokens of context. Give "
+                f"None of {len(passages) * keys.searched:,} tokens is a key token (alpha={keys.alpha:g}, "
+                f"beta={keys.beta:g}): nothing in these texts needs more than {keys.short:,} tokens of context. Give "
                 f"other texts, or a smaller short context or alpha."
             )
         return keys
-
-    def _passage(self, full: Tensor, cut: Tensor, text: TokenisedDocument) -> KeyPassage:
-        # The first positions have a short context in any case.
-        gains = torch.cat([full[: self.stride], cut]) - full
-        (places,) = torch.nonzero((gains > self.alpha) & (full < -self.beta), as_tuple=True)
-        return KeyPassage(text.name, text.sha256, tuple(sorted(len(full) - 1 - int(place) for place in places)))
 
 
 def prepare_search(
@@ -211,10 +195,9 @@ def prepare_search(
         raise InvalidParameterError(f"alpha must be above 0 and beta at most 0 nats, found {alpha} and {beta}.")
     readings = Readings(evaluator, trained_length=window, windows=())
     reader = Reader(Reading(name=UNPATCHED, label=evaluator.name), readings, (window,))
-    texts = tuple(ending(document, window) for document in corpus.documents)
     point = turning_point(evaluator.model)
     jobs: list[LossJob] = []
-    for text in texts:
+    for text in (ending(document, window) for document in corpus.documents):
         name = f"{evaluator.name}, which finds key tokens, {text.name}"
         firsts = range(short - 1 + stride, window, stride)
         stops = [min(first + stride, window) for first in firsts]
@@ -233,13 +216,17 @@ def prepare_search(
         corpus=corpus,
         journal=journal or Journal(None),
         group=group or ProcessGroup(),
-        evaluator=evaluator,
-        texts=texts,
-        window=window,
-        short=short,
-        stride=stride,
-        alpha=alpha,
-        beta=beta,
+        keys_sought=KeyTokens(
+            passages=(),
+            window=window,
+            short=short,
+            stride=stride,
+            alpha=alpha,
+            beta=beta,
+            evaluator=evaluator.name,
+            evaluator_sha256=evaluator.sha256,
+            tokenizer_sha256=tokenizer_digest(evaluator.tokenizer),
+        ),
     )
 
 

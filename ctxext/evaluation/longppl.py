@@ -1,9 +1,9 @@
 """LongPPL: perplexity over key tokens, of one checkpoint extended in several ways, on the same key tokens.
 
-The key tokens stand at the end of each text. Every length reads that end with more of the text before it, so that all
+The key tokens are at the end of each text. Every length reads that end with more of the text before it, so that all
 numbers are of the same tokens, and the only thing that changes is how far back the model can see.
 
-**What a difference means.** The evaluator's own losses on its key tokens are lower than on tokens like them: being
+**Differences.** The evaluator's own losses on its key tokens are lower than on tokens like them: being
 predicted well by it is what made them key tokens. So on key tokens every other reading looks a little worse beside the
 unpatched model than it is, the truncations least. Differences between extensions, and between lengths of one
 extension, are free of that.
@@ -14,31 +14,33 @@ Source: Fang et al., arXiv:2410.23771.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.key_tokens import KeyTokens, ending
+from ctxext.evaluation.report.figures import Line, Panel, lines_panel
+from ctxext.evaluation.report.page import AGAINST, Page, TextTable, losses_page, readings_table
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import turning_point
 from ctxext.measuring.journal import Journal
-from ctxext.measuring.labels import label_of
+from ctxext.measuring.labels import label_of, tokens_label
 from ctxext.measuring.loss import Window
+from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import Provenance, Report, provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, name_for
-from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
 from ctxext.measuring.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,
-    best_window,
     is_reference,
     tail_windows,
     window_name,
+    window_of,
     windows_of,
 )
 from ctxext.methods import Method
@@ -50,11 +52,11 @@ class LongPplScore:
     """One reading at one length.
 
     Args:
-        length: tokens that the model may see; for the best truncation those of the longest.
-        all_loss: mean over all tokens that could have been key tokens, nats.
-        versus_truncation: over the key tokens, the loss minus that of the truncation that is best on them.
-        versus_truncation_all: the same over all tokens, with the truncation that is best on those.
-        window: of the best truncation: the tokens that it sees on the key tokens.
+        length: Tokens that the model may see; for the best truncation those of the longest.
+        all_loss: Mean over all tokens that could have been key tokens, nats.
+        versus_truncation: Loss minus that of the truncation that is best on the key tokens, over these.
+        versus_truncation_all: Loss minus that of the truncation that is best on all tokens, over all.
+        window: Tokens that the best truncation sees on the key tokens.
     """
 
     length: int
@@ -81,8 +83,8 @@ class LongPplReading:
     """One way to read the texts.
 
     Args:
-        name: of a reference: ``unpatched``, ``truncated 2048`` for the last 2,048 tokens, ``truncated`` for the best of
-            such; ``as saved``; or the method with its factor.
+        name: Name of a reference: ``unpatched``, ``truncated 2048`` for the last 2,048 tokens, ``truncated`` for the
+            best of such; ``as saved``; or the method with its factor.
     """
 
     name: str
@@ -130,52 +132,36 @@ class LongPpl(Survey[LossJob]):
             torch.tensor([last - after for after in reversed(passage.from_end)], dtype=torch.long)
             for passage in self.key_tokens.passages
         ]
-        every = {place: [kept[job.key] for job in jobs] for place, jobs in self.texts.items()}
-        on_keys = {
-            place: [losses[where] for losses, where in zip(texts, places, strict=True)]
-            for place, texts in every.items()
-        }
-        truncations = [place for place in self.texts if place[0].window is not None]
-        on_all_windows = {length: every[reader, length] for reader, length in truncations}
-        on_key_windows = {length: on_keys[reader, length] for reader, length in truncations}
+        names = {place: self._name(*place) for place in self.texts}
+        every = LossTable.of({names[place]: [kept[job.key] for job in jobs] for place, jobs in self.texts.items()})
+        on_keys = every.select(lambda texts: [text[place] for text, place in zip(texts, places, strict=True)])
+
+        def score(name: str, length: int) -> LongPplScore:
+            return LongPplScore(
+                length=length,
+                key_loss=on_keys.mean(name),
+                all_loss=every.mean(name),
+                versus_truncation=None if name == UNPATCHED else on_keys.versus(name),
+                versus_truncation_all=None if name == UNPATCHED else every.versus(name),
+                window=on_keys.window if name == TRUNCATED else None,
+                window_all=every.window if name == TRUNCATED else None,
+            )
+
         readings = []
         for reader in self.readers:
-            places_of = [place for place in self.texts if place[0] is reader]
-            compared = reader.reading.name != UNPATCHED
-            scores = tuple(
-                LongPplScore(
-                    length=place[1],
-                    key_loss=_mean(on_keys[place]),
-                    all_loss=_mean(every[place]),
-                    versus_truncation=_versus(on_keys[place], on_key_windows) if compared else None,
-                    versus_truncation_all=_versus(every[place], on_all_windows) if compared else None,
-                )
-                for place in places_of
-            )
-            seconds = sum(lines[job.key]["seconds"] for place in places_of for job in self.texts[place])
+            of_reader = [place for place in self.texts if place[0] is reader]
+            scores = tuple(score(names[place], place[1]) for place in of_reader)
+            seconds = sum(lines[job.key]["seconds"] for place in of_reader for job in self.texts[place])
             readings.append(LongPplReading(reader.reading.name, reader.reading.label, scores, seconds))
-        window, window_all = best_window(on_key_windows), best_window(on_all_windows)
-        best = LongPplScore(
-            length=max(on_all_windows),
-            key_loss=_mean(on_key_windows[window]),
-            all_loss=_mean(on_all_windows[window_all]),
-            window=window,
-            window_all=window_all,
-        )
-        readings.insert(1 + len(truncations), LongPplReading(TRUNCATED, label_of(TRUNCATED), (best,)))
+        best = LongPplReading(TRUNCATED, label_of(TRUNCATED), (score(TRUNCATED, max(every.windows)),))
+        readings.insert(1 + len(every.windows), best)
         provenance = self.with_extensions(provenance_of(self.checkpoint, self.corpus))
         return LongPplResult(keys=self.key_tokens, readings=tuple(readings), provenance=provenance)
 
-
-def _mean(losses: Sequence[Tensor]) -> float:
-    return torch.cat(list(losses)).double().mean().item()
-
-
-def _versus(losses: Sequence[Tensor], truncations: Mapping[int, Sequence[Tensor]]) -> PairedDifference | None:
-    """Return the loss minus that of the truncation that is best there; None where a single token counts."""
-    if sum(map(len, losses)) < 2:
-        return None
-    return document_difference(losses, truncations[best_window(truncations)], baselines=len(truncations))
+    def _name(self, reader: Reader, length: int) -> str:
+        """Name the row of a reading in the table: an extension has one for each length."""
+        name = reader.reading.name
+        return name if is_reference(name) else f"{name}, {length} tokens"
 
 
 def prepare(
@@ -195,7 +181,7 @@ def prepare(
     Args:
         corpus: the texts of ``keys``, each longer than the greatest length.
         lengths: tokens, each at least ``keys.window``, which is added to them.
-        methods: to extend by; none measures the checkpoint as it was saved, extended.
+        methods: Methods to extend by; none measures the checkpoint as it was saved, extended.
 
     Raises:
         InvalidParameterError: key tokens of other texts, a length out of range, a method twice, or no unextended model
@@ -246,7 +232,7 @@ def prepare(
 
 
 def _plain(readings: Readings, reference: Checkpoint | None, methods: Sequence[Method]) -> Readings:
-    """Return what reads the references."""
+    """Return the readings of the checkpoint that reads the references."""
     if not readings.extended and not methods:
         raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
     if reference is None and readings.extended:
@@ -275,3 +261,64 @@ def _extensions(readings: Readings, methods: Sequence[Method], longest: int) -> 
                 f"fewer, or extend further."
             )
     return extensions
+
+
+def longppl_page(result: LongPplResult) -> Page:
+    """Return LongPPL beside plain perplexity, the differences to truncation, the sentences and the figure."""
+    lengths = sorted({score.length for reading in result.extensions for score in reading.scores})
+    places = {  # a truncation is the same at every length
+        reading.name: {
+            length: score
+            for score in reading.scores
+            for length in (lengths if reading.name.startswith(TRUNCATED) else [score.length])
+        }
+        for reading in result.readings
+    }
+
+    def table(title: str, cell: Callable[[LongPplScore], str]) -> TextTable:
+        cells = {r.label: {tokens_label(n): cell(s) for n, s in places[r.name].items()} for r in result.readings}
+        return readings_table(title, list(map(tokens_label, lengths)), cells)
+
+    def panel(title: str, value: Callable[[LongPplScore], float]) -> Panel:
+        lines = [
+            Line(r.name.split()[0], r.label, [(n, value(s)) for n, s in places[r.name].items()])
+            for r in result.readings
+            if window_of(r.name) is None  # the best truncation represents the others
+        ]
+        return lines_panel(lines, title=title, x_label="tokens that the model may see", ticks=lengths, log=False)
+
+    tables = [
+        table("LongPPL: perplexity over the key tokens", lambda score: f"{score.longppl:.2f}"),
+        table("Perplexity over all tokens at the same place", lambda score: f"{score.perplexity:.2f}"),
+        table(f"{AGAINST} ± standard error, over key tokens", lambda score: str(score.versus_truncation or "")),
+        table(f"{AGAINST} ± standard error, over all tokens", lambda score: str(score.versus_truncation_all or "")),
+    ]
+    panels = [
+        panel("LongPPL (key tokens)", lambda score: score.longppl),
+        panel("Perplexity (all tokens at the same place)", lambda score: score.perplexity),
+    ]
+    return losses_page("longppl", result.provenance, tables, _longppl_sentences(result), panels)
+
+
+def _longppl_sentences(result: LongPplResult) -> list[str]:
+    """Return how many key tokens there are, how the best extension predicts them, and the limits of the numbers."""
+    keys = result.keys
+    sentences = [
+        f"{keys.tokens:,} of {keys.searched * len(keys.passages):,} tokens are key tokens: {keys.evaluator}, "
+        f"unextended, predicts each better by more than {keys.alpha:g} nats after {keys.window:,} tokens than after "
+        f"{keys.short:,}."
+    ]
+    best = min(result.extensions, key=lambda reading: reading.scores[-1].key_loss)
+    score = best.scores[-1]
+    if score.versus_truncation is not None:
+        window = result.find(TRUNCATED).scores[0].window
+        answer = score.versus_truncation.answer(len(keys.passages), candidates=len(result.extensions))
+        sentences.append(
+            f"Best at {tokens_label(score.length)}: {best.label}. Does it beat the best truncation on the key tokens "
+            f"(to the last {tokens_label(window or 0)})? {answer}"
+        )
+    sentences.append(
+        "Key tokens are those that the unextended model predicts well in its window, which favours it and truncation a "
+        "little; differences between extensions, and between lengths of one, are free of that."
+    )
+    return sentences

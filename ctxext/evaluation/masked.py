@@ -1,21 +1,21 @@
 """Masked-token loss: how well does a model that reads to both sides (BERT, RoBERTa, ModernBERT) fill in what is masked?
 
-**Which tokens are masked.** In a pass every seventh token of the text is masked (14.3 percent), always by the mask
-token itself. Where the first one stands is another place in every pass, in an order that the seed decides: the passes
-over one text never mask a token twice, seven of them mask each once, and texts take turns, so that over a few texts
-every position is asked for. This lies between two published ways: BERT's training masks 15 percent at random, a tenth
-of them by random tokens and a tenth by themselves; pseudo-log-likelihood masks a single token in each pass. Evenly
-spread masks never hide two neighbours together, so that losses are lower than with random ones: compare losses of one
-protocol only.
+**Masks.** In a pass every seventh token of the text is masked (14.3 percent), always by the mask token itself. The
+first one is at another place in every pass, in an order that the seed decides: the passes over one text never mask a
+token twice, seven of them mask each once, and texts take turns, so that over a few texts every position is masked. This
+lies between two published ways: BERT's training masks 15 percent at random, a tenth of them by random tokens and a
+tenth by themselves; pseudo-log-likelihood masks a single token in each pass. Evenly spread masks never hide two
+neighbours together, so that losses are lower than with random ones: compare losses of one protocol only.
 
 **Position and length.** Every token sees the whole text, so that a loss belongs to a position *and* to the length that
-was read: each length is read anew. The position is the masked token's place in what is read, special tokens counted;
-the distance to the end is how many tokens stand behind it. A token near the end sees hardly more than one side.
+was read: each length is a pass of the model. The position is the masked token's place in the text that is read, special
+tokens counted; the distance to the end is the number of tokens behind it. A token near the end sees hardly more than
+one side.
 
-**The baseline** of whoever has no longer context is a window around the masked token: the same masked tokens (and the
-same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
-trained length. A window is asked for the masked tokens in its middle half, so that each sees at least a quarter of it
-to either side, or all that there is. The best of the four counts, chosen on the very tokens that are compared, as in
+**The baseline** of a model without a longer context is a window around the masked token: the same masked tokens (and
+the same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
+trained length. A window scores the masked tokens in its middle half, so that each sees at least a quarter of it to
+either side, or all that there is. The best of the four counts, chosen on the very tokens that are compared, as in
 ``ctxext.measuring.truncation``. Within the trained length nothing has to be cut: the unextended model reads it all.
 
 Source: Devlin et al., arXiv:1810.04805, section 3.1 (masks); Salazar et al., arXiv:1910.14659, section 2
@@ -37,18 +37,21 @@ from torch.nn import functional
 
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation.report.figures import Line, Panel, lines_panel
+from ctxext.evaluation.report.page import POSITION_AXIS, Page, TextTable, losses_page, readings_table
 from ctxext.files import digest
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, head_chunk, pass_cost, ticking, turning_point
 from ctxext.measuring.head import require_pieces, shell_of
+from ctxext.measuring.labels import tokens_label
+from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import Provenance, Report
 from ctxext.measuring.readings import Reader, find_readers, known_trained_length
-from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference
+from ctxext.measuring.statistics import PairedDifference, check_finite
 from ctxext.measuring.survey import Answer, Job, Survey
 from ctxext.measuring.truncation import (
     TRUNCATED,
     UNPATCHED,
-    best_window,
     is_reference,
     window_name,
     window_of,
@@ -62,6 +65,7 @@ EVERY = 7
 LEAST = 8  # tokens of the text that the smallest window holds
 SPANS = 8  # of positions in a table
 FINE = 8  # pieces of a trained length in a figure, at most
+KINDS = {"position": "by position", "end": "by distance to the end"}
 NEAR = (0, 16, 64, 256, 1024, 4096, 16384)  # distances to the end, in tokens
 # What a score is of: all of the text, the positions in a span, the same for a figure, the distances to the end.
 WHOLE, POSITION, CURVE, END = "whole", "position", "curve", "end"
@@ -87,8 +91,8 @@ class MaskedText:
     """A text of just so many tokens, and which of them each pass masks.
 
     Args:
-        prefix: how many special tokens stand before it.
-        passes: for each pass the positions that are masked.
+        prefix: Number of special tokens before it.
+        passes: Positions that each pass masks.
     """
 
     name: str
@@ -154,8 +158,8 @@ def masked_texts(
 
     Args:
         length: tokens of each text, special ones included.
-        every: every so many tokens one is masked; at least 2.
-        passes: over each text, each masking other tokens; from 1 to ``every``.
+        every: Tokens of which one is masked; at least 2.
+        passes: Passes over each text, each masking other tokens; from 1 to ``every``.
 
     Raises:
         InvalidParameterError: a number out of range, or a tokenizer without a mask token.
@@ -315,11 +319,11 @@ class MaskedScore:
 
     Args:
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
-            tokens behind which ``start <= n < stop`` others stand.
-        tokens: masked tokens whose losses were averaged, over all texts.
-        versus: the loss minus the baseline's on the same tokens: beyond the trained length that of the best window
+            tokens that ``start <= n < stop`` others follow.
+        tokens: Masked tokens whose losses were averaged, over all texts.
+        versus: Loss minus the baseline's on the same tokens: beyond the trained length that of the best window
             around each, within it the unextended model's; None for the baseline itself.
-        window: of the best windows: tokens of the one that is best on these masked tokens.
+        window: Tokens of the best window on these masked tokens; None for other readings.
     """
 
     length: int
@@ -360,7 +364,7 @@ class MaskedReport(Report):
     """A whole measurement.
 
     Args:
-        every: every so many tokens one was masked.
+        every: Tokens of which one was masked.
     """
 
     TITLE, KIND, FORMAT = "a masked-token report", "masked", 1
@@ -398,7 +402,7 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
         for job in survey.jobs:
             if job.text.length == length:
                 texts.setdefault(job.reader.reading.name, []).append(job.text.at_positions(losses[job.key]))
-        for name, score in _scores(texts, length, trained):
+        for name, score in _scores(LossTable.of(texts), length, trained):
             scores[name].append(score)
     return MaskedReport(
         trained_length=trained,
@@ -413,29 +417,34 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
     )
 
 
-def _scores(texts: Mapping[str, list[Tensor]], length: int, trained: int) -> Iterator[tuple[str, MaskedScore]]:
+def _scores(table: LossTable, length: int, trained: int) -> Iterator[tuple[str, MaskedScore]]:
     """Yield the scores of every reading at one length, with its name; those of the best windows first.
 
     The losses of a text are NaN where nothing was masked.
     """
-    windows = [window for name in texts if (window := window_of(name)) is not None]
+    best = [TRUNCATED] if table.windows else []
+    other = TRUNCATED if best else UNPATCHED
     for kind, start, stop in _spans(length, trained):
-        span = slice(length - stop, length - start) if kind == END else slice(start, stop)
-        masked = {name: [text[span][~text[span].isnan()] for text in of_reading] for name, of_reading in texts.items()}
-        if not any(map(len, next(iter(masked.values())))):
+        span = (length - stop, length - start) if kind == END else (start, stop)
+        masked = table.span(*span).select(lambda texts: [text[~text.isnan()] for text in texts])
+        if not masked.tokens(masked.names[0]):
             continue
-        place = {"length": length, "kind": kind, "start": start, "stop": stop}
-        baseline = masked.get(UNPATCHED)
-        if windows:
-            best = best_window({window: masked[window_name(window)] for window in windows})
-            baseline = masked[window_name(best)]
-            yield TRUNCATED, _score(place, baseline, window=best)
-        for name, losses in masked.items():
-            versus = None
-            # A single token has no standard error.
-            if baseline is not None and losses is not baseline and kind != CURVE and sum(map(len, losses)) > 1:
-                versus = document_difference(losses, baseline, baselines=max(1, len(windows)))
-            yield name, _score(place, losses, versus=versus)
+        baselines = [other, window_name(masked.window)] if best else [other]
+        for name in (*best, *table.names):
+            compared = name not in baselines and kind != CURVE and (best or other in table.names)
+            yield (
+                name,
+                MaskedScore(
+                    length=length,
+                    kind=kind,
+                    start=start,
+                    stop=stop,
+                    tokens=masked.tokens(name),
+                    loss=masked.mean(name),
+                    versus=masked.versus(name, other) if compared else None,
+                    window=masked.window if name == TRUNCATED else None,
+                ),
+            )
 
 
 def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
@@ -453,6 +462,92 @@ def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
             yield kind, start, stop
 
 
-def _score(place: dict[str, Any], losses: Sequence[Tensor], **compared: Any) -> MaskedScore:
-    values = torch.cat(list(losses)).double()
-    return MaskedScore(**place, tokens=len(values), loss=values.mean().item(), **compared)
+def masked_page(report: MaskedReport) -> Page:
+    """Return losses at each length, those of the greatest by position and distance to the end, sentences, a figure."""
+    last, readings = report.lengths[-1], [r for r in report.readings if window_of(r.name) is None]
+    whole = {r.label: {tokens_label(s.length): s for s in r.scores if s.kind == WHOLE} for r in readings}
+    tables = _losses_and_gaps(
+        "Loss of masked tokens, nats, by tokens read",
+        f"Loss minus {_baseline(report, report.lengths)}",
+        list(map(tokens_label, report.lengths)),
+        whole,
+    )
+    for kind, name in KINDS.items():
+        spans = {r.label: {_span(score): score for score in r.at(last, kind)} for r in readings if last in r.lengths}
+        title = f"{tokens_label(last)} tokens read, loss {name}"
+        gaps = f"{title} minus {_baseline(report, [last])}"
+        tables += _losses_and_gaps(title, gaps, list(next(iter(spans.values()))), spans)
+    return losses_page("masked", report.provenance, tables, masked_sentences(report), _masked_panels(report, readings))
+
+
+def _losses_and_gaps(
+    title: str, gaps: str, columns: Sequence[str], scores: Mapping[str, Mapping[str, MaskedScore]]
+) -> list[TextTable]:
+    """Return a table of losses, and below it, under the title ``gaps``, one of their differences to the baseline."""
+    losses = {label: {column: f"{s.loss:.3f}" for column, s in of.items()} for label, of in scores.items()}
+    versus = {label: {column: str(s.versus or "") for column, s in of.items()} for label, of in scores.items()}
+    return [readings_table(title, columns, losses, missing=""), readings_table(gaps, columns, versus, missing="")]
+
+
+def masked_sentences(report: MaskedReport) -> list[str]:
+    """Return the gain of each extension at its greatest length, its cost within the trained one, and the masks."""
+    sentences, texts = [], len(report.provenance.documents)
+    for reading in report.extensions:
+        last = reading.at(reading.lengths[-1], WHOLE)[0]
+        if last.versus is not None and last.length > report.trained_length:
+            sentences.append(
+                f"Does {reading.label} beat the best window around each masked token at {tokens_label(last.length)} "
+                f"tokens? {last.versus.answer(texts, per='masked token')}"
+            )
+        sentences += [
+            f"{reading.label} at the trained {tokens_label(score.length)} tokens, minus unpatched: {score.versus}."
+            for score in reading.at(report.trained_length, WHOLE)
+            if score.versus is not None
+        ]
+    times = texts * report.passes / report.every
+    sentences.append(
+        f"One token in {report.every} is masked, in {report.passes} {'pass' if report.passes == 1 else 'passes'} over "
+        f"each of {texts} {'text' if texts == 1 else 'texts'}: every position is masked {times:.3g} times on "
+        f"average{'' if times >= 1 else ', so that most are never'}."
+    )
+    return sentences
+
+
+def _masked_panels(report: MaskedReport, readings: Sequence[MaskedReading]) -> list[Panel]:
+    """Return the loss by position, each reading at its greatest length, and by the distance to the end."""
+    last = report.lengths[-1]
+    spans = list(dict.fromkeys(_span(score) for reading in readings for score in reading.at(last, END)))
+    by_position, by_distance = [], []
+    for reading in readings:
+        method, curve = reading.name.split()[0], reading.at(reading.lengths[-1], CURVE)
+        by_position.append(Line(method, reading.label, [((s.start + s.stop) / 2, s.loss) for s in curve]))
+        ends = [(spans.index(_span(s)), s.loss) for s in reading.at(last, END)]
+        by_distance.append(Line(method, reading.label, ends))
+    return [
+        lines_panel(
+            by_position,
+            title="By position, each at the greatest length that it reads",
+            x_label=POSITION_AXIS,
+            y_label="loss of masked tokens, nats",
+            ticks=range(0, last + 1, max(1, last // 8)),
+            log=False,
+            trained_length=report.trained_length if last > report.trained_length else None,
+        ),
+        lines_panel(
+            by_distance,
+            title=f"By distance to the end of {tokens_label(last)} tokens",
+            x_label="tokens behind it",
+            ticks=dict(enumerate(spans)),
+            log=False,
+        ),
+    ]
+
+
+def _baseline(report: MaskedReport, lengths: Sequence[int]) -> str:
+    inside, beyond = "the unextended model's", "that of the best window around each token"
+    kinds = [inside] * (lengths[0] <= report.trained_length) + [beyond] * (lengths[-1] > report.trained_length)
+    return ", and beyond the trained length ".join(kinds)
+
+
+def _span(score: MaskedScore) -> str:
+    return f"{tokens_label(score.start)}-{tokens_label(score.stop)}"

@@ -23,18 +23,17 @@ from ctxext.measuring.forward import cached_tokens_for, fitted_length_of, follow
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import STRIDE, Window, longlora_starts, mean_of_windows, truncation_windows, yarn_windows
+from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import ExtensionRecord, Provenance, provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, known_trained_length
-from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
 from ctxext.measuring.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,
-    best_window,
     tail_windows,
     window_name,
-    window_of,
     windows_of,
 )
 from ctxext.models import architecture_of
@@ -49,9 +48,9 @@ class PerplexityPlan:
     """Plan of a measurement: its mode, lengths and options, checked against the model by ``make_plan``.
 
     Args:
-        stride: tokens between windows; None in position mode.
-        method: to extend by; None measures the checkpoint as it is.
-        fitted_lengths: for each length, the length that its positions are made for.
+        stride: Tokens between windows; None in position mode.
+        method: Name of the method; None measures the checkpoint as it is.
+        fitted_lengths: Length that the positions of each length are made for.
     """
 
     mode: str
@@ -113,15 +112,15 @@ def make_plan(
     memory: int | None = None,
     unpatched: bool = True,
 ) -> PerplexityPlan:
-    """Check what was asked for against the model; the model is at the end what it was.
+    """Check the options against the model, which is at the end what it was.
 
     Args:
-        lengths: tokens; default what the extended model is meant for. In position mode one length is divided into
+        lengths: Tokens to read; default the reach of the extended model. In position mode one length is divided into
             seven spans: up to a quarter, a half and the whole of the trained window, and four equal ones beyond.
-        stride: tokens between windows; default an eighth of the shortest length (sliding) or 256 (yarn, longlora).
-        arguments: of ``ctxext.patch`` beside the method; without factor and target length, the greatest length is
-            the target.
-        memory: budget in bytes for weights and passes; None for no limit.
+        stride: Tokens between windows; default an eighth of the shortest length (sliding) or 256 (yarn, longlora).
+        arguments: Arguments of ``ctxext.patch`` beside the method; without factor and target length, the greatest
+            length is the target.
+        memory: Budget in bytes for weights and passes; None for no limit.
 
     Raises:
         CtxextError: as ``ctxext.patch``.
@@ -144,7 +143,13 @@ def make_plan(
         extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
         reach = patching.describe(model).target_length if extended else None
     chosen = _lengths(mode, lengths, trained, reach, stride)
-    _require_reach(model, chosen[-1], reach, dynamic, trained, method)
+    if reach is not None and chosen[-1] > reach and not dynamic:
+        raise InvalidParameterError(
+            f"A length of {chosen[-1]:,} tokens is beyond what the model is extended for: {reach:,}. Raise "
+            f"--factor, or give a smaller --length."
+        )
+    if method is None and chosen[-1] > trained:
+        architecture_of(Subject.of(model))  # which refuses a model that has no positions there
     return PerplexityPlan(
         mode=mode,
         trained_length=trained,
@@ -177,26 +182,13 @@ def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None,
     return tuple(sorted(length for length in spans if length >= 2))
 
 
-def _require_reach(
-    model: nn.Module, length: int, reach: int | None, dynamic: bool, trained: int, method: str | None
-) -> None:
-    """Refuse a length that an extension is not meant for, or that the model has no positions for."""
-    if reach is not None and length > reach and not dynamic:
-        raise InvalidParameterError(
-            f"A length of {length:,} tokens is beyond what the model is extended for: {reach:,}. Raise --factor, or "
-            f"ask for a smaller --length."
-        )
-    if method is None and length > trained:
-        architecture_of(Subject.of(model))
-
-
 @dataclass(frozen=True, eq=False)
 class LossesAt:
     """The jobs whose losses make up one reading.
 
     Args:
-        at: by increasing length, for each text the jobs whose losses follow each other.
-        counted: the jobs whose passes the reading is charged for.
+        at: Jobs whose losses follow each other, of each text, by increasing length.
+        counted: Jobs whose passes the reading is charged for.
     """
 
     name: str
@@ -210,16 +202,14 @@ class Perplexity(Survey[LossJob]):
     """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        windows: of the truncations among them, in tokens; empty where nothing lies beyond the trained window.
-        inside: positions inside the trained window that are compared with the unpatched model's.
-        measured_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
-        plain_inside: the same of the unpatched model.
-        known_inside: instead of these, the unpatched model's losses, known from before.
+        inside: Positions inside the trained window that are compared with the unpatched model's.
+        measured_inside: Jobs of the measured model inside the window, of each text; empty without a comparison.
+        plain_inside: Jobs of the unpatched model there.
+        known_inside: Losses of the unpatched model there, where they are known from before.
     """
 
     plan: PerplexityPlan
     readings: tuple[LossesAt, ...]
-    windows: tuple[int, ...]
     inside: int
     measured_inside: Sequence[Sequence[LossJob]]
     plain_inside: Sequence[Sequence[LossJob]]
@@ -269,9 +259,8 @@ class Perplexity(Survey[LossJob]):
             return None
         plain = self.known_inside
         plain = _joined(losses, self.plain_inside, 0, self.inside) if plain is None else plain
-        measured = _joined(losses, self.measured_inside, 0, self.inside)
-        measured, plain = (_counted(self.measured_inside, side) for side in (measured, plain))
-        return document_difference(measured, plain) if sum(map(len, measured)) > 1 else None
+        table = LossTable.of({"": _joined(losses, self.measured_inside, 0, self.inside), UNPATCHED: plain})
+        return table.select(partial(_counted, self.measured_inside)).versus("", UNPATCHED)
 
     def _scores(
         self, losses: Mapping[str, Tensor], kind: str, start: int, stop: int
@@ -283,47 +272,40 @@ class Perplexity(Survey[LossJob]):
         """
         plan, measured = self.plan, self.readings[-1].at[stop]
         ends = [len(text) for text in _joined(losses, measured, 0, stop if plan.mode == "position" else None)]
-        texts = {
-            reading.name: _counted(
-                measured,
-                [
+        readings = [reading for reading in self.readings if stop in reading.at]
+        table = LossTable.of(
+            {
+                reading.name: [
                     text[start:end]
                     for text, end in zip(_joined(losses, reading.at[stop], reading.skip), ends, strict=True)
-                ],
-                start,
-            )
-            for reading in self.readings
-            if stop in reading.at
-        }
-        if not any(map(len, texts[self.readings[-1].name])):  # conversations whose answers lie elsewhere
+                ]
+                for reading in readings
+            }
+        ).select(partial(_counted, measured, start=start))
+        if not table.tokens(self.readings[-1].name):  # conversations whose answers lie elsewhere
             return
-        best, compared = None, {name: self._compared(of_reading) for name, of_reading in texts.items()}
-        if self.windows and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length)):
-            best = best_window({window: compared[window_name(window)] for window in self.windows})
-            texts[TRUNCATED] = texts[window_name(best)]
-        for name, of_reading in texts.items():
-            versus = None
-            if best is not None and name != TRUNCATED and sum(map(len, of_reading)) > 1:  # one has no standard error
-                baseline = compared[window_name(best)]
-                versus = document_difference(compared[name], baseline, baselines=len(self.windows))
+        compared = table.select(self._compared)
+        beyond = compared.windows and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length))
+        for name in (reading.name for reading in readings):
+            own = table.losses(window_name(compared.window) if beyond and name == TRUNCATED else name)
             scored = PerplexityScore(
                 kind=kind,
                 start=start,
                 stop=stop,
-                tokens=sum(map(len, of_reading)),
-                loss=self._average(of_reading, measured),
-                versus_truncation=versus,
-                window=None if best is None else best if name == TRUNCATED else window_of(name),
+                tokens=sum(map(len, own)),
+                loss=self._average(own, measured),
+                versus_truncation=compared.versus(name) if beyond else None,
+                window=compared.window_of(name) if beyond else None,
             )
             yield name, scored
 
-    def _average(self, texts: list[Tensor], measured: Sequence[Sequence[LossJob]]) -> float:
+    def _average(self, texts: Sequence[Tensor], measured: Sequence[Sequence[LossJob]]) -> float:
         """Average as the protocol does: published ones count windows, the others tokens."""
         if self.plan.mode in ("position", "sliding"):
-            return torch.cat(texts).double().mean().item()
+            return torch.cat(list(texts)).double().mean().item()
         return mean_of_windows(texts, [[window.scored for job in jobs for window in job.windows] for jobs in measured])
 
-    def _compared(self, losses: list[Tensor]) -> list[Tensor]:
+    def _compared(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what is compared: losses by document, or of LongLoRA's stream, where windows score a token together.
 
         Neighbouring windows hold the same tokens, so that they would be no independent groups.
@@ -334,7 +316,7 @@ class Perplexity(Survey[LossJob]):
         places = torch.cat([torch.arange(len(part)) + number * stride for number, part in enumerate(losses)])
         total, count = (
             torch.zeros(int(places.max()) + 1, dtype=torch.float64).index_add_(0, places, part)
-            for part in (torch.cat(losses).double(), torch.ones(len(places), dtype=torch.float64))
+            for part in (torch.cat(list(losses)).double(), torch.ones(len(places), dtype=torch.float64))
         )
         return [(total / count)[count > 0]]
 
@@ -372,8 +354,8 @@ def prepare(
     one, the truncations by the extended model itself and the short-context column is left out.
 
     Args:
-        inside: instead of ``reference``, where the original is there no more: the losses that ``inside_survey`` found
-            then. The truncations are read by the extended model itself.
+        inside: Losses that ``inside_survey`` found before, where the original no longer exists as a ``reference``.
+            The truncations are read by the extended model itself.
 
     Raises:
         InvalidParameterError: a reference that makes no sense, or a text that is too short.
@@ -420,7 +402,6 @@ def prepare(
         group=group or ProcessGroup(),
         plan=plan,
         readings=tuple(readings),
-        windows=tuple(windows),
         inside=layout.window,
         measured_inside=measured_inside,
         plain_inside=plain_inside,

@@ -5,12 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ctxext.evaluation.report.figures import COLOURS, Line, Panel, differences_panel, lines_panel
+from ctxext.evaluation.report.page import (
+    AGAINST,
+    POSITION_AXIS,
+    Headline,
+    Page,
+    losses_page,
+    readings_table,
+)
+from ctxext.measuring.labels import label_of, perplexity_label, tokens_label
 from ctxext.measuring.provenance import Provenance, Report
 from ctxext.measuring.statistics import PairedDifference
-from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, is_reference
+from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
+TITLES = {
+    "position": "Perplexity up to a length",
+    "sliding": "Sliding-window perplexity by window",
+    "yarn": "YaRN's perplexity by window",
+    "longlora": "LongLoRA's perplexity by window",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +36,12 @@ class PerplexityScore:
     Args:
         kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the protocol's average
             with texts or windows of ``stop`` tokens; in position mode that is the mean over all positions below.
-        start: tokens; 0 for a length.
-        versus_truncation: the loss minus the best truncation's on the same tokens, every token weighing the same;
+        start: Tokens; 0 for a length.
+        versus_truncation: Loss minus the best truncation's on the same tokens, every token weighing the same;
             None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
             single token.
-        window: of a truncation, beyond the trained window: the tokens that it sees; for the best one, those of the
-            window that is best on the tokens of this score.
+        window: Tokens that a truncation sees, beyond the trained window; for the best one, those of the window that is
+            best on the tokens of this score.
     """
 
     kind: str
@@ -47,13 +63,13 @@ class PerplexityReading:
     """One way to read the texts.
 
     Args:
-        name: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens, and ``truncated`` for whichever of such is
-            best on the tokens of a score; or a method's name.
-        scores: positions first, then lengths.
-        in_window: the loss inside the trained window minus the unpatched model's on the same tokens; None where there
+        name: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens, and ``truncated`` for the one of them
+            that is best on the tokens of a score; or a method's name.
+        scores: Scores of positions first, then of lengths.
+        in_window: Loss inside the trained window minus the unpatched model's on the same tokens; None where there
             is no unpatched model to compare with, and for the references.
-        dynamic: whether positions follow the length of the text, so that every length took a pass of its own.
-        tokens: that went through the model, in all passes.
+        dynamic: True where positions follow the length of the text, so that every length took its own pass.
+        tokens: Tokens that went through the model, in all passes.
     """
 
     name: str
@@ -75,8 +91,8 @@ class PerplexityResult(Report):
 
     Args:
         mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.measuring.loss``.
-        trained_length: tokens of the longest truncation.
-        stride: of the windows, in tokens; None in position mode.
+        trained_length: Tokens of the longest truncation.
+        stride: Tokens between windows; None in position mode.
     """
 
     TITLE, FORMAT = "a perplexity result", 2
@@ -108,11 +124,10 @@ class PerplexityResult(Report):
             return f"Nothing here lies beyond the trained {self.trained_length:,} tokens, so nothing was truncated."
         score, difference = (positions or compared)[-1]
         where = f"positions {score.start:,} to {score.stop:,}" if score.kind == POSITIONS else f"length {score.stop:,}"
-        answer = {"better": "yes", "worse": "no", "no difference": "not measurably"}[difference.verdict]
+        answer = difference.answer(len(self.provenance.documents))
         return (
             f"Does {measured.name} at {where} beat the best truncation, feeding only the last "
-            f"{self._best_window(score):,} tokens? {answer}{difference.scope(len(self.provenance.documents))}: "
-            f"{difference} nats per token (over {difference.units} {difference.over})."
+            f"{self._best_window(score):,} tokens? {answer}"
         )
 
     def _best_window(self, score: PerplexityScore) -> int:
@@ -122,3 +137,62 @@ class PerplexityResult(Report):
             other.window for other in (best.scores if best else ()) if (other.kind, other.start, other.stop) == place
         ]
         return windows[0] if windows and windows[0] is not None else self.trained_length
+
+
+def perplexity_page(result: PerplexityResult) -> Page:
+    """Return the tables, the notes, the answer and the figure of a result."""
+    kind = POSITIONS if result.mode == "position" else LENGTH
+    titles = {POSITIONS: "Perplexity by position", LENGTH: TITLES[result.mode]}
+    references = [r.name for r in result.readings if r.name != UNPATCHED and is_reference(r.name)]
+    styles = dict.fromkeys(map(label_of, references), "reference")
+    tables = []
+    for shown in dict.fromkeys((kind, LENGTH)):
+        cells = {label_of(r.name): {_span(s): _perplexity(r, s) for s in r.at(shown)} for r in result.readings}
+        columns = [_span(score) for score in result.readings[-1].at(shown)]
+        tables.append(readings_table(titles[shown], columns, cells, styles=styles))
+    differences = {
+        label_of(r.name): {_span(s): str(s.versus_truncation or "").replace(" ± ", "\n± ") for s in r.at(kind)}
+        for r in result.readings
+    }
+    columns = [_span(score) for score in result.readings[-1].at(kind)]
+    tables.append(readings_table(f"{AGAINST} ± standard error", columns, differences, missing="", styles=styles))
+    sentences: list[str] = []
+    if (extension := result.extension) is not None and (inside := extension.in_window) is not None:
+        sentences.append(
+            f"Inside the trained window, {label_of(extension.name)} minus unpatched: {inside} nats per token, "
+            f"perplexity x{math.exp(inside.mean):.3f}."
+        )
+    sentences += [*result.notes, Headline(result.sentence())]
+    return losses_page(
+        "perplexity", result.provenance, tables, sentences, _perplexity_panels(result, kind, titles[kind])
+    )
+
+
+def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
+    """Return a number, for the best truncation with the window that it has there."""
+    number = perplexity_label(score.perplexity)
+    window = score.window if reading.name == TRUNCATED else None
+    return number if window is None else f"{number}\n({label_of(window_name(window))})"
+
+
+def _perplexity_panels(result: PerplexityResult, kind: str, title: str) -> list[Panel]:
+    """Return perplexity by position (or by length), and on the right the difference to the best truncation."""
+    axis, colours = POSITION_AXIS if kind == POSITIONS else "tokens in a window", {}
+    lines = []
+    for reading in (r for r in result.readings if window_of(r.name) is None):  # the best represents the truncations
+        colours[reading.name] = reading.name if reading.name in COLOURS else "yarn"
+        points = [((s.start + s.stop) / 2 if kind == POSITIONS else s.stop, s.perplexity) for s in reading.at(kind)]
+        lines.append(Line(colours[reading.name], label_of(reading.name), points))
+    ticks = range(0, result.lengths[-1] + 1, 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8))))
+    panels = [lines_panel(lines, title=title, x_label=axis, ticks=ticks, trained_length=result.trained_length)]
+    measured = result.extension or result.find(UNPATCHED)
+    scored = [(score, d) for score in (measured.at(kind) if measured else ()) if (d := score.versus_truncation)]
+    if measured and scored:
+        group = (colours[measured.name], label_of(measured.name), [difference for _, difference in scored])
+        panels.append(differences_panel([_span(score) for score, _ in scored], [group], title=AGAINST, x_label=axis))
+    return panels
+
+
+def _span(score: PerplexityScore) -> str:
+    start = f"{tokens_label(score.start)}-" if score.kind == POSITIONS else ""
+    return f"{start}{tokens_label(score.stop)}"

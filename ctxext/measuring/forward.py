@@ -75,8 +75,9 @@ def logits_as_read(
 ) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
     """Yield ``(first position, logits)`` as ``logits_in_chunks`` does, having run the layers no further than that.
 
-    Whoever has seen enough stops iterating, and pays only for what was read. The layers run over ``piece`` tokens at a
-    time, with a KV cache: the same result up to rounding. Logits exist for ``chunk`` positions at a time.
+    A caller that has seen enough stops iterating, and only the tokens that were read cost time. The layers run over
+    ``piece`` tokens at a time, with a KV cache: the same result up to rounding. Logits exist for ``chunk`` positions at
+    a time.
 
     Raises:
         IncompatibleError: as in ``logits_in_chunks``.
@@ -354,8 +355,8 @@ def ticking(
     """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
 
     Args:
-        progress: called once with cost 0 at the start, then after every layer.
-        passes: how many count, of which the first are reported; None for all.
+        progress: Function that is called once with cost 0 at the start, then after every layer.
+        passes: Number of passes that are reported, the first ones; None for all.
     """
     ticks = layers_of(model)
     progress(name, 0.0)

@@ -38,11 +38,11 @@ class JournalLine(dict[str, Any]):
 class Journal:
     """Finished work of one measurement: a JSON object with a ``key`` on each line, losses by position in files beside.
 
-    Every process appends to a file of its own, so that none waits for another and a kill of one tears no line of
+    Every process appends to its own file, so that none waits for another and a kill of one tears no line of
     another. A last line that a kill tore is left out; a line is written only after its losses are safe on disk.
 
     Args:
-        path: of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it. None keeps
+        path: File of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it. None keeps
             everything in memory alone.
         identity: the file that says what the work is of; the whole folder is the journal's then. None where the first
             line of the journal says it.
@@ -111,8 +111,8 @@ class Journal:
         """Keep what is finished: once this returns, it is on disk.
 
         Args:
-            line: JSON values, of which ``key`` names everything that they depend on.
-            losses: nats per token, where the work gave them.
+            line: JSON values, of which ``key`` names all that they depend on.
+            losses: Losses in nats per token, where the work gave them.
 
         Raises:
             ResultsError: it cannot be written; everything before it is kept.

@@ -179,7 +179,7 @@ def truncation_windows(
     window that ends with it.
 
     Args:
-        positions: of the text, one fewer than its tokens.
+        positions: Positions of the text, one fewer than its tokens.
         window: positions that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``.
         start: first position to score. The passes before it are left out; every position sees what it sees without
@@ -223,7 +223,7 @@ def yarn_windows(
     over the first ``length`` tokens, averaged over texts.
 
     Args:
-        tokens: of the text, ``prefix`` included.
+        tokens: Tokens of the text, ``prefix`` included.
         length: tokens in a window, at least 2.
         stride: tokens between the starts of windows (the paper's "sliding window of 256"), at most what a window
             holds of the text.
@@ -289,8 +289,8 @@ def mean_of_windows(losses: Sequence[Tensor], scored: Sequence[Sequence[int]]) -
     """Return the mean of the means of windows, each counting the same, as both published protocols average.
 
     Args:
-        losses: nats per token, [tokens], one tensor per text.
-        scored: for each text, how many of its losses each window gave.
+        losses: Nats per token, [tokens], one tensor per text.
+        scored: Numbers of losses that each window gave, for each text.
     """
     means = [
         part.mean()

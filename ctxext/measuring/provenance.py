@@ -32,8 +32,8 @@ class ExtensionRecord:
 
     Args:
         method: ``Method.to_dict()``, None for the model unextended.
-        fingerprint: of the frequencies, from ``ctxext.describe``; empty for the model unextended.
-        attention: which attention backend served it; empty where the model keeps its own.
+        fingerprint: Hash of the frequencies, from ``ctxext.describe``; empty for the model unextended.
+        attention: Name of the attention backend; empty where the model keeps its own.
     """
 
     method: dict[str, Any] | None = None
@@ -52,10 +52,10 @@ class Provenance:
     """Everything that decides a measured number, and the circumstances.
 
     Args:
-        trained_length: tokens that the checkpoint was trained for, None where nothing says so.
-        corpus_sha256: of the tokens that were read; empty where no text was.
-        prefix: what stood in front of each text.
-        seed: of everything random; None where nothing was.
+        trained_length: Tokens that the checkpoint was trained for; None where its config does not tell.
+        corpus_sha256: Hash of the tokens that were read; empty without a text.
+        prefix: Special tokens in front of each text.
+        seed: Seed of all random draws; None without any.
         date: UTC, ISO 8601, to the second.
     """
 
@@ -77,24 +77,6 @@ class Provenance:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self) | {"documents": list(self.documents)}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Provenance:
-        """Build it from the values of ``to_dict``.
-
-        Raises:
-            InvalidParameterError: a field that is missing or unknown.
-        """
-        known = {item.name for item in fields(cls)}
-        if saved.keys() != known:
-            raise InvalidParameterError(
-                f"This is not a provenance of ctxext {__version__}: missing "
-                f"{', '.join(sorted(known - saved.keys())) or 'nothing'}, unknown "
-                f"{', '.join(sorted(saved.keys() - known)) or 'nothing'}. It was written by another version; measure "
-                f"again."
-            )
-        read: Provenance = _from_fields(cls, saved)
-        return read
 
 
 Kind = TypeVar("Kind", bound="Report")
@@ -143,7 +125,8 @@ class Report:
 def from_json(kind: Any, value: Any) -> Any:
     """Undo ``asdict`` and JSON: lists are tuples again and objects are dataclasses.
 
-    A dataclass with a ``from_dict`` of its own reads itself.
+    Raises:
+        InvalidParameterError: a field that is missing.
     """
     inner = get_args(kind)
     if get_origin(kind) is UnionType:  # X | None
@@ -153,12 +136,18 @@ def from_json(kind: Any, value: Any) -> Any:
     if get_origin(kind) is Mapping:
         return {name: from_json(inner[1], item) for name, item in value.items()}
     if is_dataclass(kind):
-        return kind.from_dict(value) if hasattr(kind, "from_dict") else _from_fields(kind, value)
+        return _from_fields(kind, value)
     return value
 
 
 def _from_fields(kind: Any, saved: Mapping[str, Any]) -> Any:
-    types = get_type_hints(kind)
+    types, known = get_type_hints(kind), {item.name for item in fields(kind)}
+    if missing := known - saved.keys():
+        unknown = ", ".join(sorted(saved.keys() - known)) or "nothing"
+        raise InvalidParameterError(
+            f"This is not a {kind.__name__} of ctxext {__version__}: missing {', '.join(sorted(missing))}, unknown "
+            f"{unknown}. Another version wrote it; measure again."
+        )
     return kind(**{item.name: from_json(types[item.name], saved[item.name]) for item in fields(kind)})
 
 

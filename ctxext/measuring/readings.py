@@ -61,11 +61,11 @@ class Reading:
         name: unique in a comparison: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens and ``truncated`` for
             the best of such; or a method with its factor, such as ``yarn x2``.
         method: ``Method.to_dict()``; None for the references.
-        reach: tokens that it is meant for; None for the references of a checkpoint that is not extended.
-        dynamic: whether positions follow the length of the text, so that every length needs a pass of its own.
-        any_factor: whether the factor changes nothing but the reach, so that one factor stands for all.
+        reach: Tokens that it is meant for; None for the references of a checkpoint that is not extended.
+        dynamic: True where positions follow the length of the text, so that every length needs its own pass.
+        any_factor: True where the factor changes only the reach, so that one factor represents all.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
-        attention: which attention backend serves it; empty where the model keeps its own.
+        attention: Name of the attention backend; empty where the model keeps its own.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Readings:
     Args:
         checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
-        windows: of the truncations, in tokens; None for ``windows_of`` the trained length.
+        windows: Windows of the truncations, in tokens; None for ``windows_of`` the trained length.
 
     Raises:
         InvalidParameterError: nothing says for how many tokens the checkpoint was trained.
@@ -178,7 +178,7 @@ class Readings:
     def setting(self) -> dict[str, Any]:
         """The dependencies of every measured number beside the reading and the tokens, as JSON values.
 
-        Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
+        Read it before a method is applied: a method may bring its own attention, which is part of the reading.
         """
         parameter = next(self.model.parameters())
         model: Any = self.model
@@ -195,8 +195,8 @@ class Readings:
         """Hash everything that the numbers of one reading depend on, to 16 hexadecimal digits.
 
         Args:
-            reading: what tells it from other readings, as JSON values.
-            **asked: what is read, as JSON values.
+            reading: JSON values that tell it from other readings.
+            **asked: JSON values that tell the tokens and the task.
         """
         depends = {"setting": self.setting, "trained_length": self.trained_length, "reading": list(reading), **asked}
         return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
@@ -448,16 +448,16 @@ def find_readers(
     """Find the readers that are asked for hidden things, references first; the model is at the end what it was.
 
     A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
-    trained window, and not fewer, since what is to be found may stand anywhere; the unpatched one beyond its window
+    trained window, and not fewer, since the hidden thing may be anywhere; the unpatched one beyond its window
     too, as the control, where something is extended.
 
     Args:
         methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
-        factors: at which to extend; none for the one that the greatest length needs, or 2 where no length is given.
+        factors: Factors to extend by; none for the one that the greatest length needs, or 2 without a length.
         lengths: tokens; none for the trained length and the reach of every method.
         reference: the original of a checkpoint that comes extended, which reads for the references.
-        unpatched: whether the control reads beyond its window.
-        beyond: allow lengths for which a reader is not meant, to see how it fails.
+        unpatched: True lets the control read beyond its window.
+        beyond: True allows lengths for which a reader is not meant, to see how it fails.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
 
     Raises:
@@ -503,7 +503,7 @@ def _original(own: Readings, reference: Checkpoint) -> Readings:
 
 
 def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
-    """Return the factors asked for; without any, that of the greatest length, or 2 if no length is given.
+    """Return the given factors; without any, that of the greatest length, or 2 if no length is given.
 
     Raises:
         InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.

@@ -27,15 +27,15 @@ class PairedDifference:
     """The mean of ``loss - baseline`` over the same tokens; below zero, the baseline is beaten.
 
     Args:
-        mean: nats per token. Over documents each of them weighs the same, so that a long one does not decide alone;
+        mean: Nats per token. Over documents each of them weighs the same, so that a long one does not decide alone;
             over blocks every token does.
-        standard_error: of the mean, nats per token.
-        units: how many groups of tokens counted as independent.
-        over: what those groups are: ``documents``, or ``blocks`` of consecutive tokens. Only documents say something
+        standard_error: Standard error of the mean, nats per token.
+        units: Number of groups of tokens that counted as independent.
+        over: Kind of those groups: ``documents``, or ``blocks`` of consecutive tokens. Only documents say something
             about other documents; see ``scope``.
-        baselines: how many baselines were measured, where the one here is the best of them on these very tokens. The
-            best of many is partly the luckiest, which makes whatever is held against it look worse and never better.
-        exact: half of the 95 percent interval around 0, where it is not Student's; see ``score_difference``.
+        baselines: Number of baselines, of which this one is the best on these very tokens. The best of many is partly
+            the luckiest, so that readings compared with it look worse, and never better, than they are.
+        exact: Half of the 95 percent interval around 0, where it is not Student's; see ``score_difference``.
     """
 
     mean: float
@@ -79,6 +79,18 @@ class PairedDifference:
     def scope(self, texts: int) -> str:
         """Say what a verdict is about: nothing for documents; else ``on this text`` or ``on these texts``."""
         return "" if self.over == "documents" else " on this text" if texts == 1 else " on these texts"
+
+    def answer(self, texts: int, *, candidates: int = 1, per: str = "token") -> str:
+        """Say in words whether the baseline is beaten, such as ``yes on this text: -0.100 ± 0.010 nats per token``.
+
+        Args:
+            texts: Number of texts that were read.
+            candidates: Number of candidates of which this one is the best.
+            per: Name of the tokens that were counted.
+        """
+        verdict = self.verdict_of_best(candidates)
+        answer = {"better": "yes", "worse": "no", "no difference": "not measurably"}[verdict]
+        return f"{answer}{self.scope(texts)}: {self} nats per {per} (over {self.units} {self.over})."
 
     def __str__(self) -> str:
         mean = f"{self.mean:+.3f}"
@@ -231,7 +243,7 @@ def students_quantile(chance: float, degrees: int) -> float:
 
     Args:
         chance: two-sided, above 0 and below 1.
-        degrees: of freedom, at least 1: the number of independent units minus one.
+        degrees: Degrees of freedom, at least 1: the number of independent units minus one.
 
     Raises:
         InvalidParameterError: an argument out of range.
@@ -275,7 +287,7 @@ def wilson_interval(mean: float, trials: int, *, z: float = 1.96) -> tuple[float
     the textbook interval has no width. Outcomes in between vary less, so that for them it is wider than needed.
 
     Args:
-        mean: of the outcomes seen, from 0 to 1.
+        mean: Mean of the outcomes, from 0 to 1.
         z: standard deviations of the normal distribution; 1.96 covers 95 percent.
 
     Raises:
@@ -298,8 +310,8 @@ class Bucket:
     """The mean loss over the positions ``start <= i < stop``.
 
     Args:
-        tokens: how many losses were averaged, over all documents.
-        loss: nats per token, every token weighing the same.
+        tokens: Number of losses that were averaged, over all documents.
+        loss: Nats per token, every token weighing the same.
     """
 
     start: int

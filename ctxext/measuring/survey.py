@@ -37,7 +37,7 @@ class ProcessGroup:
 
     Args:
         process: its number, from 0; process 0 is the main one, which talks and writes the report.
-        device: where this process computes; None leaves it to the loading of the checkpoint.
+        device: Device of this process; None leaves it to the loading of the checkpoint.
     """
 
     process: int = 0
@@ -65,7 +65,7 @@ def launched_processes() -> ProcessGroup:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return ProcessGroup()
     # Not accelerate's PartialState: on GPUs its processes wait over NCCL, which spins and gives up after minutes, and
-    # whoever evaluates need not have accelerate (it comes with ctxext[train]).
+    # an evaluation need not have accelerate (it comes with ctxext[train]).
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=PATIENCE)
         atexit.register(distributed.destroy_process_group)
@@ -88,8 +88,8 @@ class Job(abc.ABC):
     """One reader and one document or prompt: the smallest piece of work that is done, kept and resumed by itself.
 
     Args:
-        key: of everything that the answer depends on, see ``Readings.key``; readers who see the same share one.
-        cost: in the units of ``pass_cost``.
+        key: Hash of all that the answer depends on, see ``Readings.key``; readers who see the same share one.
+        cost: Cost in the units of ``pass_cost``.
     """
 
     key: str
@@ -155,8 +155,8 @@ class Survey(Generic[Work]):
         """Do jobs and keep each at once, then wait for the other processes. Models are at the end what they were.
 
         Args:
-            progress: called with what is being done and the cost done since the last call; the jobs' costs are the
-                total.
+            progress: Function that takes the name of the work and the cost done since the last call; the jobs' costs
+                are the total.
 
         Raises:
             ResultsError: the journal cannot be written.

@@ -1,30 +1,26 @@
 """The baseline that a longer context has to beat: the best of several truncations.
 
-Whoever has no longer context shows the model the last tokens of the text and drops the rest. How many of the last ones
+Without a longer context, the model reads the last tokens of the text and the rest is dropped. How many of the last ones
 is a choice, and the whole trained window is not always the best one: a small model may predict better from fewer. So
 every quarter of the trained window is measured, beyond the trained window, on the same tokens; inside it nothing is
 dropped.
 
-**Which one is the best** is decided for each comparison anew, on the very tokens that are compared (a stretch of
-positions, or everything beyond the window), by the mean loss over all of them: the mean that is then compared. No user
-could choose so well, who does not know the tokens to come. So the baseline is, if anything, too good: where an
-extension beats it, it beats each of the windows; where it loses, being the best of several may be luck, so a loss must
-be larger to count (``PairedDifference.baselines``).
+**The best window** is chosen for each comparison, on the very tokens that are compared (a stretch of positions, or
+everything beyond the window), by the mean loss over all of them: the mean that is then compared. No user could choose
+so well without the tokens to come. So the baseline is, if anything, too good: where an extension beats it, it beats
+each of the windows; where it loses, being the best of several may be luck, so a loss must be larger to count
+(``PairedDifference.baselines``).
 
-**What each window sees** of the text before a token is between three quarters and all of the window: a pass scores a
-quarter of a window (see ``truncated_loss``).
+**The context of a token** in a window is between three quarters and all of the window: a pass scores a quarter of a
+window (see ``truncated_loss``).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError
 from ctxext.measuring.forward import SMALL_MODEL, pass_cost
 from ctxext.measuring.loss import Window, truncation_windows
 from ctxext.measuring.statistics import mean_loss
@@ -73,27 +69,6 @@ def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
         losses: nats per token, by window: the same tokens for each, one tensor per document.
     """
     return min(losses, key=lambda window: (mean_loss(list(losses[window])), -window))
-
-
-def join_best(
-    losses: Mapping[int, Float[Tensor, "documents positions"]], edges: Sequence[int]
-) -> tuple[Float[Tensor, "documents positions"], tuple[int, ...]]:
-    """Take each stretch from the window that is best there; return the losses and those windows, in tokens.
-
-    Args:
-        losses: by window, of the same tokens.
-        edges: positions; the stretches lie between consecutive ones. What comes before the first is the same for all.
-
-    Raises:
-        InvalidParameterError: no window.
-    """
-    if not losses:
-        raise InvalidParameterError("There is no window to choose from.")
-    parts, windows = [losses[max(losses)][:, : edges[0]]], []
-    for start, stop in itertools.pairwise(edges):
-        windows.append(best_window({window: of_window[:, start:stop] for window, of_window in losses.items()}))
-        parts.append(losses[windows[-1]][:, start:stop])
-    return torch.cat(parts, dim=1), tuple(windows)
 
 
 def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:

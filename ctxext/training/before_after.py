@@ -15,7 +15,7 @@ from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
-from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityReading, PerplexityResult
 from ctxext.evaluation.trials import trials_of
 from ctxext.files import read_json, write_json
 from ctxext.measuring.checkpoint import DTYPES, Checkpoint
@@ -144,15 +144,19 @@ class BeforeAndAfter:
         return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
 
 
+def _extension(measurement: dict[str, Any]) -> PerplexityReading | None:
+    """Return the reading of the extended model; None if perplexity was not measured."""
+    return PerplexityResult.from_dict(measurement["perplexity"]).extension if "perplexity" in measurement else None
+
+
 def summary(measurement: dict[str, Any]) -> str:
     """Summarise a measurement in a few sentences; return an empty text if nothing was measured."""
     sentences = []
-    if "perplexity" in measurement:
-        extension = PerplexityResult.from_dict(measurement["perplexity"]).extension
+    if (extension := _extension(measurement)) is not None:
         sentences.append(measurement["perplexity"]["answer"])
-        if extension is not None and extension.in_window is not None:
+        if extension.in_window is not None:
             sentences.append(
-                f"Inside the trained window it differs from the checkpoint as it came by {extension.in_window}."
+                f"Inside the trained window it differs from the original checkpoint by {extension.in_window}."
             )
     if "passkey" in measurement:
         sentences.append(f"Passkeys found: {measurement['passkey']['accuracy']:.0%}.")
@@ -161,8 +165,6 @@ def summary(measurement: dict[str, Any]) -> str:
 
 def gain(measurement: dict[str, Any]) -> Gain:
     """Return the loss minus the best truncation's, by positions; empty if it was not measured."""
-    if "perplexity" not in measurement:
-        return []
-    extension = PerplexityResult.from_dict(measurement["perplexity"]).extension
+    extension = _extension(measurement)
     scores = extension.at(POSITIONS) if extension is not None else ()
     return [((span.start, span.stop), span.versus_truncation) for span in scores if span.versus_truncation is not None]

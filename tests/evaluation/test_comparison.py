@@ -18,12 +18,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.comparison.result import ComparisonResult, judge
-from ctxext.evaluation.comparison.run import Comparison, prepare
+from ctxext.evaluation.comparison import Comparison, ComparisonResult, prepare
 from ctxext.evaluation.report.comparison import headline, sentences, verdict_line
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position, truncated_loss
+from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.readings import TIMES, Readings, chosen_methods
 from ctxext.measuring.statistics import PairedDifference, document_difference
 from ctxext.measuring.survey import LossJob, PromptJob, my_share
@@ -174,7 +174,9 @@ def test_the_verdict_follows_the_losses(
     near, far = base + 0.001 + 0.5 * noise[1], base + 0.5 + 0.5 * noise[2]  # standard errors of about 0.001
 
     def told(**losses: Tensor) -> Any:
-        return judge(TARGET, losses, {256: base + 0.2, 384: base, 512: base + 0.1})
+        cut = {"truncated 256": base + 0.2, "truncated 384": base, "truncated 512": base + 0.1}
+        table = {name: [*rows] for name, rows in (cut | losses).items()}
+        return LossTable.of(table).judge(list(losses), TARGET)
 
     worse = told(near=near + 0.1, far=far)
     assert (worse.best, worse.beats, worse.as_good, worse.candidates) == ("near", "no", (), 2)
@@ -192,7 +194,7 @@ def test_the_verdict_follows_the_losses(
     gap = document_difference([*lost], [*base])
     lost += 2.7 * gap.standard_error - gap.mean
     assert told(slight=lost).beats == "undecided"
-    assert judge(TARGET, {"slight": lost}, {512: base}).beats == "no"
+    assert LossTable.of({"truncated 512": [*base], "slight": [*lost]}).judge(["slight"], TARGET).beats == "no"
     result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
     versus = told(near=near - 0.1).versus_truncation
     words = {
@@ -379,7 +381,7 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
         return {job.name: job.key for job in jobs if isinstance(job, kind)}
 
     losses, passkeys = keys(LossJob), keys(PromptJob)
-    monkeypatch.setattr("ctxext.evaluation.comparison.run.JUDGED", "in one pass")
+    monkeypatch.setattr("ctxext.evaluation.comparison.JUDGED", "in one pass")
     assert keys(LossJob) == losses
     assert keys(PromptJob).keys() == passkeys.keys()
     assert not set(keys(PromptJob).values()) & set(passkeys.values())

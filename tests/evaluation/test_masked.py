@@ -26,10 +26,10 @@ from ctxext.evaluation.masked import (
     masked_losses,
     masked_readers,
     masked_report,
+    masked_sentences,
     masked_texts,
     tokens_needed,
 )
-from ctxext.evaluation.report.masked import masked_sentences
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.survey import Survey

@@ -24,8 +24,7 @@ from ctxext.cli.app import app
 from ctxext.cli.options import OutputOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.perplexity import inside_survey, make_plan, prepare
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
-from ctxext.evaluation.report.perplexity import perplexity_page
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, perplexity_page
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import (

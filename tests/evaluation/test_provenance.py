@@ -16,7 +16,7 @@ import ctxext
 from ctxext.core.digest import weights_digest
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint, safe_dtype
-from ctxext.measuring.provenance import ExtensionRecord, Provenance, command, git_state, provenance_of
+from ctxext.measuring.provenance import ExtensionRecord, Provenance, command, from_json, git_state, provenance_of
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
 
@@ -102,10 +102,10 @@ def test_provenance_round_trip(model: LlamaForCausalLM, bos_tokenizer: PreTraine
     assert found.extensions["unpatched"].method is None
     assert found.extensions["yarn"].fingerprint == ctxext.describe(model).fingerprint
     assert (found.trained_length, found.prefix, found.dtype) == (512, "<s> (id 256)", "float32")
-    back = Provenance.from_dict(json.loads(json.dumps(found.to_dict())))
+    back = from_json(Provenance, json.loads(json.dumps(found.to_dict())))
     assert back == found
     with pytest.raises(InvalidParameterError, match="missing seed, unknown sede"):
-        Provenance.from_dict({**{k: v for k, v in found.to_dict().items() if k != "seed"}, "sede": 1})
+        from_json(Provenance, {**{k: v for k, v in found.to_dict().items() if k != "seed"}, "sede": 1})
 
 
 def test_the_command_can_be_typed_again() -> None:

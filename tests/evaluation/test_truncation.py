@@ -10,10 +10,10 @@ from transformers import LlamaForCausalLM
 from ctxext.measuring.forward import pass_cost, ticking
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import truncated_loss
+from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.truncation import (
     best_window,
     is_reference,
-    join_best,
     tail_windows,
     tails_cost,
     window_name,
@@ -74,12 +74,18 @@ def test_the_best_is_that_of_the_tokens_compared() -> None:
     losses[4][:, 8:16] -= 0.1
     losses[8][:, 16:] -= 0.2
     losses[16][:, 16:] += 0.5
-    found, windows = join_best(losses, (8, 16, 24))
-    assert windows == (4, 8)
-    assert torch.equal(found, torch.cat([base[:, :8], losses[4][:, 8:16], losses[8][:, 16:]], dim=1))
-    for window, own in losses.items():
-        for start, stop in ((8, 16), (16, 24)):
-            assert found[:, start:stop].mean() <= own[:, start:stop].mean(), window
+    table = LossTable.of({window_name(window): [*own] for window, own in losses.items()})
+    for start, stop, window in ((8, 16, 4), (16, 24, 8), (0, 8, 16)):
+        span = table.span(start, stop)
+        assert (span.window, span.window_of("truncated"), span.tokens("truncated")) == (window, window, 16)
+        assert torch.equal(torch.stack([*span.losses("truncated")]), losses[window][:, start:stop])
+        gaps = [span.difference(window_name(window)) for window in losses]
+        assert min(gap.mean for gap in gaps) == 0.0
+        assert {gap.baselines for gap in gaps} == {3}
+        assert span.versus("truncated") is None
+        assert span.difference("truncated 4", "truncated 16").baselines == 1
+    assert table.span(8, 9).versus("truncated 4") is not None
+    assert LossTable.of({"truncated 4": [base[0, :1]], "one": [base[1, :1]]}).versus("one") is None
     assert best_window({4: [base], 8: [base], 16: [base + 1]}) == 8, "of equal ones the longest"
     # All tokens weigh the same, whatever text they are of.
     uneven = {4: [torch.tensor([1.0]), torch.full((9,), 2.0)], 8: [torch.tensor([5.0]), torch.full((9,), 1.7)]}

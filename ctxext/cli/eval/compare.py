@@ -27,7 +27,7 @@ from ctxext.progress import DelayedBar
 from ctxext.registry import method_names
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.comparison.result import ComparisonResult
+    from ctxext.evaluation.comparison import ComparisonResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def compare(
     [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
     """
     refuse_read_only(output)
-    from ctxext.evaluation.comparison.run import prepare
+    from ctxext.evaluation.comparison import prepare
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.report.figures import require_matplotlib
     from ctxext.measuring.labels import all_of, tokens_label

@@ -68,7 +68,7 @@ def longppl(
     """
     from ctxext.core.patching import describe
     from ctxext.evaluation import longppl as evaluation
-    from ctxext.evaluation.report.longppl import longppl_page
+    from ctxext.evaluation.longppl import longppl_page
     from ctxext.measuring.readings import chosen_methods, factors_for, known_trained_length
 
     if keys.keys is not None and not keys.keys.parent.is_dir():

@@ -54,8 +54,14 @@ def masked(
 
     [bold]Example[/]: ctxext eval masked bert-base-uncased -t books.parquet -m pi -m hierarchical -f 4 -o loss.png
     """
-    from ctxext.evaluation.masked import masked_jobs, masked_readers, masked_report, masked_texts, tokens_needed
-    from ctxext.evaluation.report.masked import masked_page
+    from ctxext.evaluation.masked import (
+        masked_jobs,
+        masked_page,
+        masked_readers,
+        masked_report,
+        masked_texts,
+        tokens_needed,
+    )
     from ctxext.measuring.checkpoint import load_checkpoint
     from ctxext.measuring.labels import all_of, tokens_label
     from ctxext.measuring.provenance import provenance_of

@@ -75,7 +75,7 @@ def perplexity(
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
     from ctxext.evaluation.perplexity import make_plan, prepare
-    from ctxext.evaluation.report.perplexity import perplexity_page
+    from ctxext.evaluation.perplexity_result import perplexity_page
 
     memory = None if reading.memory is None else parse_bytes(reading.memory)
     session = Session(source, results, reference=reference)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, FactorSeries, Row, Score, Series, Verdict
+from ctxext.evaluation.comparison import ComparisonResult, FactorSeries, Row, Score, Series
 from ctxext.evaluation.report.figures import (
     COLOURS,
     DASHED,
@@ -21,9 +21,19 @@ from ctxext.evaluation.report.figures import (
     lines_panel,
     paneled,
 )
-from ctxext.evaluation.report.page import NONE, Heading, Headline, Page, Part, TextTable, provenance_table
+from ctxext.evaluation.report.page import (
+    NONE,
+    POSITION_AXIS,
+    Heading,
+    Headline,
+    Page,
+    Part,
+    TextTable,
+    provenance_table,
+)
 from ctxext.evaluation.report.retrieval import KEYS, passkey_panel
 from ctxext.measuring.labels import all_of, capitalised, perplexity_label, tokens_label
+from ctxext.measuring.loss_table import NO, YES, Verdict
 from ctxext.measuring.readings import TIMES, Reading
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, windows_of
@@ -158,7 +168,7 @@ def unpatched_sentence(series: Series, trained_length: int) -> str:
 
 
 def hidden_keys(row: Row) -> tuple[int, int]:
-    """Count the passkeys found, and those asked for, where truncation cuts the key off."""
+    """Count the passkeys that were found, and all, where truncation cuts the key off."""
     hidden = [score for score in row.passkeys if score.hidden]
     return sum(score.found for score in hidden), sum(score.trials for score in hidden)
 
@@ -410,29 +420,20 @@ def _by_position(result: ComparisonResult, panel: FactorSeries) -> Figure:
         caption += (
             f" {capitalised(all_of(dynamic))} here with the positions of {tokens_label(panel.length)} throughout."
         )
-    return paneled(
-        f"loss{_suffix(panel)}",
-        f"Perplexity by position{_of_factor(panel)}",
-        [_perplexity_panel(panel.drawn, names, result.trained_length)],
-        caption=caption,
-    )
-
-
-def _perplexity_panel(series: Sequence[Series], names: Names, trained_length: int, title: str = "") -> Panel:
-    """Return perplexity by position; inside the window truncation is the unpatched model itself and left out."""
     lines = []
-    for item in series:
-        if item.name not in names:
-            continue
-        first = trained_length if item.name == TRUNCATED else 0
+    for item in panel.drawn:
+        # Inside the window truncation is the unpatched model itself.
+        first = result.trained_length if item.name == TRUNCATED else 0
         buckets = [bucket for bucket in item.curve if bucket.start >= first]
         points = [((bucket.start + bucket.stop) / 2, bucket.perplexity) for bucket in buckets]
         lines.append(Line(*names[item.name], points))
-    stop, step = series[0].curve[-1].stop, max(1, trained_length // 4)
+    stop, step = panel.drawn[0].curve[-1].stop, max(1, result.trained_length // 4)
     while stop / step > 9:
         step *= 2
-    ticks, axis = range(0, stop + 1, step), "position in the text, tokens"
-    return lines_panel(lines, title=title, x_label=axis, ticks=ticks, trained_length=trained_length)
+    ticks, trained = range(0, stop + 1, step), result.trained_length
+    drawn = lines_panel(lines, x_label=POSITION_AXIS, ticks=ticks, trained_length=trained)
+    title = f"Perplexity by position{_of_factor(panel)}"
+    return paneled(f"loss{_suffix(panel)}", title, [drawn], caption=caption)
 
 
 def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure:
@@ -441,19 +442,16 @@ def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure
     methods = [item for item in panel.drawn if item.name in candidates]
     windows = next(item for item in panel.series if item.name == TRUNCATED).windows
     chosen = all_of([tokens_label(window) for window in windows])
+    names = _names(readings)
+    groups = [(*names[item.name], item.versus_truncation) for item in methods]
+    spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
     return paneled(
         f"difference{_suffix(panel)}",
         f"Against the best truncation{_of_factor(panel)}",
-        [_against_panel(methods, _names(readings))],
+        [differences_panel(spans, groups)],
         caption=f"The same tokens, minus their loss under the best truncation (in these stretches the last {chosen} "
         f"tokens), with 95 percent intervals.",
     )
-
-
-def _against_panel(methods: Sequence[Series], names: Names, title: str = "") -> Panel:
-    spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
-    groups = [(*names[item.name], item.versus_truncation) for item in methods]
-    return differences_panel(spans, groups, title=title)
 
 
 def _at_length(result: ComparisonResult) -> Figure:

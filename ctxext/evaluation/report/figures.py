@@ -203,8 +203,8 @@ def lines_panel(
     Args:
         lines: lines; those without points are left out.
         ticks: places to label on the horizontal axis, in tokens or with their labels.
-        doubling: whether equal steps of the horizontal axis double the number of tokens.
-        log: whether the vertical axis is logarithmic; by default where its values span more than a factor of 3.
+        doubling: True where equal steps of the horizontal axis double the number of tokens.
+        log: True for a logarithmic vertical axis; by default where its values span more than a factor of 3.
     """
     lines = [line for line in lines if line.points]
 
@@ -257,8 +257,8 @@ def differences_panel(
 
     Args:
         groups: method, label and a difference for each column.
-        x_label: what the columns are.
-        below: what a difference below the line says.
+        x_label: Name of the columns.
+        below: Meaning of a difference below the line.
         colours: one for each group; by default those of the methods.
     """
     means = [[difference.mean for difference in differences] for _, _, differences in groups]

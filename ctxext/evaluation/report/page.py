@@ -20,12 +20,16 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 
 from ctxext.errors import ResultsError
-from ctxext.evaluation.report.figures import Figure
+from ctxext.evaluation.report.figures import Figure, Panel, paneled
 from ctxext.evaluation.report.markdown import Markdown, code, escaped, table
 from ctxext.files import write_whole
+from ctxext.measuring.labels import few_of
+from ctxext.measuring.provenance import Provenance
 from ctxext.version import __version__
 
 FIGURES = "figures"  # the folder of a report's pictures
+AGAINST = "Loss minus the best truncation's, nats per token"
+POSITION_AXIS = "position in the text, tokens"
 NONE = "\N{EN DASH}"
 """Cell of a table where nothing was measured."""
 
@@ -53,7 +57,7 @@ class TextTable:
         header: names of the columns; the first is that of the header column.
         rows: cells as text. A cell may have two lines, for a narrow terminal; everywhere else they are one.
         styles: ``best`` or ``reference`` of single rows, by their first cell.
-        prose: whether its cells are sentences, which stand on the left, and not numbers.
+        prose: True where its cells are sentences, which are aligned to the left, and not numbers.
     """
 
     header: Sequence[str]
@@ -201,7 +205,7 @@ def provenance_table(provenance: Mapping[str, Any], **facts: str) -> TextTable:
     """Return what a measurement was made of and with, as a table of two columns.
 
     Args:
-        provenance: as a report has it in its JSON; what is missing or empty is left out.
+        provenance: Provenance in the JSON of a report; missing and empty values are left out.
         facts: more of them; an underscore in a name is shown as a space.
     """
     given = {name: value for name, value in provenance.items() if value is not None}
@@ -221,6 +225,29 @@ def provenance_table(provenance: Mapping[str, Any], **facts: str) -> TextTable:
         "Made": given.get("date", ""),
     }
     return TextTable(header=("", ""), rows=[(name, fact) for name, fact in rows.items() if fact], prose=True)
+
+
+def readings_table(
+    title: str,
+    columns: Sequence[str],
+    cells: Mapping[str, Mapping[str, str]],
+    *,
+    missing: str = "-",
+    styles: Mapping[str, str] | None = None,
+) -> TextTable:
+    """Return one row for each reading that has a cell, by its label; the cells are given by column."""
+    rows = {label: [of.get(column, missing) for column in columns] for label, of in cells.items() if any(of.values())}
+    named = [[label, *texts] for label, texts in rows.items()]
+    return TextTable(header=["", *columns], rows=named, title=title, styles=styles or {})
+
+
+def losses_page(
+    name: str, provenance: Provenance, tables: Sequence[TextTable], sentences: Sequence[str], panels: Sequence[Panel]
+) -> Page:
+    """Return the page of a measurement: tables that have rows, sentences, a figure, and the provenance."""
+    title = f"{provenance.checkpoint}: {few_of(provenance.documents)}"
+    parts: list[Part] = [*(table for table in tables if table.rows), *sentences, paneled(name, title, panels)]
+    return Page(title, parts, [provenance_table(provenance.to_dict())])
 
 
 def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
