@@ -62,7 +62,7 @@ class LabSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LabPreset:
-    """Settings, number of seeds and tasks where nothing else is asked for."""
+    """Settings, number of seeds and tasks of a laboratory by default."""
 
     settings: LabSettings
     seeds: int
@@ -388,16 +388,9 @@ def prepare(
     workers: int = 2,
     settings: LabSettings | None = None,
 ) -> Laboratory:
-    """Plan the laboratory.
+    """Plan the laboratory; without names it is all encodings and baselines, and the preset's tasks and settings.
 
-    Args:
-        output: folder of the finished cells; None keeps them in memory.
-        preset: ``quick`` or ``full``.
-        only: names of encodings and baselines; default everyone.
-        tasks: names of tasks; default the preset's.
-        seeds: how many times each is trained; default the preset's.
-        text: sources of text, as ``read_documents`` takes them; default the plays of ``ctxext demo``.
-        settings: other settings than the preset's.
+    Finished cells are kept in the folder, or without one in memory.
 
     Raises:
         UnknownNameError: an encoding, a task or a preset that does not exist.

@@ -48,9 +48,7 @@ class Body:
 class Variant:
     """One way to know the order of tokens, as a model that is trained from nothing.
 
-    Args:
-        kind: ``rotation``; ``encoding``, which takes its place; or ``recurrent``, which needs none.
-        is_slow: whether it needs several times the steps until the order of tokens is used at all.
+    A slow one needs several times the steps until the order of tokens is used at all.
     """
 
     name: str

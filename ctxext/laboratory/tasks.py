@@ -173,11 +173,7 @@ def task_named(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ByteText:
-    """The bytes of a text, split into what is learned from and what is tested on.
-
-    Args:
-        windows: bytes to test on, each with one more than the length that is read.
-    """
+    """The bytes of a text to learn from, and windows to test on, with one byte more than the length that is read."""
 
     names: tuple[str, ...]
     sha256: str
@@ -204,9 +200,7 @@ class ByteText:
 def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteText:
     """Split documents: every fifth is tested on, or, where there are fewer than five, the last fifth of each.
 
-    Args:
-        length: tokens that are read at once in the test.
-        windows: number of stretches to test, spread evenly over what is held out.
+    The windows to test on are spread evenly over what is held out.
 
     Raises:
         InvalidParameterError: there is too little text.
