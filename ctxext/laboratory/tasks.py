@@ -37,11 +37,10 @@ class LabTask(ABC):
     """A puzzle of any length: tokens to read, and the answer to give at each position.
 
     Attributes:
-        name: name of the task.
-        asks: what is asked, in one sentence.
-        vocabulary: number of different tokens.
-        trained: greatest length in training, in symbols.
-        chance: share that is right where nothing is known.
+        asks: Question, in one sentence.
+        vocabulary: Count of different tokens.
+        trained: Greatest length in training, in symbols.
+        chance: Share of answers that a guess gets right.
     """
 
     name: str
