@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import time
@@ -16,19 +15,18 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from rich.console import Console
-from rich.text import Text
 from torch import Tensor, nn
 
 from ctxext.caches.records import cache_argument
 from ctxext.checkpoints.save import save
-from ctxext.cli.eval.common import cost_of, ending_on_interrupt
-from ctxext.cli.options import DemoOptions
+from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
+from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.files import parse_json
-from ctxext.measuring.checkpoint import Checkpoint, checked_device, load_checkpoint
+from ctxext.measuring.checkpoint import Checkpoint, checked_device
 from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
@@ -67,41 +65,38 @@ def show(options: DemoOptions) -> None:
     Raises:
         CtxextError: options that cannot be right, before anything is measured.
     """
-    console = terminal()
-    _prepare(options.output)
-    with status(terminal(stderr=True), "Loading the checkpoint ..."):
-        checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
-    demo = plan(checkpoint, options)
+    files = _prepare(options.output)
+    source = SourceOptions(checkpoint=options.model, dtype=faster_dtype() if options.model is None else "auto")
+    session = Session(source, OutputOptions(output=files))
+    console, demo = session.console, plan(session.checkpoint, options)
     with status(terminal(stderr=True), "Timing two layers ..."):
         announcement = demo.announcement(demo.pace())
-    console.print(Text.assemble((checkpoint.name, "bold"), announcement))
+    session.announce(demo.checkpoint, demo.trained_length, announcement)
     began = time.perf_counter()
     with ending_on_interrupt(console, demo):
         _measure(console, demo)
     result = demo.result()
-    result.page.show(console)
-    result.figure.save(options.output / FIGURE)
-    (options.output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    (options.output / TABLE).write_text(result.page.markdown(), encoding="utf-8")
-    paths = ", ".join(str(options.output / name) for name in (FIGURE, DATA, TABLE))
-    console.print(f"\n{duration(time.perf_counter() - began)}. Written: {paths}")
+    session.results.write(result, result.page, console)
+    console.print(f"\n{duration(time.perf_counter() - began)}. Written: {', '.join(map(str, files))}")
     if options.save is not None:
-        console.print(_saved(checkpoint, demo.methods[0], options.save))
+        console.print(_saved(demo.checkpoint, demo.methods[0], options.save))
     shutil.rmtree(options.output / UNFINISHED)
 
 
-def _prepare(output: Path) -> None:
-    """Make the output folder, and refuse to write over files that an earlier demo did not write."""
+def _prepare(output: Path) -> list[Path]:
+    """Make the output folder, refuse to write over files of anything but a demo, and return the files to write."""
     require_matplotlib()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidParameterError(f"Cannot make the folder {str(output)!r}: {error.strerror}.") from error
-    present = [name for name in (FIGURE, DATA, TABLE) if (output / name).exists()]
+    files = [output / name for name in (FIGURE, DATA, TABLE)]
+    present = [file for file in files if file.exists()]
     if present and not _is_ours(output / DATA):
         raise InvalidParameterError(
-            f"{str(output / present[0])!r} exists and is not an earlier demo's; choose another --output."
+            f"{str(present[0])!r} exists and is not an earlier demo's; choose another --output."
         )
+    return files
 
 
 def _is_ours(path: Path) -> bool:
@@ -271,10 +266,8 @@ class Demo(Survey[ReadAndAnswer]):
         takes = f"About {pace.seconds:.0f} s."
         if pace.idle < BUSY * pace.seconds:
             takes = f"Busy: about {duration(pace.seconds)}, on an idle machine {duration(pace.idle)}."
-        return (
-            f", trained to {tokens_label(self.trained_length)} tokens, in {self.checkpoint.dtype_note}, reads "
-            f"{tokens_label(self.length)} tokens of {self.passage.text.name} in {len(self.jobs)} ways. {takes}\n"
-        )
+        what = f"{tokens_label(self.length)} tokens of {self.passage.text.name}"
+        return f"reads {what} in {len(self.jobs)} ways. {takes}\n"
 
     def pace(self) -> Pace:
         """Time two layers at each length that is read, and return the time of all layers of all readings."""
@@ -472,7 +465,11 @@ class DemoResult:
             caption="Margin: nats by which the right answer leads any other, at the least of its tokens.",
             styles={row.label: "reference" for row in self.rows if row not in self.extended},
         )
-        return Page(self.title, [table, Heading("What you see"), *sentences(self)])
+        return Page(self.title, [self.figure, table, Heading("What you see"), *sentences(self)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
 
     @property
     def figure(self) -> Figure:

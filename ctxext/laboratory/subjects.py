@@ -12,7 +12,6 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, logging
 
 from ctxext import patching
-from ctxext.errors import UnknownNameError
 from ctxext.laboratory.tasks import REACH
 from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
 
@@ -71,18 +70,6 @@ def subjects() -> dict[str, Variant]:
     """
     every = [Variant(ROPE, "rotation"), *_encodings(), *(Variant(name, "recurrent") for name in RECURRENT)]
     return {subject.name: subject for subject in every}
-
-
-def subject_named(name: str) -> Variant:
-    """Return one of ``subjects``.
-
-    Raises:
-        UnknownNameError: there is none of this name.
-    """
-    known = subjects()
-    if name not in known:
-        raise UnknownNameError.of("encoding or baseline", name, known)
-    return known[name]
 
 
 def _encodings() -> Iterator[Variant]:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError
 from ctxext.texts.documents import Document
 
 REACH = 8
@@ -157,17 +157,6 @@ TASKS: dict[str, LabTask] = {
     )
 }
 """Every puzzle by its name."""
-
-
-def task_named(name: str) -> str:
-    """Return the name, if there is such a task.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    if name != TEXT and name not in TASKS:
-        raise UnknownNameError.of("task", name, (TEXT, *TASKS))
-    return name
 
 
 @dataclass(frozen=True, eq=False)
