@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def faster_dtype() -> str:
+def faster_dtype() -> Literal["auto", "fp32"]:
     """Return ``fp32`` where a CPU multiplies such matrices faster than bf16 ones, for which few CPUs have units."""
     if checked_device(None).type != "cpu":
         return "auto"
