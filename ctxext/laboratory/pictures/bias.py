@@ -1,4 +1,4 @@
-"""What is added to a score for its distance: the bias of each head, and the buckets that share a learned one."""
+"""Additions to a score for its distance: the bias of each head, and the buckets that share a learned bias."""
 
 from __future__ import annotations
 
