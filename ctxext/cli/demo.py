@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from rich.console import Console
-from rich.text import Text
 from torch import Tensor, nn
 
 from ctxext.caches.records import cache_argument
 from ctxext.checkpoints.save import save
-from ctxext.cli.eval.common import cost_of, ending_on_interrupt
-from ctxext.cli.options import DemoOptions
+from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
+from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
 from ctxext.core.patching import patch, unpatch
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.files import parse_json
-from ctxext.measuring.checkpoint import Checkpoint, checked_device, load_checkpoint
+from ctxext.measuring.checkpoint import Checkpoint, checked_device
 from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
@@ -65,42 +63,40 @@ def show(options: DemoOptions) -> None:
     """Measure, and show the result.
 
     Raises:
-        CtxextError: whatever cannot be right, before anything is measured.
+        CtxextError: options that cannot be right, before anything is measured.
     """
-    console = terminal()
-    _prepare(options.output)
-    with status(terminal(stderr=True), "Loading the checkpoint ..."):
-        checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
-    demo = plan(checkpoint, options)
+    files = _prepare(options.output)
+    source = SourceOptions(checkpoint=options.model, dtype=faster_dtype() if options.model is None else "auto")
+    session = Session(source, OutputOptions(output=files))
+    console, demo = session.console, plan(session.checkpoint, options)
     with status(terminal(stderr=True), "Timing two layers ..."):
-        announcement = demo.announcement(seconds_of(checkpoint.model, demo))
-    console.print(Text.assemble((checkpoint.name, "bold"), announcement))
+        announcement = demo.announcement(demo.pace())
+    session.announce(demo.checkpoint, demo.trained_length, announcement)
     began = time.perf_counter()
-    with ending_on_interrupt(console, demo.survey):
-        result = _measure(console, demo)
-    result.page.show(console)
-    result.figure.save(options.output / FIGURE)
-    (options.output / DATA).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    (options.output / TABLE).write_text(result.page.markdown(), encoding="utf-8")
-    paths = ", ".join(str(options.output / name) for name in (FIGURE, DATA, TABLE))
-    console.print(f"\n{duration(time.perf_counter() - began)}. Written: {paths}")
+    with ending_on_interrupt(console, demo):
+        _measure(console, demo)
+    result = demo.result()
+    session.results.write(result, result.page, console)
+    console.print(f"\n{duration(time.perf_counter() - began)}. Written: {', '.join(map(str, files))}")
     if options.save is not None:
-        console.print(_saved(checkpoint, demo.methods[0], options.save))
+        console.print(_saved(demo.checkpoint, demo.methods[0], options.save))
     shutil.rmtree(options.output / UNFINISHED)
 
 
-def _prepare(output: Path) -> None:
-    """Make the output folder, and refuse to write over files that an earlier demo did not write."""
+def _prepare(output: Path) -> list[Path]:
+    """Make the output folder, refuse to write over files of anything but a demo, and return the files to write."""
     require_matplotlib()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidParameterError(f"Cannot make the folder {str(output)!r}: {error.strerror}.") from error
-    present = [name for name in (FIGURE, DATA, TABLE) if (output / name).exists()]
+    files = [output / name for name in (FIGURE, DATA, TABLE)]
+    present = [file for file in files if file.exists()]
     if present and not _is_ours(output / DATA):
         raise InvalidParameterError(
-            f"{str(output / present[0])!r} exists and is not an earlier demo's; choose another --output."
+            f"{str(present[0])!r} exists and is not an earlier demo's; choose another --output."
         )
+    return files
 
 
 def _is_ours(path: Path) -> bool:
@@ -110,7 +106,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def faster_dtype() -> str:
+def faster_dtype() -> Literal["auto", "fp32"]:
     """Return ``fp32`` where a CPU multiplies such matrices faster than bf16 ones, for which few CPUs have units."""
     if checked_device(None).type != "cpu":
         return "auto"
@@ -128,12 +124,7 @@ def faster_dtype() -> str:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """End of a text with a fact hidden near its beginning, and a request for the fact.
-
-    Args:
-        text: one token more than positions are read.
-        distance: tokens from the fact to the end of the text.
-    """
+    """End of a text with a fact hidden near its beginning, and a request for the fact, ``distance`` tokens behind."""
 
     text: TokenisedDocument
     request: Int[Tensor, " request"]
@@ -180,9 +171,8 @@ def default_text() -> Document:
 class Reply(NamedTuple):
     """Words of a model behind a request.
 
-    Args:
-        margin: nats by which the tokens of the right answer lead all others, at the least of them; below zero the
-            nats by which the first wrong token leads.
+    The margin is in nats by which the tokens of the right answer lead all others, at the least of them; below zero the
+    first wrong token leads.
     """
 
     ids: list[int]
@@ -251,11 +241,21 @@ def read_and_answer(
     return losses, Reply(reply, margin)
 
 
-@dataclass(frozen=True, eq=False)
-class Demo:
+class Pace(NamedTuple):
+    """Seconds that a demo takes: at the present load, and on an idle machine."""
+
+    seconds: float
+    idle: float
+
+
+class _MeasuredError(Exception):
+    """End of a pass of which no more is needed."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Demo(Survey[ReadAndAnswer]):
     """Planned demo."""
 
-    survey: Survey[ReadAndAnswer]
     methods: tuple[Reading, ...]
     passage: Passage
     length: int
@@ -266,9 +266,67 @@ class Demo:
         takes = f"About {pace.seconds:.0f} s."
         if pace.idle < BUSY * pace.seconds:
             takes = f"Busy: about {duration(pace.seconds)}, on an idle machine {duration(pace.idle)}."
-        return (
-            f", trained to {tokens_label(self.trained_length)} tokens, in {self.survey.checkpoint.dtype_note}, reads "
-            f"{tokens_label(self.length)} tokens of {self.passage.text.name} in {len(self.survey.jobs)} ways. {takes}\n"
+        what = f"{tokens_label(self.length)} tokens of {self.passage.text.name}"
+        return f"reads {what} in {len(self.jobs)} ways. {takes}\n"
+
+    def pace(self) -> Pace:
+        """Time two layers at each length that is read, and return the time of all layers of all readings."""
+        model = self.checkpoint.model
+        layers, device = layers_of(model), base_model(model).device
+        timed = layers[:2]
+        marks: list[tuple[float, float]] = []
+
+        def mark(*_: object) -> None:
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            marks.append((time.perf_counter(), time.process_time()))
+
+        def end(*_: object) -> None:
+            mark()
+            raise _MeasuredError
+
+        paces = {}
+        hooks = [timed[0].register_forward_pre_hook(mark), timed[-1].register_forward_hook(end)]
+        try:
+            for tokens in {job.tokens for job in self.jobs}:
+                marks.clear()
+                with torch.no_grad(), contextlib.suppress(_MeasuredError):
+                    model(input_ids=self.passage.text.input_ids[:, :tokens].to(device), use_cache=False)
+                (began, worked), (ended, done) = marks
+                share = len(layers) / len(timed)
+                paces[tokens] = Pace((ended - began) * share, (done - worked) * share / torch.get_num_threads())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        seconds, idle = (sum(each) for each in zip(*(paces[job.tokens] for job in self.jobs), strict=True))
+        return Pace(seconds, idle if device.type == "cpu" else seconds)
+
+    def result(self) -> DemoResult:
+        """Put the finished jobs together."""
+        lines, found = self.journal.finished(), self.losses()
+        ends = {job.reader.window: [found[job.key]] for job in self.jobs if job.reader.window}
+        window = best_window(ends)
+        rows = [
+            TextReading(
+                name=job.reader.reading.name,
+                label=job.name,
+                is_method=job.reader.window is None,
+                end=found[job.key].mean().item(),
+                difference=document_difference([found[job.key]], ends[window], baselines=len(ends)),
+                answer=lines[job.key]["reply"],
+                margin=lines[job.key]["margin"],
+                seconds=lines[job.key]["seconds"],
+            )
+            for job in self.jobs
+        ]
+        return DemoResult(
+            trained_length=self.trained_length,
+            length=self.length,
+            distance=self.passage.distance,
+            text=self.passage.text.name,
+            window=window,
+            rows=tuple(rows),
+            provenance=self.with_extensions(provenance_of(self.checkpoint, self.corpus)).to_dict(),
         )
 
 
@@ -312,66 +370,20 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         for reading in found
         if reading.is_candidate or reading.window
     ]
-    survey = Survey("ctxext demo", checkpoint, jobs, corpus=corpus, journal=journal)
-    return Demo(survey, methods, passage, length, trained)
+    measured: dict[str, Any] = {"methods": methods, "passage": passage, "length": length, "trained_length": trained}
+    return Demo(DemoResult.made_by, checkpoint, jobs, corpus=corpus, journal=journal, **measured)
 
 
-class Pace(NamedTuple):
-    """Seconds that a demo takes: at the present load, and on an idle machine."""
-
-    seconds: float
-    idle: float
-
-
-class _MeasuredError(Exception):
-    """End of a pass of which no more is needed."""
-
-
-def seconds_of(model: nn.Module, demo: Demo) -> Pace:
-    """Time two layers at each length that is read, and return the time of all layers of all readings."""
-    layers = layers_of(model)
-    timed = layers[:2]
-    marks: list[tuple[float, float]] = []
-
-    def mark(*_: object) -> None:
-        if base_model(model).device.type != "cpu":
-            torch.accelerator.synchronize()
-        marks.append((time.perf_counter(), time.process_time()))
-
-    def end(*_: object) -> None:
-        mark()
-        raise _MeasuredError
-
-    paces = {}
-    hooks = [timed[0].register_forward_pre_hook(mark), timed[-1].register_forward_hook(end)]
-    try:
-        for tokens in {job.tokens for job in demo.survey.jobs}:
-            marks.clear()
-            with torch.no_grad(), contextlib.suppress(_MeasuredError):
-                model(input_ids=demo.passage.text.input_ids[:, :tokens].to(base_model(model).device), use_cache=False)
-            (began, worked), (ended, done) = marks
-            share = len(layers) / len(timed)
-            paces[tokens] = Pace((ended - began) * share, (done - worked) * share / torch.get_num_threads())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    each = [paces[job.tokens] for job in demo.survey.jobs]
-    seconds = sum(pace.seconds for pace in each)
-    on_cpu = base_model(model).device.type == "cpu"
-    return Pace(seconds, sum(pace.idle for pace in each) if on_cpu else seconds)
-
-
-def _measure(console: Console, demo: Demo) -> DemoResult:
+def _measure(console: Console, demo: Demo) -> None:
     """Measure, and show each reading as soon as it is finished."""
-    survey, pending = demo.survey, demo.survey.begin()
+    pending = demo.begin()
     console.print(f"{'':<22}perplexity at {span_of(demo)}, and the answer", style="dim")
     with StageBar(console, cost_of(pending)) as bar:
-        for job in survey.jobs:
-            survey.measure([one for one in pending if one is job], progress=bar)
-            line = survey.journal.finished()[job.key]
-            end = perplexity_label(math.exp(survey.journal.losses(line).mean().item()))
+        for job in demo.jobs:
+            demo.measure([one for one in pending if one is job], progress=bar)
+            line = demo.journal.finished()[job.key]
+            end = perplexity_label(math.exp(demo.journal.losses(line).mean().item()))
             console.print(f"{job.name:<22}{end:>8}  {first_line(line['reply'])}")
-    return summarised(demo)
 
 
 def span_of(shown: Demo | DemoResult) -> str:
@@ -386,12 +398,7 @@ def first_line(answer: str) -> str:
 
 @dataclass(frozen=True)
 class TextReading:
-    """One reading of the text.
-
-    Args:
-        is_method: False for a truncation.
-        end: nats per token at the end of the text.
-    """
+    """One reading of the text: a method or a truncation, and its nats per token at the end."""
 
     name: str
     label: str
@@ -410,11 +417,7 @@ class TextReading:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo measured, and what it was measured on.
-
-    Args:
-        distance: tokens from the fact to the end of the text.
-    """
+    """Everything that the demo measured, and what it was measured on."""
 
     trained_length: int
     length: int
@@ -444,7 +447,29 @@ class DemoResult:
     @property
     def page(self) -> Page:
         """Table and sentences."""
-        return Page(self.title, [self._table(), Heading("What you see"), *sentences(self)])
+        rows = [
+            [
+                row.label,
+                perplexity_label(math.exp(row.end)),
+                "the best" if row is self.truncated else gain(row.difference),
+                first_line(row.answer),
+                f"{row.margin:+.1f}",
+                f"{row.seconds:.0f} s",
+            ]
+            for row in self.rows
+        ]
+        table = TextTable(
+            title=f"{self.text}: perplexity, nats gained over the best truncation, and the answer (right: {ANSWER})",
+            header=["", span_of(self), "gain", "writes", "margin", "took"],
+            rows=rows,
+            caption="Margin: nats by which the right answer leads any other, at the least of its tokens.",
+            styles={row.label: "reference" for row in self.rows if row not in self.extended},
+        )
+        return Page(self.title, [self.figure, table, Heading("What you see"), *sentences(self)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
 
     @property
     def figure(self) -> Figure:
@@ -470,56 +495,6 @@ class DemoResult:
         axes.set_xlim(0, 1.6 * max(row.end for row in self.rows))
         axes.set_xlabel(f"loss at tokens {span_of(self)}, nats per token: less is better")
         draw_grid(axes, axis="x")
-
-    def _table(self) -> TextTable:
-        rows = [
-            [
-                row.label,
-                perplexity_label(math.exp(row.end)),
-                "the best" if row is self.truncated else gain(row.difference),
-                first_line(row.answer),
-                f"{row.margin:+.1f}",
-                f"{row.seconds:.0f} s",
-            ]
-            for row in self.rows
-        ]
-        return TextTable(
-            title=f"{self.text}: perplexity, nats gained over the best truncation, and the answer (right: {ANSWER})",
-            header=["", span_of(self), "gain", "writes", "margin", "took"],
-            rows=rows,
-            caption="Margin: nats by which the right answer leads any other, at the least of its tokens.",
-            styles={row.label: "reference" for row in self.rows if row not in self.extended},
-        )
-
-
-def summarised(demo: Demo) -> DemoResult:
-    """Put the finished jobs together."""
-    survey, lines, found = demo.survey, demo.survey.journal.finished(), demo.survey.losses()
-    losses = {job: found[job.key] for job in survey.jobs}
-    ends = {job.reader.window: [losses[job]] for job in survey.jobs if job.reader.window}
-    window = best_window(ends)
-    rows = [
-        TextReading(
-            name=job.reader.reading.name,
-            label=job.name,
-            is_method=job.reader.window is None,
-            end=mine.mean().item(),
-            difference=document_difference([mine], ends[window], baselines=len(ends)),
-            answer=lines[job.key]["reply"],
-            margin=lines[job.key]["margin"],
-            seconds=lines[job.key]["seconds"],
-        )
-        for job, mine in losses.items()
-    ]
-    return DemoResult(
-        trained_length=demo.trained_length,
-        length=demo.length,
-        distance=demo.passage.distance,
-        text=demo.passage.text.name,
-        window=window,
-        rows=tuple(rows),
-        provenance=survey.with_extensions(provenance_of(survey.checkpoint, survey.corpus)).to_dict(),
-    )
 
 
 def sentences(result: DemoResult) -> list[str]:

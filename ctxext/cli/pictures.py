@@ -136,13 +136,13 @@ def frequencies(
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
     output = picture.file("frequencies")
-    from ctxext.laboratory.pictures.frequencies import SpectrumPicture, shown_by_default
+    from ctxext.laboratory.pictures.frequencies import shown_by_default, spectrum_picture
     from ctxext.measuring.readings import named_method
 
     rope, factor = rotation.rope(picture.trained_length, picture.trust), picture.factor
     chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor, rope)
     name = Path(rotation.checkpoint).name if rotation.checkpoint else ""
-    _write_picture(output, SpectrumPicture.of(chosen, rope, name))
+    _write_picture(output, spectrum_picture(chosen, rope, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,16 +181,14 @@ def positions(
     [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
     """
     output = picture.file("positions")
-    from ctxext.laboratory.pictures.of_method import rope_for
-    from ctxext.laboratory.pictures.positions import PositionsPicture
+    from ctxext.laboratory.pictures.positions import TOKENS, positions_picture
     from ctxext.laboratory.pictures.request import PictureRequest
     from ctxext.measuring.readings import named_method
 
     request = PictureRequest(checkpoint=checkpoint, trained_length=picture.trained_length, trust=picture.trust)
     asked = method or ("self_extend", "rerope", "dual_chunk", "streaming")
-    _write_picture(
-        output, PositionsPicture.of([named_method(text, picture.factor) for text in asked], rope_for(request, 16))
-    )
+    chosen = [named_method(text, picture.factor) for text in asked]
+    _write_picture(output, positions_picture(chosen, request.rope(TOKENS)))
 
 
 @grouped

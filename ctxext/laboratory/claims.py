@@ -128,10 +128,8 @@ CLAIMS = (
 class LabVerdict:
     """Answer of the laboratory to a claim.
 
-    Args:
-        answer: ``reproduced``, ``not at this size``, ``contradicted`` or ``not measured``.
-        advantage: advantage of the better one, in nats per byte or as a share of the answers; below zero the claim is
-            wrong here. Of several rivals it is the one over the best of them, ``baselines`` being their number.
+    The advantage of the better one is in nats per byte or a share of the answers; below zero the claim is wrong here.
+    Of several rivals it is the one over the best of them, ``baselines`` being their number.
     """
 
     claim: Claim

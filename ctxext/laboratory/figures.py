@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ctxext.evaluation.report.figures import INK, Figure, Line, Panel, lines_panel, paneled
+from ctxext.evaluation.report.figures import Figure, Line, Panel, heat_panel, lines_panel, paneled
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
@@ -81,43 +81,26 @@ def _line(result: LabResult, reading: LabReading, hue: str) -> Line:
 
 
 def _by_length(result: LabResult) -> Figure:
+    """Draw the share of right answers of each puzzle, the best in the mean over tasks and longer lengths first."""
     readings = {reading.name: reading for reading in result.readings if reading.task != TEXT}
     ranks = {name: result.reciprocal_rank(name) for name in readings}
     labels = {name: f"{name_of(readings[name])} ({ranks[name]:.2f})" for name in sorted(ranks, key=lambda n: -ranks[n])}
-    return Figure(
-        name="right-by-length",
-        title="What is right, by length",
-        caption="Percent of the answers, dark: all, light: as many as chance gives; the mean of all seeds; columns: "
-        "length / trained length. Left of the rule: lengths of training. The best in the mean over tasks and longer "
-        "lengths stands first (mean reciprocal rank, in brackets).",
-        alternative=f"Mean reciprocal ranks: {', '.join(labels.values())}.",
-        size=(2.4 + 1.75 * len(result.puzzles), 1.15 + 0.215 * len(labels)),
-        draw=lambda figure: _draw_lengths(figure, result, labels),
-    )
-
-
-def _draw_lengths(figure: Any, result: LabResult, labels: Mapping[str, str]) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    shades = LinearSegmentedColormap.from_list("right", ["#F7F4EC", "#9CC7E3", "#1B5A93"])
-    grid = figure.subplots(1, len(result.puzzles), squeeze=False, sharey=True)[0]
-    for axes, task in zip(grid, result.puzzles, strict=True):
-        chance = TASKS[task].chance
-        above = [[math.nan] * len(MULTIPLES) for _ in labels]
-        for row, name in enumerate(labels):
-            reading = result.find(task, name)
-            if reading is None:
-                continue
-            for column, multiple in enumerate(MULTIPLES):
+    panels = []
+    for name in result.puzzles:
+        task, cells = TASKS[name], {}
+        for reading in sorted(result.of(name), key=lambda reading: -ranks[reading.name]):
+            for multiple, length in zip(MULTIPLES, task.lengths(), strict=True):
                 share = result.at(reading, multiple).mean().item()
-                above[row][column] = max(0.0, (share - chance) / (1 - chance))
-                ink = "#FDFDFD" if above[row][column] > 0.75 else "#1A1A1A"
-                axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=ink)
-        axes.imshow(above, cmap=shades, vmin=0, vmax=1, aspect="auto")
-        axes.axvline(1.5, color=INK, lw=1.4)
-        axes.set_xticks(range(len(MULTIPLES)), [f"{multiple:g}" for multiple in MULTIPLES], fontsize=8.5)
-        axes.xaxis.tick_top()
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        axes.set_title(task, fontsize=10.5, loc="left", pad=6)
-    grid[0].set_yticks(range(len(labels)), list(labels.values()), fontsize=9)
+                above = max(0.0, (share - task.chance) / (1 - task.chance))
+                cells[labels[reading.name], task.tokens(length)] = above, f"{100 * share:.0f}"
+        panels.append(heat_panel(name, cells, trained_length=task.tokens(task.trained)))
+    drawn = paneled(
+        "right-by-length",
+        "What is right, by length",
+        panels,
+        across=2,
+        caption="Percent of the answers, blue: all, red: as many as chance gives; the mean of all seeds. Left of the "
+        "rule: lengths of training. The best in the mean over tasks and longer lengths is first (mean reciprocal rank, "
+        "in brackets).",
+    )
+    return replace(drawn, alternative=f"Mean reciprocal ranks: {', '.join(labels.values())}.")

@@ -43,13 +43,12 @@ class LabReading:
     """Scores of one way to know the order of tokens on one task.
 
     Args:
-        kind: ``rotation``, ``encoding`` or ``recurrent``.
-        extension: the method that was put on at the end, without training; empty for none.
-        scores: by seed, by window or puzzle, and by block of positions (text: nats per byte) or by length (puzzles: the
-            share of the answers that is right).
-        truncated: likewise, by doubling of the length, where the model sees the last bytes of its trained length alone;
+        extension: Method that was put on at the end, without training; empty for none.
+        scores: Numbers by seed, by window or puzzle, and by block of positions (text: nats per byte) or by length
+            (puzzles: share of the answers that is right).
+        truncated: Scores by doubling of the length, where the model sees the last bytes of its trained length alone;
             empty for puzzles and extensions.
-        order: by seed and window: how much worse the loss is when what was read before is shuffled, nats; likewise.
+        order: Nats by seed and window that a loss rises by when the text before is shuffled; empty likewise.
     """
 
     task: str
@@ -77,11 +76,7 @@ class LabReading:
 
 @dataclass(frozen=True, kw_only=True)
 class LabResult(Report):
-    """Everything that was measured.
-
-    Args:
-        text_sha256: hash of all bytes that were used; empty where no text was.
-    """
+    """Everything that was measured, and what it was measured on."""
 
     TITLE: ClassVar[str] = "a result of the laboratory"
     KIND: ClassVar[str | None] = "laboratory"

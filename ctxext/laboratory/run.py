@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, loggi
 from ctxext.core import patching
 from ctxext.errors import InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
-from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subject_named, subjects
-from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
+from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subjects
+from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text
 from ctxext.measuring.forward import Progress
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position, truncated_loss
@@ -62,7 +62,7 @@ class LabSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LabPreset:
-    """Settings, number of seeds and tasks where nothing else is asked for."""
+    """Settings, number of seeds and tasks of a laboratory by default."""
 
     settings: LabSettings
     seeds: int
@@ -111,6 +111,7 @@ class LabJob(Job):
     task: str
     subject: Variant
     seed: int
+    steps: int
     settings: LabSettings
     text: ByteText | None = None
 
@@ -120,22 +121,20 @@ class LabJob(Job):
         identity = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
         identity["text_sha256"] = "" if text is None else text.sha256
         content = json.dumps([__version__, identity], sort_keys=True)
+        steps = settings.puzzle_steps if text is None else settings.text_steps
+        steps *= SLOWER if subject.is_slow else 1
         tokens = settings.puzzle_tokens if text is None else settings.length * settings.text_rows
         return cls(
             key=hashlib.sha256(content.encode()).hexdigest()[:16],
-            cost=float(_steps(task, subject, settings) * tokens),
+            cost=float(steps * tokens),
             name=f"{subject.name}, {task}, seed {seed}",
             task=task,
             subject=subject,
             seed=seed,
+            steps=steps,
             settings=settings,
             text=text,
         )
-
-    @property
-    def steps(self) -> int:
-        """Number of training steps."""
-        return _steps(self.task, self.subject, self.settings)
 
     def ask(self, model: nn.Module | None = None, progress: Progress = lambda *_: None) -> Answer:
         """Train and test on one thread.
@@ -270,11 +269,6 @@ def _rounded(values: Tensor) -> Any:
     return [_rounded(value) if value.ndim else round(value.item(), 4) for value in values]
 
 
-def _steps(task: str, subject: Variant, settings: LabSettings) -> int:
-    steps = settings.text_steps if task == TEXT else settings.puzzle_steps
-    return steps * (SLOWER if subject.is_slow else 1)
-
-
 @dataclass(eq=False, kw_only=True)
 class Laboratory(Survey[LabJob]):
     """The survey of all jobs."""
@@ -388,23 +382,23 @@ def prepare(
     workers: int = 2,
     settings: LabSettings | None = None,
 ) -> Laboratory:
-    """Plan the laboratory.
+    """Plan the laboratory; without names it is all encodings and baselines, and the preset's tasks and settings.
 
-    Args:
-        output: folder of the finished cells; None keeps them in memory.
-        preset: ``quick`` or ``full``.
-        only: names of encodings and baselines; default everyone.
-        tasks: names of tasks; default the preset's.
-        seeds: how many times each is trained; default the preset's.
-        text: sources of text, as ``read_documents`` takes them; default the plays of ``ctxext demo``.
-        settings: other settings than the preset's.
+    Finished cells are kept in the folder, or without one in memory.
 
     Raises:
         UnknownNameError: an encoding, a task or a preset that does not exist.
         InvalidParameterError: a number out of range, a name twice, or too little text.
     """
-    if preset not in PRESETS:
-        raise UnknownNameError.of("preset", preset, PRESETS)
+    known = subjects()
+    for what, names, all_names in (
+        ("preset", [preset], PRESETS),
+        ("encoding or baseline", only, known),
+        ("task", tasks, (TEXT, *TASKS)),
+    ):
+        for name in names:
+            if name not in all_names:
+                raise UnknownNameError.of(what, name, all_names)
     chosen = PRESETS[preset]
     count = chosen.seeds if seeds is None else seeds
     for name, value in (("seeds", count), ("workers", workers)):
@@ -413,8 +407,7 @@ def prepare(
     for what, names in (("encoding", only), ("task", tasks)):
         if len(set(names)) != len(names):
             raise InvalidParameterError(f"Give each {what} once; found {', '.join(names)}.")
-    chosen_subjects = [subject_named(name) for name in only] if only else list(subjects().values())
-    asked = [task_named(name) for name in tasks] or list(chosen.tasks)
+    asked = tasks or chosen.tasks
     settings = settings or chosen.settings
     if text and TEXT not in asked:
         raise InvalidParameterError(f"A text is read by the task {TEXT!r} alone, found {', '.join(asked)}.")
@@ -424,7 +417,7 @@ def prepare(
     jobs = [
         LabJob.of(task, subject, seed, settings, read if task == TEXT else None)
         for task in asked
-        for subject in chosen_subjects
+        for subject in (known[name] for name in only or known)
         for seed in range(count)
     ]
     journal = Journal(None if output is None else output / JOURNAL)

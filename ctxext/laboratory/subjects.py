@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, logging
 
+from ctxext import patching
 from ctxext.core import patching
-from ctxext.errors import UnknownNameError
 from ctxext.laboratory.tasks import REACH
 from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
 
@@ -48,9 +48,7 @@ class Body:
 class Variant:
     """One way to know the order of tokens, as a model that is trained from nothing.
 
-    Args:
-        kind: ``rotation``; ``encoding``, which takes its place; or ``recurrent``, which needs none.
-        is_slow: whether it needs several times the steps until the order of tokens is used at all.
+    A slow one needs several times the steps until the order of tokens is used at all.
     """
 
     name: str
@@ -73,18 +71,6 @@ def subjects() -> dict[str, Variant]:
     """
     every = [Variant(ROPE, "rotation"), *_encodings(), *(Variant(name, "recurrent") for name in RECURRENT)]
     return {subject.name: subject for subject in every}
-
-
-def subject_named(name: str) -> Variant:
-    """Return one of ``subjects``.
-
-    Raises:
-        UnknownNameError: there is none of this name.
-    """
-    known = subjects()
-    if name not in known:
-        raise UnknownNameError.of("encoding or baseline", name, known)
-    return known[name]
 
 
 def _encodings() -> Iterator[Variant]:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError
 from ctxext.texts.documents import Document
 
 REACH = 8
@@ -37,11 +37,10 @@ class LabTask(ABC):
     """A puzzle of any length: tokens to read, and the answer to give at each position.
 
     Attributes:
-        name: name of the task.
-        asks: what is asked, in one sentence.
-        vocabulary: number of different tokens.
-        trained: greatest length in training, in symbols.
-        chance: share that is right where nothing is known.
+        asks: Question, in one sentence.
+        vocabulary: Count of different tokens.
+        trained: Greatest length in training, in symbols.
+        chance: Share of answers that a guess gets right.
     """
 
     name: str
@@ -160,24 +159,9 @@ TASKS: dict[str, LabTask] = {
 """Every puzzle by its name."""
 
 
-def task_named(name: str) -> str:
-    """Return the name, if there is such a task.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    if name != TEXT and name not in TASKS:
-        raise UnknownNameError.of("task", name, (TEXT, *TASKS))
-    return name
-
-
 @dataclass(frozen=True, eq=False)
 class ByteText:
-    """The bytes of a text, split into what is learned from and what is tested on.
-
-    Args:
-        windows: bytes to test on, each with one more than the length that is read.
-    """
+    """The bytes of a text to learn from, and windows to test on, with one byte more than the length that is read."""
 
     names: tuple[str, ...]
     sha256: str
@@ -204,9 +188,7 @@ class ByteText:
 def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteText:
     """Split documents: every fifth is tested on, or, where there are fewer than five, the last fifth of each.
 
-    Args:
-        length: tokens that are read at once in the test.
-        windows: number of stretches to test, spread evenly over what is held out.
+    The windows to test on are spread evenly over what is held out.
 
     Raises:
         InvalidParameterError: there is too little text.

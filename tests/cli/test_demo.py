@@ -35,7 +35,6 @@ from ctxext.cli.demo import (
     default_text,
     plan,
     read_and_answer,
-    seconds_of,
     sentences,
 )
 from ctxext.cli.options import DemoOptions
@@ -146,9 +145,9 @@ def test_what_is_read_does_not_depend_on_the_machine(planned: Demo, monkeypatch:
     """The length was once as much as a measured time allowed."""
     times = iter(range(0, 10**6, 1000))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(times)))
-    assert [job.tokens for job in planned.survey.jobs] == [256, 512, 576, 576]
-    assert seconds_of(planned.survey.checkpoint.model, planned).seconds == 4 * 1000, "two layers of two, four readings"
-    assert all(not layer._forward_hooks for layer in planned.survey.checkpoint.model.modules())
+    assert [job.tokens for job in planned.jobs] == [256, 512, 576, 576]
+    assert planned.pace().seconds == 4 * 1000, "two layers of two, four readings"
+    assert all(not layer._forward_hooks for layer in planned.checkpoint.model.modules())
 
 
 def test_a_busy_machine_is_called_busy(planned: Demo) -> None:

@@ -20,7 +20,7 @@ from ctxext.laboratory import run as work
 from ctxext.laboratory.report import lab_page
 from ctxext.laboratory.result import LabResult
 from ctxext.laboratory.run import PRESETS, LabJob, Laboratory, LabSettings, prepare
-from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subject_named, subjects
+from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subjects
 from ctxext.laboratory.tasks import TASKS
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.registry import discover
@@ -99,10 +99,10 @@ def test_recurrent_models_have_about_as_many_weights_and_any_length(name: str) -
     body = PRESETS["quick"].settings.text
     ours, theirs = (
         sum(weight.numel() for weight in one.build(body, vocabulary=256, trained_length=128, seed=0).parameters())
-        for one in (subject_named("rope"), subject_named(name))
+        for one in (subjects()["rope"], subjects()[name])
     )
     assert 0.8 < theirs / ours < 1.25
-    model = subject_named(name).build(PAIR, vocabulary=7, trained_length=8, seed=0).eval()
+    model = subjects()[name].build(PAIR, vocabulary=7, trained_length=8, seed=0).eval()
     tokens = torch.randint(0, 7, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole, part = (model(input_ids=each, use_cache=False).logits for each in (tokens, tokens[:, :33]))
@@ -216,10 +216,10 @@ def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_extensions_leave_the_next_one_a_plain_model(text: Path) -> None:
     """The same seeds without any extension give the same model and the same scores."""
-    job = LabJob.of("parity", subject_named("rope"), 0, TINY)
+    job = LabJob.of("parity", subjects()["rope"], 0, TINY)
     whole = job.ask().values["readings"]
     assert list(whole) == ["", *EXTENSIONS]
-    again = LabJob.of("parity", subject_named("rope"), 0, TINY).ask().values["readings"]
+    again = LabJob.of("parity", subjects()["rope"], 0, TINY).ask().values["readings"]
     assert whole == again
 
 

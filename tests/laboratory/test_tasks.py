@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.laboratory.tasks import ANSWER, BEGIN, NOT_ASKED, TASKS, byte_text, task_named
+from ctxext.errors import InvalidParameterError
+from ctxext.laboratory.tasks import ANSWER, BEGIN, NOT_ASKED, TASKS, byte_text
 from ctxext.texts.documents import Document
 
 Answers = list[int]
@@ -104,12 +104,6 @@ def test_chance_is_what_guessing_gets() -> None:
         asked = labels[labels != NOT_ASKED]
         guessed = torch.randint(0, round(1 / task.chance), asked.shape, generator=torch.Generator().manual_seed(1))
         assert (guessed == asked).double().mean().item() == pytest.approx(task.chance, abs=0.01), name
-
-
-def test_a_task_that_is_not_there() -> None:
-    assert task_named("text") == "text"
-    with pytest.raises(UnknownNameError, match="Did you mean 'parity'"):
-        task_named("partiy")
 
 
 def documents(count: int, size: int = 500) -> list[Document]:

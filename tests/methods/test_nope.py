@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.laboratory.pictures.frequencies import SpectrumPicture, bands, shown_by_default, speed
+from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, spectrum_picture, speed
 from ctxext.methods.nope import NoPE
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
@@ -95,6 +95,6 @@ def test_its_picture_shows_that_everything_has_stopped(tmp_path: Path) -> None:
     shares, scale = speed(method, rope)
     assert set(bands(shares, 4.0)) == {"stopped"}
     assert scale == pytest.approx(math.sqrt(1 + 0.1 * math.log(4)))
-    SpectrumPicture.of([method], rope).save(tmp_path / "nope.png")
+    spectrum_picture([method], rope).save(tmp_path / "nope.png")
     assert (tmp_path / "nope.png").read_bytes().startswith(b"\x89PNG")
     assert not any(isinstance(one, NoPE) for one in shown_by_default(4.0)), "nobody meets it unasked"

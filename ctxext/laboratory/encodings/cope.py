@@ -26,7 +26,7 @@ class CoPE(EncodingMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the places do not depend on it.
-        places: how many counts there is a learned vector for, from 0 on, at least 2; between two of them it is mixed.
+        places: counts with a learned vector, from 0 on, at least 2; between two counts their vectors are mixed.
 
     Source: Golovneva et al., arXiv:2405.18719, section 4. Authors' code: facebookresearch/RAM@e6f051f,
         projects/cope/src/cope/context_position.py. Vectors begin at zero, shared by heads, others in each layer.

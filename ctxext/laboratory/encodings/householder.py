@@ -58,8 +58,8 @@ class Transitions:
 
         Args:
             q: queries, in the dtype of the keys.
-            places: which of the keys each of them stands at; one row where all rows of the batch are alike.
-            stop: none of them stands at this key or behind it. Keys from there on are not computed with.
+            places: key that each query is at; one row where all rows of the batch are alike.
+            stop: key that lies behind all queries. Keys from there on are left out.
         """
         batch, kv_heads, head_dim = self.k.shape[0], self.k.shape[1], q.shape[3]
         shared = q.shape[1] // kv_heads

@@ -38,8 +38,8 @@ class PaTH(EncodingMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             transitions do not depend on it.
-        rank: of the projection that directions are made by, at least 1.
-        strength: what every strength ``beta`` begins with, above 0 and below 2. The authors, who train from scratch,
+        rank: rank of the projection that makes directions, at least 1.
+        strength: first value of every strength ``beta``, above 0 and below 2. The authors, who train from scratch,
             begin at 1; near 0 a trained model begins where ``nope`` does.
 
     Source: Yang et al., arXiv:2505.16381, section 3. Authors' code: fla-org/flash-linear-attention@bc3b101,

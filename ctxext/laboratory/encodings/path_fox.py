@@ -19,8 +19,8 @@ class PaTHFoX(PaTH):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             neither transitions nor gates depend on it.
-        rank: of the projection that directions are made by, at least 1.
-        strength: what every strength ``beta`` begins with, above 0 and below 2.
+        rank: rank of the projection that makes directions, at least 1.
+        strength: first value of every strength ``beta``, above 0 and below 2.
 
     Source: Yang et al., arXiv:2505.16381, section on PaTH-FoX. Authors' code: fla-org/flash-linear-attention@bc3b101,
         fla/layers/path_attn.py, use_forget_gate; fla/ops/path_attn/naive.py. As there, what is forgotten is multiplied

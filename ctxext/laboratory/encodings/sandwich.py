@@ -28,7 +28,7 @@ class Sandwich(EncodingMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the scores do not depend on it.
-        dimensions: of the sinusoidal vectors, even, at least 2; the paper's choice is 128 whatever the model's width.
+        dimensions: size of the sinusoidal vectors, even, at least 2; the paper's choice is 128 at every model width.
 
     Source: Chi et al., arXiv:2212.10356, section 5 and appendix A.1 (head h of H divides by 8 h / H). Code in use:
         meta-pytorch/attention-gym@7fdb85d, attn_gym/mods/sandwich.py.

@@ -27,9 +27,9 @@ class Sinusoidal(EncodingMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the waves do not depend on it.
-        base: the longest wave has about ``2 pi base`` tokens; above 1.
-        amplitude: of the waves, above 0. None makes them as large as token embeddings are when they are new, as in the
-            paper; where training made those of a model larger, more is needed.
+        base: base of the frequencies, above 1; the longest wave has about ``2 pi base`` tokens.
+        amplitude: height of the waves, above 0. None makes them as large as token embeddings are when they are new, as
+            in the paper; where training made those of a model larger, more is needed.
 
     Source: Vaswani et al., arXiv:1706.03762, section 3.5. Authors' code: tensorflow/tensor2tensor@75b75f2,
         tensor2tensor/layers/common_attention.py, get_timing_signal_1d, which puts all sines before all cosines.

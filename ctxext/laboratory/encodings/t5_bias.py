@@ -29,7 +29,7 @@ class T5Bias(EncodingMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the buckets do not depend on it.
-        buckets: how many there are, at least 2; the first half of them is for one distance each.
+        buckets: number of buckets, at least 2; each of the first half holds one distance.
         max_distance: tokens from which all distances share the last bucket, above ``buckets / 2``.
 
     Source: Raffel et al., arXiv:1910.10683, section 2.1. Authors' code: tensorflow/mesh@28bb9c6,

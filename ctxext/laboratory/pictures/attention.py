@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from transformers import PreTrainedModel
 from ctxext.core.edits import Edits
 from ctxext.core.patching import unpatch
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.report.figures import NOTE
-from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Picture, colour_bar, quiet
+from ctxext.evaluation.report.figures import NOTE, Panel
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Curve, Picture, heat, lines
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.measuring.readings import name_for
 from ctxext.methods import Method
@@ -23,124 +22,118 @@ LONGEST = 1024  # tokens of a text that are read unless more are asked for
 QUERIES = 64  # of the end of a text, over which attention is averaged
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class AttentionPicture(Picture):
-    """Every head's attention by distance, before and after an extension.
+def attention_asked(method: Method | None, request: PictureRequest) -> Picture | None:
+    """Return the picture of every head's attention by distance in a text, before and after; None without a text.
 
-    Args:
-        edges: where the bins of distances begin, in tokens, and where the last ends; one more bin is the first token.
-        before: share of attention of each layer, head and bin, as the checkpoint is.
-        after: likewise, extended.
+    Raises:
+        IncompatibleError: the attention of the checkpoint cannot be seen.
+        InvalidParameterError: no checkpoint, no method, or a text that is shorter than its given length.
     """
-
-    kind = "attention"
-    size = 11.5, 4.9
-    caption = (
-        "Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The first "
-        "token of the text, which many heads take for nothing in particular, stands by itself. Right: the mean over "
-        "all heads."
+    if request.text is None:
+        return None
+    if request.checkpoint is None:
+        raise InvalidParameterError(
+            "--text is read by a checkpoint here, to show how far back its heads look: give one with --model."
+        )
+    if method is None:
+        raise InvalidParameterError(
+            "With --text the attention before and after an extension is drawn, and 'rope' is none. Name a method."
+        )
+    tokens = request.tokens(request.text)[0][:, : request.length or LONGEST]
+    length = tokens.shape[1]
+    if request.length is not None and length < request.length:
+        raise InvalidParameterError(f"--length {request.length}: the text has {length} tokens. Give a longer one.")
+    edges = edges_of(length)
+    model = request.load(method)
+    trained = int(model.config.ctxext["trained_length"])
+    after = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
+    unpatch(model)
+    before = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
+    # Bins of distances begin at the edges, and the last ends there; one more bin is the first token.
+    numbers = {"trained_length": trained, "length": length, "edges": edges, "before": before, "after": after}
+    label = name_for(method)
+    return Picture(
+        kind="attention",
+        sentence=_sentence(request.model, label, numbers),
+        caption="Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The "
+        "first token of the text, which many heads take for nothing in particular, stands by itself. Right: the mean "
+        "over all heads.",
+        values={"method": method.to_dict(), **numbers, "model": request.model},
+        panels=_panels(label, numbers),
     )
 
-    trained_length: int
-    length: int
-    edges: tuple[int, ...]
-    before: Float[Tensor, "layer head bin"]
-    after: Float[Tensor, "layer head bin"]
 
-    @classmethod
-    def of(cls, method: Method | None, request: PictureRequest) -> AttentionPicture:
-        """Read the text with the checkpoint, with the extension and without it.
+def _sentence(model: str, label: str, numbers: dict[str, Any]) -> str:
+    length, trained, before, after = (numbers[name] for name in ("length", "trained_length", "before", "after"))
+    if length <= trained:
+        moved = float((after - before).abs().sum(-1).mean()) / 2
+        return f"{model}: {label} moves {moved:.0%} of its heads' attention in a text of {length:,} tokens"
+    far = [index for index, edge in enumerate(numbers["edges"][:-1]) if edge >= trained]
+    without, extended = (float(shares[..., far].sum(-1).mean()) for shares in (before, after))
+    return (
+        f"{model}, {length:,} tokens: {extended:.0%} of attention goes beyond the {trained:,} trained with {label}, "
+        f"{without:.0%} without"
+    )
 
-        Raises:
-            IncompatibleError: the attention of the checkpoint cannot be seen.
-            InvalidParameterError: no checkpoint, no method, or a text that is shorter than asked for.
-        """
-        if request.checkpoint is None:
-            raise InvalidParameterError(
-                "--text is read by a checkpoint here, to show how far back its heads look: give one with --model."
-            )
-        if method is None:
-            raise InvalidParameterError(
-                "With --text the attention before and after an extension is drawn, and 'rope' is none. Name a method."
-            )
-        tokens = request.tokens(str(request.text))[0][:, : request.length or LONGEST]
-        length = tokens.shape[1]
-        if request.length is not None and length < request.length:
-            raise InvalidParameterError(f"--length {request.length}: the text has {length} tokens. Give a longer one.")
-        edges = edges_of(length)
-        model = request.load(method)
-        trained = int(model.config.ctxext["trained_length"])
-        after = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
-        unpatch(model)
-        return cls(
-            method=method,
-            model=request.model,
-            trained_length=trained,
-            length=length,
-            edges=edges,
-            before=by_distance(attention_of(model, tokens, min(QUERIES, length)), edges),
-            after=after,
+
+def _panels(label: str, numbers: dict[str, Any]) -> list[Panel]:
+    """Return the shares of all heads before and after, and their mean."""
+    layers, heads, bins = numbers["before"].shape
+    largest = float(torch.stack([numbers["before"], numbers["after"]]).quantile(0.995))
+    panels: list[Panel] = []
+    curves = []
+
+    def mark_layers(axes: Any) -> None:
+        step = max(1, layers // 10)
+        places = [layer * heads + (heads - 1) / 2 for layer in range(0, layers, step)]
+        axes.set_yticks(places, [str(layer) for layer in range(0, layers, step)])
+        for layer in range(1, layers):
+            axes.axhline(layer * heads - 0.5, color="white", lw=0.5, alpha=0.7)
+        _mark_bins(axes, numbers, "white")
+
+    for title, shares, colour in (
+        ("before", numbers["before"], BEFORE),
+        (f"with {label}", numbers["after"], AFTER),
+    ):
+        panel = heat(
+            title,
+            shares.flatten(0, 1),
+            size=(3.8, 4.6),
+            shades=GRADED,
+            scale=(0.0, largest),
+            power=0.5,
+            x="tokens back",
+            y="" if panels else "layer, and in it each head",
+            bar={"label": "share of the head's attention", "aspect": 30} if panels else None,
+            panels=2,
+            then=mark_layers,
+            aspect="auto",
         )
+        panels.append(panel)
+        look = {"marker": "o", "ms": 3, "lw": 1.6, "label": title}
+        curves.append(Curve(range(bins), shares.mean((0, 1)), colour, look))
 
-    @property
-    def numbers(self) -> dict[str, Any]:
-        return super().numbers | {"model": self.model}
+    def then(axes: Any) -> None:
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(-0.5, bins - 0.5)
+        _mark_bins(axes, numbers, NOTE)
 
-    @property
-    def sentence(self) -> str:
-        label, length, trained = name_for(self.method), f"{self.length:,} tokens", f"{self.trained_length:,}"
-        if self.length <= self.trained_length:
-            moved = float((self.after - self.before).abs().sum(-1).mean()) / 2
-            return f"{self.model}: {label} moves {moved:.0%} of its heads' attention in a text of {length}"
-        far = [index for index, edge in enumerate(self.edges[:-1]) if edge >= self.trained_length]
-        before, after = (float(shares[..., far].sum(-1).mean()) for shares in (self.before, self.after))
-        return (
-            f"{self.model}, {length}: {after:.0%} of attention goes beyond the {trained} trained with {label}, "
-            f"{before:.0%} without"
-        )
+    names: dict[str, Any] = {"x": "tokens back", "y": "share of attention"}
+    return [*panels, lines("mean of all heads", curves, size=(3.9, 4.6), legend="best", then=then, **names)]
 
-    def draw(self, figure: Any) -> None:
-        from matplotlib.colors import PowerNorm
 
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.05))
-        layers, heads, bins = self.before.shape
-        largest = float(torch.stack([self.before, self.after]).quantile(0.995))
-        sides = ((left, "before", self.before, BEFORE), (middle, f"with {name_for(self.method)}", self.after, AFTER))
-        for axes, title, shares, colour in sides:
-            image = axes.imshow(
-                shares.flatten(0, 1).numpy(),
-                aspect="auto",
-                cmap=GRADED,
-                norm=PowerNorm(0.5, 0, largest),
-                interpolation="nearest",
-            )
-            quiet(axes, title, x="tokens back", y="layer, and in it each head" if axes is left else "", grid="")
-            step = max(1, layers // 10)
-            places = [layer * heads + (heads - 1) / 2 for layer in range(0, layers, step)]
-            axes.set_yticks(places, [str(layer) for layer in range(0, layers, step)])
-            for layer in range(1, layers):
-                axes.axhline(layer * heads - 0.5, color="white", lw=0.5, alpha=0.7)
-            self._mark_bins(axes, "white")
-            right.plot(range(bins), shares.mean((0, 1)).tolist(), "o-", ms=3, lw=1.6, color=colour, label=title)
-        colour_bar(figure, image, [left, middle], "share of the head's attention", aspect=30)
-        quiet(right, "mean of all heads", x="tokens back", y="share of attention")
-        right.set_ylim(bottom=0)
-        right.set_xlim(-0.5, bins - 0.5)
-        self._mark_bins(right, NOTE)
-        right.legend(fontsize=8.5, frameon=False)
-
-    def _mark_bins(self, axes: Any, colour: str) -> None:
-        """Name distances where bins begin, and mark the first token and where the trained length ends."""
-        starts = self.edges[:-1]
-        ticks = [
-            index for index, edge in enumerate(starts) if index in (0, 1) or (edge & (edge - 1) == 0 and index % 4 == 0)
-        ]
-        names = [f"{starts[index]:,}" for index in ticks]
-        axes.set_xticks([*ticks, len(starts)], [*names, "first"], rotation=90 if len(ticks) > 7 else 0)
-        axes.axvline(len(starts) - 0.5, color=colour, lw=0.8)
-        if self.trained_length < self.length:
-            far = next(index for index, edge in enumerate(self.edges) if edge >= self.trained_length)
-            axes.axvline(far - 0.5, color=colour, lw=1.2, ls=(0, (3, 1.5)))
+def _mark_bins(axes: Any, numbers: dict[str, Any], colour: str) -> None:
+    """Name distances where bins begin, and mark the first token and where the trained length ends."""
+    starts, trained = numbers["edges"][:-1], numbers["trained_length"]
+    ticks = [
+        index for index, edge in enumerate(starts) if index in (0, 1) or (edge & (edge - 1) == 0 and index % 4 == 0)
+    ]
+    names = [f"{starts[index]:,}" for index in ticks]
+    axes.set_xticks([*ticks, len(starts)], [*names, "first"], rotation=90 if len(ticks) > 7 else 0)
+    axes.axvline(len(starts) - 0.5, color=colour, lw=0.8)
+    if trained < numbers["length"]:
+        far = next(index for index, edge in enumerate(numbers["edges"]) if edge >= trained)
+        axes.axvline(far - 0.5, color=colour, lw=1.2, ls=(0, (3, 1.5)))
 
 
 @torch.no_grad()

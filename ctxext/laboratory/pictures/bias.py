@@ -1,8 +1,7 @@
-"""The bias that is added to a score for its distance, head by head."""
+"""Additions to a score for its distance: the bias of each head, and the buckets that share a learned bias."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,118 +9,134 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.core.subject import text_of
-from ctxext.evaluation.report.figures import INK, NOTE
-from ctxext.laboratory.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
+from ctxext.errors import IncompatibleError
+from ctxext.evaluation.report.figures import INK, NOTE, Panel
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Curve, Picture, bars, distances_to, lines
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
-from ctxext.measuring.readings import known_trained_length
-from ctxext.methods import BiasMethod, EncodingMethod
+from ctxext.measuring.readings import known_trained_length, name_for
+from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod
 from ctxext.methods.encoding import Encoding
-from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
+from ctxext.methods.formulas import buckets_of
+from ctxext.spec import AlibiSpec, BucketSpec, EncodingSpec, Pairs
 
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
 TURNS = 32  # of a learned bias, at most: T5 has so many buckets
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BiasPicture(Picture):
-    """The bias of each head against distance, and the heads' slopes.
+def bias_asked(method: Method | None, request: PictureRequest) -> Picture | None:
+    """Return the picture of a bias or of buckets; None for a method that has neither, or rotates."""
+    if isinstance(method, EncodingMethod):
+        return bias_of_encoding(method, request)
+    if isinstance(method, BucketMethod):
+        return buckets_picture(method, request)
+    if isinstance(method, BiasMethod) and (request.positions == "elsewhere" or not isinstance(method, RopeMethod)):
+        return bias_of_slopes(method, request)
+    return None
 
-    Args:
-        bias: bias of each head, less that of the query's own token.
-        slopes: what each head's bias loses per token, on average from distance 0 to the trained length.
-        weights: what to know of the weights, such as that they are untrained; None where nothing is.
+
+def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:
+    """Compute the bias of a method whose heads have a slope each.
+
+    Raises:
+        InvalidParameterError: nothing says how many tokens the checkpoint was trained for.
     """
+    heads, length = SMALL.num_heads, request.trained_length or SMALL.trained_length
+    if request.checkpoint is not None:
+        heads = text_of(request.config).num_attention_heads
+        length = known_trained_length(request.structure, request.trained_length)
+    target = method.target_length(length)
+    slopes = method.slopes(AlibiSpec(heads, length), target)
+    return _picture(method, request.model, length, -slopes[:, None] * distances_to(target).double(), slopes)
 
-    kind = "bias"
-    caption = (
-        "Left: what is added to the score of a key so many tokens back, compared with what the query's own token gets; "
-        "a score that is lower by 12 weighs 1/160,000. Where it ripples, the thick line is its mean. Right: the part "
-        "of it that each token adds, on average over the trained length."
+
+def bias_of_encoding(method: EncodingMethod, request: PictureRequest) -> Picture:
+    """Compute the bias of an encoding whose score depends on positions alone, for the last query of a text."""
+    method, encoding, spec, state, layer = request.encoding(method, SMALL.trained_length)
+    target = method.target_length(spec.trained_length)
+    reach = min(spec.trained_length, target - 1)
+    ends = _bias(encoding, spec, target, torch.tensor([0, reach]))
+    bias = _bias(encoding, spec, target, distances_to(target)) - ends[:, :1]
+    slopes = (ends[:, 0] - ends[:, 1]) / reach
+    return _picture(method, request.model + layer, spec.trained_length, bias, slopes, state or None)
+
+
+def _picture(
+    method: BiasMethod | EncodingMethod,
+    model: str,
+    trained_length: int,
+    bias: Float[Tensor, "head distances"],
+    slopes: Float[Tensor, " head"],
+    weights: str | None = None,
+) -> Picture:
+    """Draw each head's bias, less that of the query's own token, and what it loses per token on average."""
+    heads, target = len(bias), method.target_length(trained_length)
+    begin, end = (f"{model}: " if model else ""), (f", {weights}" if weights else "")
+    blind = int((bias.min(1).values < OUT_OF_SIGHT).sum())
+    count = f"{heads - blind or 'none'} of {heads}" if blind else f"all {heads}"
+    sentence = f"{begin}{method.name} lets {count} heads see {target:,} tokens back{end}"
+    if float(bias.max()) > 1e-6:
+        what = "what" if begin else "What"
+        sentence = f"{begin}{what} {method.name} adds to the scores of its {heads} heads for distance{end}"
+    return Picture(
+        kind="bias",
+        sentence=sentence,
+        caption="Left: what is added to the score of a key so many tokens back, compared with what the query's own "
+        "token gets; a score that is lower by 12 weighs 1/160,000. Where it ripples, the thick line is its mean. "
+        "Right: the part of it that each token adds, on average over the trained length.",
+        values={
+            "method": method.to_dict(),
+            "trained_length": trained_length,
+            "target_length": target,
+            "distances": distances_to(target),
+            "bias": bias,
+            "slopes": slopes,
+            "weights": weights,
+        },
+        panels=[_by_distance(bias, target, trained_length), _slopes(slopes)],
     )
 
-    trained_length: int
-    target_length: int
-    distances: Int[Tensor, " distances"]
-    bias: Float[Tensor, "head distances"]
-    slopes: Float[Tensor, " head"]
-    weights: str | None = None
 
-    @classmethod
-    def of_slopes(cls, method: BiasMethod, request: PictureRequest) -> BiasPicture:
-        """Compute the bias of a method whose heads have a slope each.
+def _colours(heads: int) -> list[float]:
+    return [0.92 * head / max(heads - 1, 1) for head in range(heads)]
 
-        Raises:
-            InvalidParameterError: nothing says how many tokens the checkpoint was trained for.
-        """
-        heads, length = SMALL.num_heads, request.trained_length or SMALL.trained_length
-        if request.checkpoint is not None:
-            heads = text_of(request.config).num_attention_heads
-            length = known_trained_length(request.structure, request.trained_length)
-        target = method.target_length(length)
-        slopes, distances = method.slopes(AlibiSpec(heads, length), target), distances_to(target)
-        return cls(
-            method=method,
-            model=request.model,
-            trained_length=length,
-            target_length=target,
-            distances=distances,
-            bias=-slopes[:, None] * distances.double(),
-            slopes=slopes,
-        )
 
-    @classmethod
-    def of_encoding(cls, method: EncodingMethod, request: PictureRequest) -> BiasPicture:
-        """Compute the bias of an encoding whose score depends on positions alone, for the last query of a text."""
-        method, encoding, spec, state, layer = request.encoding(method, SMALL.trained_length)
-        target = method.target_length(spec.trained_length)
-        distances, reach = distances_to(target), min(spec.trained_length, target - 1)
-        ends = _bias(encoding, spec, target, torch.tensor([0, reach]))
-        return cls(
-            method=method,
-            model=request.model + layer,
-            trained_length=spec.trained_length,
-            target_length=target,
-            distances=distances,
-            bias=_bias(encoding, spec, target, distances) - ends[:, :1],
-            slopes=(ends[:, 0] - ends[:, 1]) / reach,
-            weights=state or None,
-        )
+def _by_distance(bias: Float[Tensor, "head distances"], target: int, trained_length: int) -> Panel:
+    """Return the bias of each head; one that ripples is a faint line under its mean over quarters of an octave."""
+    distances, curves = distances_to(target)[1:].double(), []
+    for colour, line in zip(_colours(len(bias)), bias[:, 1:].double(), strict=True):
+        turns = line.diff().sign()
+        ripples = int((turns[1:] * turns[:-1] < 0).sum()) > TURNS  # its line would hide those of other heads
+        curves.append(Curve(distances, line, colour, {"lw": 0.6, "alpha": 0.3} if ripples else {"lw": 1.5}))
+        if ripples:
+            quarter = (4 * distances.log2()).floor().long()
+            count = quarter.bincount()
+            x, y = (quarter.bincount(each)[count > 0] / count[count > 0] for each in (distances, line))
+            curves.append(Curve(x, y, colour, {"lw": 1.8}))
 
-    @property
-    def sentence(self) -> str:
-        label, heads = self.method.name, len(self.bias)
-        begin, end = (f"{self.model}: " if self.model else ""), (f", {self.weights}" if self.weights else "")
-        blind = int((self.bias.min(1).values < OUT_OF_SIGHT).sum())
-        if float(self.bias.max()) > 1e-6:
-            what = "what" if begin else "What"
-            return f"{begin}{what} {label} adds to the scores of its {heads} heads for distance{end}"
-        count = f"{heads - blind or 'none'} of {heads}" if blind else f"all {heads}"
-        return f"{begin}{label} lets {count} heads see {self.target_length:,} tokens back{end}"
+    def then(axes: Any) -> None:
+        axes.axhline(0, color="#BBBBBB", lw=0.8)
+        if float(bias.min()) < OUT_OF_SIGHT:
+            axes.set_ylim(OUT_OF_SIGHT, 0.4)
 
-    def draw(self, figure: Any) -> None:
-        from matplotlib import colormaps
+    span: dict[str, Any] = {"longest": target, "trained": trained_length}
+    return lines("Added to the score", curves, size=(5.9, 3.8), y="bias, relative to distance 0", then=then, **span)
 
-        left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
-        heads = len(self.bias)
-        colours = [colormaps[GRADED](0.92 * head / max(heads - 1, 1)) for head in range(heads)]
-        shown = self.distances >= 1
-        left.axhline(0, color="#BBBBBB", lw=0.8)
-        for bias, colour in zip(self.bias[:, shown].double(), colours, strict=True):
-            _draw_bias(left, self.distances[shown].double(), bias, colour)
-        if float(self.bias.min()) < OUT_OF_SIGHT:
-            left.set_ylim(OUT_OF_SIGHT, 0.4)
-        tokens_axis(left, self.target_length)
-        quiet(left, "Added to the score", x="tokens between query and key", y="bias, relative to distance 0")
-        mark_trained(left, self.trained_length, above=False)
-        right.bar(range(heads), self.slopes.tolist(), color=colours, width=0.8)
-        if bool((self.slopes > 0).all()) and float(self.slopes.max() / self.slopes.min()) > 8:
-            right.set_yscale("log", base=2)
-            right.yaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else f"{value:g}")
+
+def _slopes(slopes: Float[Tensor, " head"]) -> Panel:
+    heads = len(slopes)
+
+    def then(axes: Any) -> None:
+        if bool((slopes > 0).all()) and float(slopes.max() / slopes.min()) > 8:
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else f"{value:g}")
         else:
-            right.axhline(0, color="#BBBBBB", lw=0.8)
-        right.set_xticks(range(heads), [str(head) for head in range(heads)]) if heads <= 16 else None
-        quiet(right, "Slope of each head", x="head", y="lost per token, mean over the trained length")
-        right.tick_params(axis="x", colors=INK if heads <= 16 else NOTE)
+            axes.axhline(0, color="#BBBBBB", lw=0.8)
+        if heads <= 16:
+            axes.set_xticks(range(heads), [str(head) for head in range(heads)])
+        axes.tick_params(axis="x", colors=INK if heads <= 16 else NOTE)
+
+    names: dict[str, Any] = {"x": "head", "y": "lost per token, mean over the trained length"}
+    return bars("Slope of each head", slopes, _colours(heads), size=(3.7, 3.8), then=then, **names)
 
 
 def pairs_at(spec: EncodingSpec, query: int, distances: Int[Tensor, " distances"], *, seed: int | None = None) -> Pairs:
@@ -148,15 +163,58 @@ def _bias(
     return score.rows(slice(0, 1))[0, :, 0].double().cpu()
 
 
-def _draw_bias(
-    axes: Any, distances: Float[Tensor, " distances"], bias: Float[Tensor, " distances"], colour: Any
-) -> None:
-    """Draw a head's bias; one that ripples as a faint line, with its mean over quarters of an octave on it."""
-    turns = bias.diff().sign()
-    ripples = int((turns[1:] * turns[:-1] < 0).sum()) > TURNS  # its line would hide those of other heads
-    axes.plot(distances.tolist(), bias.tolist(), color=colour, lw=0.6 if ripples else 1.5, alpha=0.3 if ripples else 1)
-    if ripples:
-        quarter = (4 * distances.log2()).floor().long()
-        count = quarter.bincount()
-        means = [quarter.bincount(values)[count > 0] / count[count > 0] for values in (distances, bias)]
-        axes.plot(*(mean.tolist() for mean in means), color=colour, lw=1.8)
+def buckets_picture(method: BucketMethod, request: PictureRequest) -> Picture:
+    """Draw the bucket of each distance of keys before the query, as trained and with the method.
+
+    Raises:
+        IncompatibleError: the config of the checkpoint names no buckets.
+    """
+    spec, label = _buckets(request), name_for(method)
+    target = method.target_length(spec.trained_length)
+    distances = distances_to(target)
+
+    def bucket(distances: Int[Tensor, " distances"], largest: int) -> Int[Tensor, " distances"]:
+        exact = buckets_of(-distances.double(), buckets=spec.buckets, max_distance=largest, both_ways=True)
+        return (exact + 1e-9).floor().long()
+
+    # Tokens from which all distances share the last bucket, and the bucket of each distance.
+    (trained_last, trained), (last, stretched) = (
+        (int(bucket(torch.arange(largest + 1), largest).argmax()), bucket(distances, largest))
+        for largest in (spec.max_distance, method.max_distance(spec))
+    )
+    curves = [
+        Curve(distances[1:], each[1:], colour, {"lw": 2, "drawstyle": "steps-post", "label": name})
+        for each, colour, name in ((trained, BEFORE, "as trained"), (stretched, AFTER, label))
+    ]
+    title = "Bucket of each distance, of an encoder's keys before the query"
+    return Picture(
+        kind="buckets",
+        sentence=f"{f'{request.model}: with' if request.model else 'With'} {label} the last bucket begins at {last:,} "
+        f"tokens back, not at {trained_last:,}",
+        caption="Distances that share a bucket share a learned score: no head can tell them apart. Where a line has "
+        "become flat, all that lies farther back is one. These are an encoder's buckets for keys before the query; "
+        "those after it have as many of their own.",
+        values={
+            "method": method.to_dict(),
+            "trained_length": spec.trained_length,
+            "target_length": target,
+            "trained_last": trained_last,
+            "last": last,
+            "distances": distances,
+            "trained": trained,
+            "buckets": stretched,
+        },
+        panels=[lines(title, curves, size=(8.4, 3.9), y="bucket", grid="both", longest=target, legend="upper left")],
+    )
+
+
+def _buckets(request: PictureRequest) -> BucketSpec:
+    """Return the buckets of a checkpoint, or those of T5."""
+    if request.checkpoint is None:
+        return BucketSpec(buckets=32, max_distance=128, trained_length=request.trained_length or 512)
+    config = text_of(request.config)
+    buckets = getattr(config, "relative_attention_num_buckets", None)
+    most = getattr(config, "relative_attention_max_distance", None)
+    if not isinstance(buckets, int) or not isinstance(most, int):
+        raise IncompatibleError(f"The config of {request.checkpoint} names no buckets of relative distances.")
+    return BucketSpec(buckets, most, request.trained_length or getattr(config, "n_positions", None) or 512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.report.figures import NOTE
-from ctxext.laboratory.pictures.picture import Picture
+from ctxext.evaluation.report.figures import NOTE, Panel
+from ctxext.laboratory.pictures.picture import Picture, bars
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.remap import RemapMethod
@@ -32,112 +32,90 @@ RIM = 0.015
 SAME = 0.01  # bands are told apart to one percent of a frequency
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SpectrumPicture(Picture):
-    """One panel per method: a bar per frequency, as high as its share of the original, coloured by band.
+def spectrum_picture(methods: Sequence[Method], rope: RopeSpec, model: str = "") -> Picture:
+    """Put the spectra of methods beside each other; those that do the same at their target length share a panel.
 
-    Args:
-        groups: methods that do the same at their target length, in order; a dynamic method often meets its static form.
+    Raises:
+        IncompatibleError: for a method that has no frequencies.
     """
-
-    kind = "frequencies"
-    caption = "Each bar is a frequency, as high as its share of the original. Methods that do the same share a panel."
-
-    rope: RopeSpec
-    groups: list[list[Method]]
-
-    @classmethod
-    def of(cls, methods: Sequence[Method], rope: RopeSpec, model: str = "") -> SpectrumPicture:
-        """Put the spectra of methods beside each other.
-
-        Raises:
-            IncompatibleError: for a method that has no frequencies.
-        """
-        groups: list[list[Method]] = []
-        for method in methods:
-            shares, scale = speed(method, rope)
-            for group in groups:
-                others, other_scale = speed(group[0], rope)
-                is_near = method.factor == group[0].factor and abs(scale - other_scale) < SAME
-                if is_near and torch.allclose(shares, others):
-                    group.append(method)
-                    break
-            else:
-                groups.append([method])
-        return cls(method=methods[0], model=model, rope=rope, groups=groups)
-
-    @property
-    def columns(self) -> int:
-        """Number of panels beside each other."""
-        return min(COLUMNS, len(self.groups))
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return max(2.2 * self.columns, 5.0) + 0.6, 1.75 * math.ceil(len(self.groups) / self.columns) + 1.0
-
-    @property
-    def sentence(self) -> str:
-        factors = sorted({method.factor for group in self.groups for method in group})
-        return (
-            f"{f'{self.model}: what' if self.model else 'What'} {self.rope.rotary_dim // 2} rotary frequencies become "
-            f"at {' and '.join(f'{factor:g}' for factor in factors)} times {self.rope.trained_length:,} tokens"
+    groups: list[list[Method]] = []
+    for method in methods:
+        shares, scale = speed(method, rope)
+        for group in groups:
+            others, other_scale = speed(group[0], rope)
+            is_near = method.factor == group[0].factor and abs(scale - other_scale) < SAME
+            if is_near and torch.allclose(shares, others):
+                group.append(method)
+                break
+        else:
+            groups.append([method])
+    factors = " and ".join(f"{factor:g}" for factor in sorted({method.factor for method in methods}))
+    what = f"{rope.rotary_dim // 2} rotary frequencies become at {factors} times {rope.trained_length:,} tokens"
+    across = min(COLUMNS, len(groups))
+    legend = {name for group in groups for name in bands(speed(group[0], rope)[0], group[0].factor)}
+    panels = []
+    for place, group in enumerate(groups):
+        is_last = place == len(groups) - 1
+        panels.append(
+            _panel(group, rope, width=max(2.2, 5 / across), legend=legend if is_last else None, first=not place)
         )
+    return Picture(
+        kind="frequencies",
+        sentence=f"{f'{model}: what' if model else 'What'} {what}",
+        caption="Each bar is a frequency, as high as its share of the original. Methods that do the same share a "
+        "panel.",
+        values={"rope": rope, "groups": groups},
+        panels=panels,
+        across=across,
+    )
 
-    def draw(self, figure: Any) -> None:
+
+def _panel(group: list[Method], rope: RopeSpec, *, width: float, first: bool, legend: set[str] | None) -> Panel:
+    """Return what the methods of a group do; the last panel of a picture has the legend of all bands."""
+    shares, scale = speed(group[0], rope)
+    factor = group[0].factor
+    # Place of a frequency that would turn exactly once in the trained window.
+    turning_once = min(index_that_turns(rope, 1.0), rope.rotary_dim / 2 - 0.5)
+    is_left = turning_once < 0.7 * rope.rotary_dim / 2
+
+    def then(axes: Any) -> None:
         from matplotlib.patches import Patch
 
-        shape = math.ceil(len(self.groups) / self.columns), self.columns
-        panels = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).flatten()
-        seen = {band for panel, group in zip(panels, self.groups, strict=False) for band in self._draw(panel, group)}
-        for index in range(len(self.groups), len(panels)):
-            panels[index].set_axis_off()
-            panels[index - self.columns].tick_params(labelbottom=True)
-        is_left = self._turning_once < 0.7 * self.rope.rotary_dim / 2
-        panels[0].annotate(
-            f"one turn in\n{self.rope.trained_length:,} tokens",
-            (self._turning_once, 1.0),
-            xytext=(3 if is_left else -3, 0),
-            textcoords="offset points",
-            ha="left" if is_left else "right",
-            va="top",
-            fontsize=6.5,
-            color=NOTE,
-        )
-        figure.supxlabel("frequency, fast to slow", x=0.05, ha="left", fontsize=8, color=NOTE)
-        figure.supylabel("share of the original", fontsize=8, color=NOTE)
-        handles = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in seen]
-        figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False)
-
-    @property
-    def _turning_once(self) -> float:
-        """Place on the axis of a frequency that would turn exactly once in the trained window."""
-        return min(index_that_turns(self.rope, 1.0), self.rope.rotary_dim / 2 - 0.5)
-
-    def _draw(self, panel: Any, group: list[Method]) -> list[str]:
-        """Draw what the methods of a group do; return the band of each frequency."""
-        method = group[0]
-        shares, scale = speed(method, self.rope)
-        names = bands(shares, method.factor)
-        # What has stopped has no height of its own: a rim on the axis shows that it was not left out.
-        heights = [share or RIM for share in shares.tolist()]
-        panel.bar(range(len(names)), heights, width=0.82, color=[COLOURS[name] for name in names])
-        panel.axhline(1 / method.factor, color=NOTE, linewidth=0.6, linestyle=(0, (4, 2)))
-        panel.axvline(self._turning_once, color=NOTE, linewidth=0.6)
-        title = ", ".join(sorted((method.name for method in group), key=len))
-        panel.set_title(title, fontsize=8.5, fontweight="bold", loc="left", pad=3)
+        axes.axhline(1 / factor, color=NOTE, linewidth=0.6, linestyle=(0, (4, 2)))
+        axes.axvline(turning_once, color=NOTE, linewidth=0.6)
         if abs(scale - 1) > 1e-6:
             white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
             note = f"cos, sin\ntimes {scale:.3g}"
-            panel.text(0.99, 0.68, note, transform=panel.transAxes, ha="right", fontsize=6.5, color=NOTE, bbox=white)
-        panel.set_yticks([0, 1 / method.factor, 1], ["0", f"1/{method.factor:g}", "1"])
-        panel.set_ylim(0, 1.02)
-        panel.margins(x=0.01)
-        panel.tick_params(labelsize=7, length=2, colors=NOTE)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        for side, spine in panel.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(NOTE)
-        return names
+            axes.text(0.99, 0.68, note, transform=axes.transAxes, ha="right", fontsize=6.5, color=NOTE, bbox=white)
+        if first:
+            axes.annotate(
+                f"one turn in\n{rope.trained_length:,} tokens",
+                (turning_once, 1.0),
+                xytext=(3 if is_left else -3, 0),
+                textcoords="offset points",
+                ha="left" if is_left else "right",
+                va="top",
+                fontsize=6.5,
+                color=NOTE,
+            )
+        axes.set_yticks([0, 1 / factor, 1], ["0", f"1/{factor:g}", "1"])
+        axes.set_ylim(0, 1.02)
+        axes.margins(x=0.01)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(False)
+        if legend is not None:
+            handles = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in legend]
+            place = {"loc": "outside lower right", "ncols": len(handles), "fontsize": 7, "frameon": False}
+            axes.figure.legend(handles=handles, **place)
+
+    # What has stopped has no height of its own: a rim on the axis shows that it was not left out.
+    heights, colours = shares.where(shares > 0, RIM), [COLOURS[name] for name in bands(shares, factor)]
+    title = ", ".join(sorted((method.name for method in group), key=len))
+    names: dict[str, Any] = {
+        "x": "frequency, fast to slow" if first else "",
+        "y": "share of the original" if first else "",
+    }
+    return bars(title, heights, colours, size=(width, 1.9), then=then, **names)
 
 
 def shown_by_default(factor: float, rope: RopeSpec = LLAMA) -> list[Method]:

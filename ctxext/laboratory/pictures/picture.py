@@ -1,66 +1,54 @@
-"""The contract of a picture: numbers for programs, and a drawing of these numbers alone."""
+"""A picture: numbers for programs, a sentence, and panels of lines, heat or bars that draw these numbers alone."""
 
 from __future__ import annotations
 
-import abc
 import math
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.report.figures import INK, NOTE, Figure, draw_grid
-from ctxext.methods import Method
+from ctxext.evaluation.report.figures import INK, NOTE, Panel, draw_grid, paneled
 
 # Hues of Okabe and Ito, told apart under every common colour blindness, by what they stand for in every picture.
 BEFORE, AFTER, UNSEEN = "#E69F00", "#0072B2", "#F4F4F4"
 GRADED = "cividis"  # made for colour-blind readers: dark to light, blue to yellow
+DEEPER = "YlGnBu"  # light for none or near, dark for much or far
 DIVERGING = "PuOr"  # orange below zero, violet above, told apart under every common colour blindness
 POINTS = 400  # distances that a curve is drawn through
 SIGNIFICANT = 6  # digits of a number for programs
 
+Colour = str | float
+"""Name of a colour, or its place from 0 to 1 among the graded ones."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Picture(abc.ABC):
-    """The numbers of one picture. A kind of picture adds its own as fields, each of which programs get.
+class Picture:
+    """Numbers of a method, and the panels that draw them.
 
-    Class attributes of a kind:
-        kind: what is drawn, in a word.
-        caption: how to read it.
+    Args:
+        kind: Name of what is drawn, a word.
+        sentence: Title, which says what the picture shows to a reader who cannot see it.
+        caption: Way to read the panels.
+        values: Numbers and tensors by name, for programs.
+        across: Number of panels in a row.
     """
 
-    kind: ClassVar[str]
-    caption: ClassVar[str]
-
-    method: Method
-    model: str = ""
-    title: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """Title of the picture, which says what it shows to a reader who cannot see it."""
-        return self.title
-
-    @abc.abstractmethod
-    def draw(self, figure: Any) -> None:
-        """Draw on a matplotlib figure of ``size``."""
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height in inches."""
-        return 9.6, 4.1
+    kind: str
+    sentence: str
+    caption: str
+    values: Mapping[str, Any]
+    panels: Sequence[Panel]
+    across: int = 3
 
     @property
     def numbers(self) -> dict[str, Any]:
         """Numbers of the picture in plain values that JSON has."""
-        names = [field.name for field in fields(self)[len(fields(Picture)) :]]
-        shown = {name: as_numbers(getattr(self, name)) for name in names}
-        return {"kind": self.kind, "method": self.method.to_dict(), **shown}
+        return {"kind": self.kind, **as_numbers(self.values)}
 
     def save(self, path: Path) -> None:
         """Write a PNG with the sentence as its title.
@@ -68,8 +56,16 @@ class Picture(abc.ABC):
         Raises:
             InvalidParameterError: matplotlib is not installed.
         """
-        title = textwrap.fill(self.sentence, int(self.size[0] * 9.7))
-        Figure(name=self.kind, title=title, size=self.size, draw=self.draw).save(path)
+        paneled(self.kind, self.sentence, self.panels, across=self.across).save(path)
+
+
+class Curve(NamedTuple):
+    """Line of a panel; its look is in matplotlib's words."""
+
+    x: Sequence[float] | Tensor
+    y: Float[Tensor, " points"]
+    colour: Colour
+    look: Mapping[str, Any] = {}
 
 
 def as_numbers(value: Any) -> Any:
@@ -107,7 +103,109 @@ def distances_to(length: int) -> Int[Tensor, " distances"]:
     return torch.tensor([0, *dict.fromkeys(steps.exp().round().long().tolist())])
 
 
-def mark_trained(axes: Any, trained_length: int, *, above: bool = True) -> None:
+def lines(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    size: tuple[float, float],
+    x: str = "tokens between query and key",
+    y: str,
+    grid: str = "y",
+    longest: int | None = None,
+    trained: int | None = None,
+    legend: str = "",
+    then: Callable[[Any], None] = lambda axes: None,
+) -> Panel:
+    """Return a panel of curves, over distances up to ``longest`` where that is given."""
+
+    def draw(axes: Any) -> None:
+        for curve in curves:
+            axes.plot([*map(float, curve.x)], curve.y.tolist(), color=_hue(curve.colour), **curve.look)
+        then(axes)
+        if longest is not None:
+            _tokens_axis(axes, longest)
+        name_axes(axes, title, x=x, y=y, grid=grid)
+        if trained is not None:
+            _mark_trained(axes, trained, above="lower" in legend)
+        if legend:
+            axes.legend(fontsize=8.5, frameon=False, loc=legend)
+
+    return Panel(draw, size=size)
+
+
+def heat(
+    title: str,
+    values: Float[Tensor, "row column"],
+    *,
+    size: tuple[float, float],
+    shades: str,
+    scale: tuple[float, float],
+    power: float = 1.0,
+    beyond: str | None = None,
+    x: str = "",
+    y: str = "",
+    bar: Mapping[str, Any] | None = None,
+    panels: int = 1,
+    cells: tuple[str, float, float] | None = None,
+    then: Callable[[Any], None] = lambda axes: None,
+    **image: Any,
+) -> Panel:
+    """Return a panel with a colour for each number of a matrix.
+
+    Args:
+        scale: Least and greatest number that have a colour.
+        power: Exponent of the scale: below 1 small numbers are told apart better.
+        beyond: Colour of what is greater.
+        bar: Label and look of the scale of colours; None where another panel has it.
+        panels: Panels, this one the last, that share the scale of colours.
+        cells: Format of the number in each cell, value above which its ink is white, and size of its letters.
+    """
+
+    def draw(axes: Any) -> None:
+        from matplotlib import colormaps
+        from matplotlib.colors import PowerNorm
+
+        colours = colormaps[shades].with_extremes(over=beyond, bad=(0, 0, 0, 0))
+        norm = PowerNorm(power, *scale)
+        shown = axes.imshow(values.numpy(), cmap=colours, norm=norm, interpolation="nearest", **image)
+        if cells is not None:
+            _write_cells(axes, values, *cells)
+        name_axes(axes, title, x=x, y=y, grid="")
+        then(axes)
+        if bar is not None:
+            place = axes.figure.axes.index(axes) + 1
+            colour_bar(axes.figure.axes[place - panels : place], shown, **bar)
+
+    return Panel(draw, size=size)
+
+
+def bars(
+    title: str,
+    heights: Float[Tensor, " bar"],
+    colours: Sequence[Colour],
+    *,
+    size: tuple[float, float],
+    x: str,
+    y: str,
+    then: Callable[[Any], None],
+) -> Panel:
+    """Return a panel with a bar for each number; ``then`` has the last strokes on matplotlib's axes."""
+
+    def draw(axes: Any) -> None:
+        axes.bar(range(len(heights)), heights.tolist(), color=[*map(_hue, colours)], width=0.82)
+        name_axes(axes, title, x=x, y=y)
+        then(axes)
+
+    return Panel(draw, size=size)
+
+
+def _hue(colour: Colour) -> Any:
+    from matplotlib import colormaps
+
+    return colour if isinstance(colour, str) else colormaps[GRADED](colour)
+
+
+def _mark_trained(axes: Any, trained_length: int, *, above: bool) -> None:
     """Draw a line where the trained length ends, and a shade over all that lies beyond."""
     low, high = axes.get_xlim()
     axes.axvspan(trained_length, max(high, trained_length), color=UNSEEN, zorder=-2, lw=0)
@@ -127,7 +225,7 @@ def mark_trained(axes: Any, trained_length: int, *, above: bool = True) -> None:
     )
 
 
-def tokens_axis(axes: Any, longest: int) -> None:
+def _tokens_axis(axes: Any, longest: int) -> None:
     """Give an axis distances from 1 token on, each octave as wide as the next, in plain numbers."""
     axes.set_xscale("log", base=2)
     axes.set_xlim(1, longest)
@@ -137,7 +235,7 @@ def tokens_axis(axes: Any, longest: int) -> None:
     axes.minorticks_off()
 
 
-def quiet(axes: Any, title: str, *, x: str, y: str, grid: str = "y") -> None:
+def name_axes(axes: Any, title: str, *, x: str, y: str, grid: str = "y") -> None:
     """Write the title and the names of the axes, as all pictures have them; an empty ``grid`` draws no lines."""
     draw_grid(axes, title, axis=grid or "both")
     if not grid:
@@ -147,26 +245,19 @@ def quiet(axes: Any, title: str, *, x: str, y: str, grid: str = "y") -> None:
     axes.tick_params(labelsize=8, length=2.5)
 
 
-def colour_bar(figure: Any, image: Any, axes: Any, label: str = "", **placing: Any) -> Any:
+def colour_bar(panels: Sequence[Any], image: Any, label: str = "", **look: Any) -> Any:
     """Draw the scale of an image's colours beside one panel or several, without a frame."""
-    bar = figure.colorbar(image, ax=axes, **({"aspect": 28, "pad": 0.015} | placing))
+    bar = panels[0].figure.colorbar(image, ax=panels, **({"aspect": 28, "pad": 0.02} | look))
     bar.set_label(label, fontsize=8, color=NOTE)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, length=2, colors=NOTE)
     return bar
 
 
-def number_cells(
-    axes: Any,
-    values: Float[Tensor, "query key"],
-    places: list[int],
-    text: Callable[[float], str],
-    is_dark: Callable[[float], bool],
-    size: float,
-) -> None:
-    """Write its number into each cell of a causal matrix, in an ink that is read on its colour."""
-    for query, row in zip(places, values.tolist(), strict=True):
-        for key, value in zip(places, row, strict=True):
-            if key <= query and value == value:
-                ink = "white" if is_dark(value) else "#222222"
-                axes.text(key, query, text(value), ha="center", va="center", fontsize=size, color=ink)
+def _write_cells(axes: Any, values: Float[Tensor, "row column"], form: str, dark: float, size: float) -> None:
+    """Write its number into each cell of a matrix, in an ink that is read on its colour."""
+    for row, numbers in enumerate(values.tolist()):
+        for column, value in enumerate(numbers):
+            if value == value:
+                ink = "white" if abs(value) > dark else "#222222"
+                axes.text(column, row, format(value, form), ha="center", va="center", fontsize=size, color=ink)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,87 +10,62 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.report.figures import INK, NOTE
-from ctxext.laboratory.pictures.picture import Picture, as_numbers, colour_bar, number_cells
+from ctxext.evaluation.report.figures import NOTE, Panel
+from ctxext.laboratory.pictures.picture import DEEPER, Picture, heat
+from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.measuring.readings import name_for
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec
 
 UNTRAINED, DROPPED = "#C0392B", "#E8E8E8"
+TOKENS = 16  # trained length of an example: the cells of its matrix hold their numbers
 CELLS = 480  # of a picture, along each side: more are not told apart
 NUMBERED = 36  # tokens up to which cells are large enough to hold their number, as the papers print them
 COLUMNS = 3
 FEW = 128  # tokens of a text, evenly spaced, that numbers for programs are of
 
-Panel = tuple[str, Sequence[Piece], int]
-"""A name, pieces of attention, and the length of a text."""
+
+def positions_asked(method: Method | None, request: PictureRequest) -> Picture | None:
+    """Return the picture of a method that remaps positions; None for another method."""
+    return positions_picture([method], request.rope(TOKENS)) if isinstance(method, RemapMethod) else None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PositionsPicture(Picture):
-    """The relative positions of a model as it is, and of each method beside it."""
+def positions_picture(methods: Sequence[Method], rope: RopeSpec) -> Picture:
+    """Draw the relative positions of a model as it is, and of methods that remap its positions.
 
-    kind = "positions"
-    caption = "Queries down, keys across: the relative position that rotation sees, as it is and as the method has it."
-
-    trained_length: int
-    panels: tuple[Panel, ...]
-
-    @classmethod
-    def of(cls, methods: Sequence[Method], rope: RopeSpec) -> PositionsPicture:
-        """Put a model's rotation and methods that remap its positions beside each other.
-
-        Raises:
-            IncompatibleError: for a method that gives all tokens their own positions.
-            InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
-        """
-        lengths = [method.target_length(rope.trained_length) for method in methods]
-        panels: list[Panel] = [("as it is", (Piece(region=Band()),), max(lengths))]
-        for method, length in zip(methods, lengths, strict=True):
-            if not isinstance(method, RemapMethod):
-                remaps = [name for name, cls in METHODS.items() if issubclass(cls, RemapMethod)]
-                raise IncompatibleError(
-                    f"Method {method.name!r} leaves every token at its own position and changes what a position means. "
-                    f"See `ctxext plot frequencies`. Methods to draw here: {', '.join(remaps)}."
-                )
-            panels.append((name_for(method), method.pieces(rope, length), length))
-        return cls(method=methods[0], trained_length=rope.trained_length, panels=tuple(panels))
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        shown = []
-        for name, pieces, length in self.panels:
-            positions, places = relative_positions(pieces, length, cells=FEW)
-            shown.append({"name": name, "length": length, "tokens": places, "positions": as_numbers(positions)})
-        return {"kind": self.kind, "trained_length": self.trained_length, "panels": shown}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of panels."""
-        columns = min(COLUMNS, len(self.panels))
-        return math.ceil(len(self.panels) / columns), columns
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 3.7 * self.shape[1] + 0.9, 3.75 * self.shape[0] + 0.7
-
-    @property
-    def sentence(self) -> str:
-        if len(self.panels) > 2:
-            return "How far each key stands from each query"
-        name, pieces, length = self.panels[1]
-        most, trained = f"{farthest(pieces, length):,.6g}", f"{self.trained_length:,}"
-        return f"{name}: at {length:,} tokens no key stands farther than {most} back; trained were {trained}"
-
-    def draw(self, figure: Any) -> None:
-        axes = figure.subplots(*self.shape, squeeze=False).flatten()
-        for panel, (name, pieces, length) in zip(axes, self.panels, strict=False):
-            image = _draw(panel, name, pieces, length, self.trained_length)
-        for panel in axes[len(self.panels) :]:
-            panel.set_axis_off()
-        label = f"relative position, tokens; red: beyond the {self.trained_length:,} that were trained"
-        colour_bar(figure, image, axes.tolist(), label, shrink=0.6, extend="max")
+    Raises:
+        IncompatibleError: for a method that gives all tokens their own positions.
+        InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
+    """
+    lengths, trained = [method.target_length(rope.trained_length) for method in methods], rope.trained_length
+    shown: list[tuple[str, Sequence[Piece], int]] = [("as it is", (Piece(region=Band()),), max(lengths))]
+    for method, length in zip(methods, lengths, strict=True):
+        if not isinstance(method, RemapMethod):
+            remaps = [name for name, cls in METHODS.items() if issubclass(cls, RemapMethod)]
+            raise IncompatibleError(
+                f"Method {method.name!r} leaves every token at its own position and changes what a position means. "
+                f"See `ctxext plot frequencies`. Methods to draw here: {', '.join(remaps)}."
+            )
+        shown.append((name_for(method), method.pieces(rope, length), length))
+    numbers = []
+    for name, pieces, length in shown:
+        positions, places = relative_positions(pieces, length, cells=FEW)
+        numbers.append({"name": name, "length": length, "tokens": places, "positions": positions})
+    sentence = "How far each key stands from each query"
+    if len(shown) == 2:
+        name, pieces, length = shown[1]
+        most = f"{farthest(pieces, length):,.6g}"
+        sentence = f"{name}: at {length:,} tokens no key stands farther than {most} back; trained were {trained:,}"
+    return Picture(
+        kind="positions",
+        sentence=sentence,
+        caption="Queries down, keys across: the relative position that rotation sees, as it is and as the method has "
+        "it.",
+        values={"trained_length": trained, "panels": numbers},
+        panels=[_panel(*one, trained, panels=len(shown) if one is shown[-1] else 0) for one in shown],
+        across=min(COLUMNS, len(shown)),
+    )
 
 
 def relative_positions(
@@ -100,9 +73,7 @@ def relative_positions(
 ) -> tuple[Float[Tensor, "query key"], list[int]]:
     """Compute relative positions of a text of ``length`` tokens, of at most ``cells`` evenly spaced ones.
 
-    Args:
-        pieces: a method's. Where frequencies have positions of their own, that of the slowest one is given.
-        cells: along each side, at least 2.
+    Where frequencies have positions of their own, that of the slowest one is given.
 
     Returns:
         ``[query, key]``, not a number where a query does not see a key, and which tokens these are.
@@ -146,41 +117,35 @@ def _first_keys(region: Region, queries: Int[Tensor, " query"]) -> list[Int[Tens
     return [start]
 
 
-def _draw(panel: Any, name: str, pieces: Sequence[Piece], length: int, trained_length: int) -> Any:
-    """Draw one panel; return what the colour bar is for."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap, Normalize
-
-    positions, places = relative_positions(pieces, length)
+def _panel(name: str, pieces: Sequence[Piece], length: int, trained_length: int, *, panels: int) -> Panel:
+    """Return the matrix of one method; the last panel draws the scale of colours for all."""
+    positions, _ = relative_positions(pieces, length)
     hidden = positions.isnan() & torch.ones_like(positions, dtype=torch.bool).tril()
     extent = (-0.5, length - 0.5, length - 0.5, -0.5)
-    panel.imshow(
-        hidden.numpy().astype(float), cmap=ListedColormap([(1, 1, 1, 0), DROPPED]), extent=extent, vmin=0, vmax=1
-    )
-    image = panel.imshow(
-        positions.numpy(),
+
+    def grey(axes: Any) -> None:
+        from matplotlib.colors import ListedColormap
+
+        if bool(hidden.any()):
+            shades = ListedColormap([(1, 1, 1, 0), DROPPED])
+            axes.imshow(hidden.numpy().astype(float), cmap=shades, extent=extent, vmin=0, vmax=1)
+            words = {"ha": "right", "va": "top", "fontsize": 7, "color": NOTE}
+            axes.text(0.98, 0.97, "grey: not seen", transform=axes.transAxes, **words)
+
+    label = f"relative position, tokens; red: beyond the {trained_length:,} that were trained"
+    return heat(
+        name,
+        positions,
+        size=(3.9, 3.8),
         # Light for near, dark for far, red for what was never trained, nothing for what is not seen.
-        cmap=colormaps["YlGnBu"].with_extremes(over=UNTRAINED, bad=(0, 0, 0, 0)),
-        norm=Normalize(0, trained_length - 1),
+        shades=DEEPER,
+        scale=(0.0, trained_length - 1.0),
+        beyond=UNTRAINED,
+        x="key",
+        y="query",
+        bar={"label": label, "shrink": 0.6, "extend": "max"} if panels else None,
+        panels=panels,
+        cells=(".3g", 0.55 * trained_length, 4.2) if length <= NUMBERED else None,
+        then=grey,
         extent=extent,
-        interpolation="nearest",
     )
-    if length <= NUMBERED:
-        number_cells(
-            panel,
-            positions,
-            places,
-            text="{:.3g}".format,
-            is_dark=lambda value: value > 0.55 * trained_length,
-            size=4.2,
-        )
-    if bool(hidden.any()):
-        panel.text(
-            0.98, 0.97, "grey: not seen", transform=panel.transAxes, ha="right", va="top", fontsize=7, color=NOTE
-        )
-    panel.set_title(name, fontsize=9, fontweight="bold", loc="left", pad=4)
-    panel.set_xlabel("key", fontsize=8, color=INK)
-    panel.set_ylabel("query", fontsize=8, color=INK)
-    panel.tick_params(labelsize=6.5, length=2, colors=NOTE)
-    panel.spines[:].set_visible(False)
-    return image

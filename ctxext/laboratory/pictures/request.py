@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxext.attention.encodings import spec_of
+from ctxext.checkpoints.inspect import rope_of_checkpoint
 from ctxext.checkpoints.load import load, load_saved, meta_model, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
 from ctxext.core.saved import saved_extension
@@ -23,7 +24,7 @@ from ctxext.methods import EncodingMethod, Method, saved_class
 from ctxext.methods.encoding import Encoding
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models.table_rows import twins_of
-from ctxext.spec import EncodingSpec
+from ctxext.spec import LLAMA, EncodingSpec, RopeSpec
 
 UNTRAINED = "as it begins, untrained"
 SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)
@@ -32,15 +33,13 @@ SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, n
 
 @dataclass(frozen=True, kw_only=True)
 class PictureRequest:
-    """Everything that a picture is asked to show beside the method.
+    """Checkpoint (None for an example of the method's kind), text and layer to show a method on.
 
     Args:
-        checkpoint: a directory or a name on the hub; None for an example of the method's kind.
-        length: tokens of the text to read; None for as many as there are, at most 1,024.
-        trained_length: tokens that the weights were trained for, where the config does not say so.
+        length: Tokens of the text to read; None for as many as there are, at most 1,024.
 
     Raises:
-        InvalidParameterError: for a length that is no number of tokens.
+        InvalidParameterError: a length is no number of tokens.
     """
 
     checkpoint: str | None = None
@@ -92,6 +91,12 @@ class PictureRequest:
         model: PreTrainedModel = base_model(loaded)
         return model.eval()
 
+    def rope(self, trained_length: int) -> RopeSpec:
+        """Return the rotation of the checkpoint, or an example that was trained for so many tokens."""
+        if self.checkpoint is None:
+            return replace(LLAMA, trained_length=self.trained_length or trained_length)
+        return rope_of_checkpoint(self.checkpoint, trained_length=self.trained_length, trust_remote_code=self.trust)
+
     def load_encoded(self, method: EncodingMethod) -> tuple[PreTrainedModel, EncodingMethod, str]:
         """Load the checkpoint as it was trained with an encoding, or else as it begins with it.
 
@@ -111,8 +116,8 @@ class PictureRequest:
         """Build or load one layer's encoding.
 
         Returns:
-            The method as it was saved, the module, the model's sizes, what to know of its weights, and what the title
-            calls the layer; both are empty where there is nothing to say.
+            The method as it was saved, the module, the model's sizes, and words about its weights and its layer for
+            the title, which are empty where there is nothing to say.
 
         Raises:
             InvalidParameterError: there is no such layer.
@@ -126,7 +131,7 @@ class PictureRequest:
             modules = [module for module in model.modules() if isinstance(module, Encoding)]
             if not 0 <= self.layer < len(modules):
                 raise InvalidParameterError(
-                    f"There is no layer {self.layer} with an encoding of its own: this model has {len(modules)}."
+                    f"There is no layer {self.layer} with an encoding: the model has {len(modules)}."
                 )
             spec = spec_of(Subject.of(model), known_trained_length(model, self.trained_length))
             module, layer = modules[self.layer], f", layer {self.layer}" if len(modules) > 1 else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patch
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.report.figures import INK
+from ctxext.evaluation.report.figures import Panel
 from ctxext.laboratory.pictures.bias import pairs_at
-from ctxext.laboratory.pictures.picture import DIVERGING, Picture, colour_bar, number_cells
-from ctxext.laboratory.pictures.request import PictureRequest
+from ctxext.laboratory.pictures.picture import DEEPER, DIVERGING, Picture, heat
+from ctxext.laboratory.pictures.request import SMALL, PictureRequest
+from ctxext.methods import Method
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
@@ -25,100 +25,75 @@ SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"
 MOST_TOKENS = 48  # more have no room for their names
 SHOWN = 2  # heads that stand side by side, so that the number of each cell can be read
 NUMBERED = 18  # tokens up to which cells are large enough to hold their number
-DEEPER = "YlGnBu"  # light for none, dark for much, as in the matrix of positions
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SentencePicture(Picture):
-    """Numbers that an encoding makes of a text, one matrix per head.
+def sentence_asked(method: Method | None, request: PictureRequest) -> Picture | None:
+    """Return the picture of an encoding that depends on the text, one matrix per head; None for another method.
 
-    Args:
-        values: number of each head, query and key; not a number where a query does not see a key.
+    Raises:
+        InvalidParameterError: no text, or one that is too long to be drawn; or a layer that there is not.
     """
+    if not isinstance(method, EncodingMethod) or not depends_on_text(method, SMALL):
+        return None
+    torch.manual_seed(0)
+    if request.checkpoint is None:
+        names = (request.text or SENTENCE).split()
+        if not names:
+            raise InvalidParameterError("--text holds no word. Give a sentence.")
+        words = list(dict.fromkeys(names))
+        model = patch(_toy(len(words), request.trained_length or 64), method)
+        tokens = torch.tensor([[words.index(name) for name in names]])
+        place = "an untrained toy in which equal words attract"
+    else:
+        model, method, state = request.load_encoded(method)
+        tokens, tokenizer = request.tokens(request.text or SENTENCE)
+        pieces = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
+        names = [piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "⏎").strip() or "·" for piece in pieces]
+        place = request.model + (f", {state}" if state else "")
+    if len(names) > MOST_TOKENS:
+        raise InvalidParameterError(
+            f"The text has {len(names)} tokens, and a picture has room for the names of {MOST_TOKENS}. Give a "
+            f"shorter one."
+        )
+    what, values = _seen(model, tokens, request.layer)
+    shown = {"what": what, "layer": request.layer, "tokens": names, "values": values}
+    return Picture(
+        kind="sentence",
+        sentence=f"{method.name}: {what}, in layer {request.layer} of {place}",
+        caption="Queries down, keys across. Each row is what one token, when it reads, is told of all tokens before "
+        "it.",
+        values={"method": method.to_dict(), **shown},
+        panels=_panels(names, values[:SHOWN], what),
+    )
 
-    kind = "sentence"
-    caption = "Queries down, keys across. Each row is what one token, when it reads, is told of all tokens before it."
 
-    what: str
-    layer: int
-    tokens: tuple[str, ...]
-    values: Float[Tensor, "head query key"]
+def _panels(tokens: list[str], values: Float[Tensor, "head query key"], what: str) -> list[Panel]:
+    """Return a matrix for each head."""
+    known = values[~values.isnan()]
+    low, high = min(float(known.min()), 0.0), max(float(known.max()), 0.0)
+    both, largest, side = low < 0 < high, max(-low, high), min(max(3.0, 0.27 * len(tokens)), 4.6)
+    names = [token if len(token) <= 12 else f"{token[:11]}…" for token in tokens]
+    dark = max(largest, 1e-9) * (0.7 if both else 0.55)
 
-    @classmethod
-    def of(cls, method: EncodingMethod, request: PictureRequest) -> SentencePicture:
-        """Read the text with a checkpoint, or with an untrained toy.
-
-        Raises:
-            InvalidParameterError: no text, or one that is too long to be drawn; or a layer that there is not.
-        """
-        torch.manual_seed(0)
-        if request.checkpoint is None:
-            names = tuple((request.text or SENTENCE).split())
-            if not names:
-                raise InvalidParameterError("--text holds no word. Give a sentence.")
-            words = list(dict.fromkeys(names))
-            model = patch(_toy(len(words), request.trained_length or 64), method)
-            tokens = torch.tensor([[words.index(name) for name in names]])
-            place = "an untrained toy in which equal words attract"
-        else:
-            model, method, state = request.load_encoded(method)
-            tokens, tokenizer = request.tokens(request.text or SENTENCE)
-            pieces = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
-            names = tuple(
-                piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "⏎").strip() or "·" for piece in pieces
-            )
-            place = request.model + (f", {state}" if state else "")
-        if len(names) > MOST_TOKENS:
-            raise InvalidParameterError(
-                f"The text has {len(names)} tokens, and a picture has room for the names of {MOST_TOKENS}. Give a "
-                f"shorter one."
-            )
-        what, values = _seen(model, tokens, request.layer)
-        title = f"{method.name}: {what}, in layer {request.layer} of {place}"
-        return cls(method=method, title=title, what=what, layer=request.layer, tokens=names, values=values)
-
-    @property
-    def heads(self) -> int:
-        """Number of heads that are drawn."""
-        return min(SHOWN, len(self.values))
-
-    @property
-    def size(self) -> tuple[float, float]:
-        side = min(max(3.0, 0.27 * len(self.tokens)), 4.6)
-        return max(self.heads * side + 1.9, 8.0), side + 1.1
-
-    def draw(self, figure: Any) -> None:
-        panels = figure.subplots(1, self.heads, sharey=True, squeeze=False)[0]
-        values = self.values[: self.heads]
-        known = values[~values.isnan()]
-        low, high = min(float(known.min()), 0.0), max(float(known.max()), 0.0)
-        both, largest = low < 0 < high, max(-low, high)
-        names = [token if len(token) <= 12 else f"{token[:11]}…" for token in self.tokens]
+    def then(axes: Any) -> None:
         fontsize = 7.5 if len(names) <= 24 else 5
-        for head, panel in enumerate(panels):
-            image = panel.imshow(
-                values[head].numpy(),
-                cmap=DIVERGING if both else f"{DEEPER}_r" if high <= 0 else DEEPER,
-                vmin=-largest if both else low,
-                vmax=largest if both else high,
-                interpolation="nearest",
-            )
-            if len(names) <= NUMBERED:
-                dark = max(largest, 1e-9) * (0.7 if both else 0.55)
-                number_cells(
-                    panel,
-                    values[head],
-                    list(range(len(names))),
-                    text=lambda value: f"{round(value, 1) + 0.0:.1f}",
-                    is_dark=lambda value, dark=dark: abs(value) > dark,  # type: ignore[misc]
-                    size=5.8,
-                )
-            panel.set_title(f"head {head}", loc="left", fontsize=9.5, color=INK)
-            panel.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
-            panel.set_yticks(range(len(names)), names, fontsize=fontsize)
-            panel.tick_params(length=0, pad=2)
-            panel.spines[:].set_visible(False)
-        colour_bar(figure, image, panels.tolist(), self.what, shrink=0.75, aspect=24, pad=0.012)
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
+        axes.set_yticks(range(len(names)), names, fontsize=fontsize)
+
+    return [
+        heat(
+            f"head {head}",
+            matrix,
+            size=(max(side + 1.0, 4.0), side + 0.8),
+            shades=DIVERGING if both else f"{DEEPER}_r" if high <= 0 else DEEPER,
+            scale=(-largest, largest) if both else (low, high),
+            bar={"label": what, "shrink": 0.75, "aspect": 24} if head == len(values) - 1 else None,
+            panels=len(values),
+            cells=("z.1f", dark, 5.8) if len(names) <= NUMBERED else None,
+            then=then,
+        )
+        for head, matrix in enumerate(values)
+    ]
 
 
 @torch.no_grad()

@@ -17,13 +17,13 @@ from ctxext.laboratory.encodings.cope import CoPE
 from ctxext.laboratory.encodings.kerple import KERPLE
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.attention import by_distance, edges_of
-from ctxext.laboratory.pictures.bias import BiasPicture
+from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
 from ctxext.laboratory.pictures.of_method import picture_of
 from ctxext.laboratory.pictures.picture import as_numbers
-from ctxext.laboratory.pictures.positions import PositionsPicture, farthest, relative_positions
+from ctxext.laboratory.pictures.positions import farthest, positions_picture, relative_positions
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
-from ctxext.laboratory.pictures.rotation import RotationPicture
-from ctxext.laboratory.pictures.rows import RowsPicture
+from ctxext.laboratory.pictures.rotation import rotation_picture
+from ctxext.laboratory.pictures.rows import rows_picture
 from ctxext.laboratory.pictures.sentence import depends_on_text
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.methods.alibi import ALiBi
@@ -39,19 +39,19 @@ ROPE = RopeSpec(rotary_dim=8, base=100.0, trained_length=64)
 
 def test_turns_and_scores_of_a_rotation() -> None:
     """Pair by pair, with a loop; PI turns in 4 times the text as far as plain rotation does in the trained one."""
-    found = RotationPicture.of(PI(factor=4.0), ROPE)
-    assert found.target_length == 256
+    found = rotation_picture(PI(factor=4.0), ROPE).values
+    assert found["target_length"] == 256
     for pair in range(4):
         wavelength = 2 * math.pi * 100.0 ** (2 * pair / 8)
-        assert float(found.trained_turns[pair]) == pytest.approx(64 / wavelength)
-        assert float(found.plain_turns[pair]) == pytest.approx(256 / wavelength)
-        assert float(found.turns[pair]) == pytest.approx(64 / wavelength)
-    assert found.distances[0] == 0
-    assert found.distances[-1] == 255
-    for index, distance in enumerate(found.distances.tolist()):
+        assert float(found["trained_turns"][pair]) == pytest.approx(64 / wavelength)
+        assert float(found["plain_turns"][pair]) == pytest.approx(256 / wavelength)
+        assert float(found["turns"][pair]) == pytest.approx(64 / wavelength)
+    assert found["distances"][0] == 0
+    assert found["distances"][-1] == 255
+    for index, distance in enumerate(found["distances"].tolist()):
         expected = sum(math.cos(distance / 4 * 100.0 ** (-2 * pair / 8)) for pair in range(4)) / 4
-        assert float(found.score[index]) == pytest.approx(expected, abs=1e-12)
-    assert (found.pairs_at_new_angles, found.pairs_at_new_angles_without) == (
+        assert float(found["score"][index]) == pytest.approx(expected, abs=1e-12)
+    assert (found["pairs_at_new_angles"], found["pairs_at_new_angles_without"]) == (
         0,
         sum(64 / (2 * math.pi * 100 ** (p / 4)) < 1 for p in range(4)),
     )
@@ -59,35 +59,37 @@ def test_turns_and_scores_of_a_rotation() -> None:
 
 def test_temperature_raises_the_score() -> None:
     """YaRN multiplies q and k by 0.1 ln s + 1, so the score of equal vectors at distance 0 is its square."""
-    assert float(RotationPicture.of(YaRN(factor=4.0), ROPE).score[0]) == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert float(rotation_picture(YaRN(factor=4.0), ROPE).values["score"][0]) == pytest.approx(
+        (0.1 * math.log(4) + 1) ** 2
+    )
 
 
 def test_slopes_of_alibi() -> None:
     """The paper's: for 8 heads 1/2, 1/4 ... 1/256; the bias is their product with the distance."""
-    found = BiasPicture.of_slopes(ALiBi(factor=2.0), PictureRequest(trained_length=64))
-    assert found.slopes.tolist() == [2.0**-head for head in range(1, 9)]
-    at = found.distances.tolist().index(127)
-    assert found.bias[:, at].tolist() == [-127 * 2.0**-head for head in range(1, 9)]
+    found = bias_of_slopes(ALiBi(factor=2.0), PictureRequest(trained_length=64)).values
+    assert found["slopes"].tolist() == [2.0**-head for head in range(1, 9)]
+    at = found["distances"].tolist().index(127)
+    assert found["bias"][:, at].tolist() == [-127 * 2.0**-head for head in range(1, 9)]
 
 
 def test_bias_of_an_encoding() -> None:
     torch.manual_seed(0)
     p, a = (weight.detach().double().clamp(min=0.01) for weight in KERPLE(factor=2.0).build(SMALL).parameters())
-    found = BiasPicture.of_encoding(KERPLE(factor=2.0), PictureRequest())
-    for index, distance in enumerate(found.distances.tolist()):
-        torch.testing.assert_close(found.bias[:, index], -p * (1 + a * distance).log(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.slopes, p * (1 + a * 512).log() / 512, rtol=1e-6, atol=1e-9)
+    found = bias_of_encoding(KERPLE(factor=2.0), PictureRequest()).values
+    for index, distance in enumerate(found["distances"].tolist()):
+        torch.testing.assert_close(found["bias"][:, index], -p * (1 + a * distance).log(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found["slopes"], p * (1 + a * 512).log() / 512, rtol=1e-6, atol=1e-9)
 
 
 def test_rows_of_sinusoids() -> None:
     """The cosine of two sinusoids is the mean of cos(distance x frequency), so the same along every diagonal."""
     rows = Sinusoidal().build(SMALL).added(torch.arange(96)[None])
     assert rows is not None
-    found = RowsPicture.of(Sinusoidal(), rows[0], rows[0, :48])
-    assert (found.trained_length, found.target_length) == (48, 96)
+    found = rows_picture(Sinusoidal(), rows[0], rows[0, :48]).values
+    assert (found["trained_length"], found["target_length"]) == (48, 96)
     for one, other in ((0, 0), (3, 10), (80, 7)):
         expected = sum(math.cos((one - other) * 10000.0 ** (-2 * k / 64)) for k in range(32)) / 32
-        assert float(found.similarity[one, other]) == pytest.approx(expected, abs=1e-6)
+        assert float(found["similarity"][one, other]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_plane_is_that_of_the_trained_rows() -> None:
@@ -96,11 +98,11 @@ def test_the_plane_is_that_of_the_trained_rows() -> None:
     trained = torch.zeros(16, 5, dtype=torch.float64)
     trained[:, 1], trained[:, 3] = angles.cos(), angles.sin()
     indices, weights = Tiling(factor=2.0).rows(16, 32)
-    found = RowsPicture.of(Tiling(factor=2.0), (weights[..., None] * trained[indices]).sum(1), trained)
-    assert found.share == pytest.approx(1.0)
-    torch.testing.assert_close(found.plane.norm(dim=1), torch.ones(32, dtype=torch.float64))
-    torch.testing.assert_close(found.plane[16:], found.trained_plane)
-    assert set(found.dimensions.tolist()) >= {1, 3}
+    found = rows_picture(Tiling(factor=2.0), (weights[..., None] * trained[indices]).sum(1), trained).values
+    assert found["share"] == pytest.approx(1.0)
+    torch.testing.assert_close(found["plane"].norm(dim=1), torch.ones(32, dtype=torch.float64))
+    torch.testing.assert_close(found["plane"][16:], found["trained_plane"])
+    assert set(found["dimensions"].tolist()) >= {1, 3}
 
 
 def test_attention_by_distance() -> None:
@@ -270,15 +272,15 @@ def test_the_farthest_position_that_is_told_is_that_of_all_pairs(name: str, trai
 
 def test_a_long_text_is_not_thinned_out_for_the_farthest_position() -> None:
     rope = RopeSpec(rotary_dim=128, base=1e4, trained_length=8192)
-    said = PositionsPicture.of([METHODS["rerope"](factor=4.0)], rope).sentence
+    said = positions_picture([METHODS["rerope"](factor=4.0)], rope).sentence
     assert "no key stands farther than 8,191 back" in said
 
 
 def test_what_does_not_turn_is_not_drawn_at_some_number_of_turns() -> None:
     rope = RopeSpec(rotary_dim=32, base=1e4, trained_length=256)
     figure = Figure()
-    RotationPicture.of(METHODS["nope"](factor=4.0), rope).draw(figure)
-    turns = figure.axes[1]
+    turns = figure.subplots()
+    rotation_picture(METHODS["nope"](factor=4.0), rope).panels[1].draw(turns)
     still = next(line for line in turns.get_lines() if "nope" in str(line.get_label()))
     assert still.get_label() == "nope: no pair turns"
     assert np.isnan(np.asarray(still.get_ydata(), dtype=float)).all()
