@@ -191,6 +191,11 @@ class Runtime(ABC):
             IncompatibleError: if the runtime cannot run the extension, or would silently compute something else.
         """
 
+    def serving(self, target_length: int, *flags: str, **more: Any) -> Export:
+        """Return an export with these flags, and the one that sets the longest text; ``more`` are its other fields."""
+        length = () if self.length_flag is None else (self.length_flag, str(target_length))
+        return Export(target=self.name, flags=(*flags, *length), **more)
+
     def needs_files(self, extended: ExtensionInConfig) -> IncompatibleError:
         """Build the error for an extension that is not in the files yet, where the runtime reads only those."""
         return IncompatibleError(

@@ -91,14 +91,14 @@ class LlamaCpp(Runtime):
                 f"llama.cpp was not seen to run the ALiBi of {extended.model_type}, only that of {', '.join(ALIBI)}: "
                 f"the converter of {_version()} has no class for it, or one that rotates. Serve it with ctxext serve."
             )
-        flags: tuple[str, ...] = (self.length_flag, str(extended.target_length), "--flash-attn", "off")
+        flags: tuple[str, ...] = ("--flash-attn", "off")
         if extended.unsaid:
             flags = ("--override-kv", f"{extended.model_type}.context_length=int:{extended.target_length}", *flags)
         note = (
             "The slopes are the checkpoint's own and distances are exact. With flash attention distances would be "
             "rounded to float16, so to even numbers from 2,048 tokens on."
         )
-        return Export(target=self.name, flags=flags, notes=(note,))
+        return self.serving(extended.target_length, *flags, notes=(note,))
 
 
 def in_file(extended: ExtensionInConfig) -> Export:
