@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ctxext.attention.remap import as_it_rotates, install_pieces, require_remappable
+from ctxext.attention.remapped_layers import as_it_rotates, install_pieces, require_remappable
 from ctxext.caches.dynamic import follow_length
 from ctxext.core.architecture import Architecture, unknown_length
 from ctxext.core.config import Scaling, of_layers, scaling_of, window_fields, window_note
