@@ -76,11 +76,11 @@ class Need:
         order: ``"consecutive"``: blocks of plain causal attention with positions in steps of one; ``"increasing"``:
             such blocks with other steps; ``"free"``: anything else; ``"external"``: an engine decides
             (``Layout.shard``).
-        blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
+        blocks: True if the call is more than one plain causal block: padding, packing, unfilled slots.
         window: tokens that a query sees to each visible side, itself included; None for all.
         softcap: bound of the scores, above 0; None for none.
         value_dim: last dimension of v, where it differs from ``head_dim``; else None.
-        lse: whether the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
+        lse: True if the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
         sees: ``"past"``, or ``"both"`` if tokens see later tokens as well.
     """
 

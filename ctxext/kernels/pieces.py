@@ -57,10 +57,10 @@ class RotationForm(NamedTuple):
     """The dimensions of a head that rotate, and how.
 
     Args:
-        interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
+        interleaved: True if dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
             in Llama.
-        tail: whether the last dimensions rotate, as in latent attention; else the first ones. The others stay.
-        backwards: whether a later position turns the other way round, as in nanochat.
+        tail: True if the last dimensions rotate, as in latent attention; else the first ones. The others stay.
+        backwards: True if a later position turns the other way round, as in nanochat.
     """
 
     interleaved: bool = False

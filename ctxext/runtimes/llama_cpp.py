@@ -260,7 +260,7 @@ def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bo
     """Return whether a real llama.cpp with all flags computed the same as the patched model; None if not measured.
 
     Args:
-        from_original: whether to start from the GGUF of the original checkpoint, not of the extended checkpoint.
+        from_original: True to start from the GGUF of the original checkpoint, not of the extended checkpoint.
 
     Returns:
         The verdict, and the reason if it is not True.
