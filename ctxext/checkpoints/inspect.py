@@ -81,8 +81,8 @@ class Inspection:
 
     Args:
         positions: the rotary frequencies that reach beyond a sliding window, as they were before ctxext extended them.
-        trained_length: Tokens that the weights were trained for: before an extension by ctxext, or with the scaling that the
-            config has otherwise; None where nothing says so.
+        trained_length: Tokens that the weights were trained for: before an extension by ctxext, or with the scaling
+            that the config has otherwise; None where nothing says so.
         window: Description of the sliding windows, and of the cap that they put on the reach; None without any.
         extended: Description of the extension that the checkpoint has already; None where it is plain.
         exports: per target, the flags for an extended checkpoint or the reason against.
