@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -12,35 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from ctxext.attention.attend import (
-    Backends,
-    Tried,
-    TriedLayer,
-    as_autocast_wants,
-    attend_as_before,
-    decoder_of,
-    install_attention,
-    try_install,
-    why_no_layer_attends_by_layout,
-)
-from ctxext.attention.rotation import rotation_form
+from ctxext.attention.attend import Backends, as_autocast_wants, attend_as_before
 from ctxext.caches.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
 from ctxext.caches.call import cache_layer_of, change_later, replace_cache_layer
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import pads_little
 from ctxext.caches.records import outside_graphs
-from ctxext.core.edits import Edits
-from ctxext.core.probe import Layers
-from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import RotaryPlace, RotarySite
-from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import IncompatibleError
 from ctxext.kernels import Call, Layout
-from ctxext.kernels.groups import SplitGroups
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
-from ctxext.kernels.step import StepPlan, attend_split, attend_step, plan_split, plan_step, takes_kernel, takes_step
+from ctxext.kernels.step import StepPlan, attend_step, plan_step, takes_kernel, takes_step
 from ctxext.methods.remap import RemapMethod
-from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import PIECE, Band, Piece, PositionMap, RopeSpec
 
 NOT_ONE_GRAPH = (
@@ -48,18 +29,6 @@ NOT_ONE_GRAPH = (
     "do; a step of up to 8 tokens on a static cache can. Compile with fullgraph=False: the rest of each layer is "
     "compiled. Use torch.export with fixed lengths only; torch.jit.trace does not work."
 )
-
-KNOWN_ARGUMENTS = frozenset(
-    {
-        *("position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal"),
-        *("s_aux", "softcap"),
-        "deterministic",  # of flash-attn's backward
-    }
-)
-"""Arguments of a layer's attention function that attention in pieces takes, or that change no score."""
-
-SHOWN_GROUPS = 24
-"""Groups that a note lists."""
 
 # Attribute of a cache layer: the number of its leading slots whose keys have the rotation of the farthest piece.
 SETTLED = "_ctxext_settled"
@@ -155,22 +124,18 @@ class HeadPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class RemapAttend:
-    """Attention of a layer in the pieces of a method, or of two methods where some heads read far and others do not.
+    """Attention of a layer in the pieces of a method.
 
     Queries before ``exact_length`` are left to the model's own attention.
 
     Args:
-        far: the pieces of the heads that read far, or of all heads.
-        near: the pieces of the other heads; None where all heads read far.
-        heads: the groups of both kinds; None where a layer has one kind only, which ``far`` serves.
-        drops: whether keys out of sight are dropped from the cache after a call; not where the layer calls again.
-        kind: name that the layers share whose heads attend alike.
+        far: Pieces of the heads: of all, or in a ``SplitAttend`` of those that read far.
+        drops: True if keys out of sight are dropped from the cache after a call; False where the layer calls again.
+        kind: Name that the layers share whose heads attend alike.
     """
 
     method: RemapMethod
     far: HeadPieces
-    near: HeadPieces | None = None
-    heads: SplitGroups | None = None
     form: RotationForm
     backends: Backends
     implementation: str
@@ -204,35 +169,27 @@ class RemapAttend:
         call = Call.of(q, k, v, layout, lse=True, **how)
         return attend_step(call, plan, sinks=sinks)
 
-    def _step_of_split(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: SplitLayer, **how: Any) -> Tensor:
-        """Compute a few queries of all heads by the kernel, from a layer that is split."""
-        assert self.heads is not None
-        assert self.near is not None
-        assert cached.near is not None
-        precise, held = torch.promote_types(k.dtype, torch.float32), cached.near.held(layout)
-        far, near = (heads.turned(at, precise, form=self.form) for heads, at in ((self.far, layout), (self.near, held)))
-        plan = layout.memo(("step", self.far, self.near), lambda: plan_split(layout, far, held, near, q))
-        q, *kv = as_autocast_wants(self._sharpened(q, layout, precise), k, v, cached.near.keys, cached.near.values)
-        how |= {"settled": _settled_before(cached, layout)}
-        return attend_split(q, (kv[0], kv[1]), (kv[2], kv[3], self.heads.places(q.device)), plan, **how)
-
     def _sharpened(self, q: Tensor, layout: Layout, precise: torch.dtype) -> Tensor:
-        """Return the queries of all heads, with the temperature in those that read far."""
-        sharp = self.far.sharpened(q, layout, precise)
-        return sharp if self.heads is None or sharp is q else torch.where(self.heads.far_heads(q), sharp, q)
+        """Return the queries of all heads, with the temperature of the method."""
+        return self.far.sharpened(q, layout, precise)
 
     def _takes_kernel(self, q: Tensor, k: Tensor) -> bool:
         """Return whether the kernel of a step computes a call, for which no key is rotated in the cache."""
-        near = () if self.near is None else self.near.pieces
-        return takes_step(q, k) and takes_kernel(q, (*self.far.pieces, *self.far.ahead, *near))
+        return takes_step(q, k) and takes_kernel(q, self._all_pieces)
+
+    @property
+    def _all_pieces(self) -> tuple[Piece, ...]:
+        """Pieces of all heads."""
+        return (*self.far.pieces, *self.far.ahead)
+
+    @property
+    def _reach(self) -> Reach | None:
+        """Numbers of tokens that a query of the heads with the smallest ones sees; None if there is no bound."""
+        return self.far.reach
 
     def _plan(self, q: Tensor, layout: Layout, precise: torch.dtype) -> StepPlan:
         """Return the plan of a step of a layer."""
-        pieces = self.far.turned(layout, precise, form=self.form)
-        if self.near is None or self.heads is None:
-            return plan_step(layout, pieces, q)
-        few = self.near.turned(layout, precise, form=self.form)
-        return plan_step(layout, pieces, q, few=few, many=self.heads.far_groups(q.device))
+        return plan_step(layout, self.far.turned(layout, precise, form=self.form), q)
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _outside(
@@ -260,29 +217,26 @@ class RemapAttend:
             )
         cached = cache_layer_of(k)
         is_plain = mask.is_plain_before(self.exact_length) and _holds_all(cached)
-        if is_plain and not _settled_before(cached, mask.layout):
+        if is_plain and not settled_before(cached, mask.layout):
             return attend_as_before(self.implementation, module, q, k, v, mask, given)
         if dropout:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
         how: dict[str, Any] = {"scale": scale, "softcap": given.get("softcap"), "sinks": given.get("s_aux")}
-        if self.heads is not None:
-            self.heads.far_groups(q.device)  # before a graph, which may not keep what it makes
         by_kernel = self._takes_kernel(q, k)
         layout = mask.layout if by_kernel else mask.layout.memo("analysed", lambda: _analysed(mask.layout))
-        if self.heads is None:
-            out = self._attend(self.far, q, k, v, layout, cached, **how)
-        elif not by_kernel:
-            out = self._attend_split(q, k, v, layout, cached, **how)
-        elif getattr(cached, "near", None) is None:
-            out = self._step(q, k, v, layout, **how)
-        else:
-            out = self._step_of_split(q, k, v, layout, cached, **how)
+        out = self._all_heads(q, k, v, layout, cached, by_kernel=by_kernel, **how)
         if cached is None:
             change_later(k, functools.partial(self._drop_unseen, layout=layout))
         self._drop_unseen(cached, layout)
         return out
+
+    def _all_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, *, by_kernel: bool, **how: Any
+    ) -> Tensor:
+        """Compute all heads of a layer; ``cached`` is its cache layer, if it has one."""
+        return self._attend(self.far, q, k, v, layout, cached, by_kernel=by_kernel, **how)
 
     def _attend(
         self,
@@ -293,6 +247,7 @@ class RemapAttend:
         layout: Layout,
         cached: Any,
         *,
+        by_kernel: bool,
         sinks: Tensor | None,
         **how: Any,
     ) -> Tensor:
@@ -301,8 +256,8 @@ class RemapAttend:
             layout = cached.held(layout)
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = heads.turned(layout, precise, form=self.form)
-        if by_kernel := self._takes_kernel(q, k):  # it rotates keys as it reads them
-            settled = 0 if cached is None else _settled_before(cached, layout)
+        if by_kernel:  # it rotates keys as it reads them
+            settled = 0 if cached is None else settled_before(cached, layout)
         else:  # settle before autocast, which hands a copy of the cached keys to attention; keys seen ahead never are
             k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
@@ -313,48 +268,21 @@ class RemapAttend:
         backend = self.backends.for_(need_in_pieces(call, pieces))
         return attend_pieces(backend, call, pieces, settled=settled, sinks=sinks)
 
-    def _attend_split(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        cached: Any,
-        *,
-        sinks: Tensor | None,
-        **how: Any,
-    ) -> Tensor:
-        """Compute the heads that read far and the others, each in their pieces."""
-        assert self.heads is not None
-        assert self.near is not None
-        far, near = self.heads.far, self.heads.near
-        bounded = cached.near if isinstance(cached, SplitLayer) else None
-        if bounded is None:  # k and v are those of all heads, and stay as the model rotated them
-            if cached is not None:
-                setattr(cached, SETTLED, 0)
-            far_kv, near_kv, settling = (far.of(k), far.of(v)), (near.of(k), near.of(v)), None
-        else:
-            far_kv, near_kv, settling = (k, v), (bounded.keys, bounded.values), cached
-        far_sinks, near_sinks = (
-            None if sinks is None else kind.of(sinks[None, :, None, None]).flatten() for kind in (far, near)
-        )
-        return self.heads.joined(
-            self._attend(self.far, far.of(q), *far_kv, layout, settling, sinks=far_sinks, **how),
-            self._attend(self.near, near.of(q), *near_kv, layout, bounded, sinks=near_sinks, **how),
-        )
-
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:
         """Drop keys of a growing cache layer that no query after those of ``layout`` can see."""
-        reach = (self.near or self.far).reach
+        reach = self._reach
         if reach is None or not self.drops or not isinstance(cached, DynamicLayer):
             return
         if isinstance(cached, BoundedLayer | SplitLayer):
             cached.drop(layout)
         elif is_worth_dropping(reach, layout, layout.key_length):
-            heads = self.heads
-            layer = BoundedLayer(reach, cached) if heads is None else SplitLayer(reach, heads, cached)
+            layer = self._dropping(reach, cached)
             layer.drop(layout)
             replace_cache_layer(cached, layer)
+
+    def _dropping(self, reach: Reach, cached: DynamicLayer) -> BoundedLayer | SplitLayer:
+        """Return the layer of a cache that takes the place of one with the keys of all tokens."""
+        return BoundedLayer(reach, cached)
 
 
 def in_words(piece: Piece) -> str:
@@ -421,7 +349,7 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     if turn is None or not isinstance(cached, DynamicLayer):  # a graph may go on with a static one
         return k, 0
     before = int(cached.get_seq_length()) - layout.query_length  # slots filled before this call
-    done = _settled_before(cached, layout)
+    done = settled_before(cached, layout)
     lowest = layout.memo("lowest query", lambda: _lowest_query(layout))
     wanted = _far_for_good(pieces, before, before + layout.query_length, lowest)
     if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
@@ -444,7 +372,7 @@ def _holds_all(cached: Any) -> bool:
     return not isinstance(cached, BoundedLayer) or cached.first_slots is None
 
 
-def _settled_before(cached: Any, layout: Layout) -> int:
+def settled_before(cached: Any, layout: Layout) -> int:
     """Return the number of settled slots that were filled before this call, and record it: the cache may be cropped."""
     settled: int = getattr(cached, SETTLED, 0)
     if settled:
@@ -477,239 +405,3 @@ def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_po
         return 0
     # Distances in slots and in positions agree, with any padding.
     return max(0, first - max(band.stop or 0 for band in bands) + 1)
-
-
-def as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
-    """Return the site with the exact float32 frequencies of its module, so that unchanged distances keep every bit.
-
-    A spec without frequencies means the powers of its base, which transformers computes in float32.
-    """
-    if site.spec.inv_freq is not None:
-        return site
-    inv_freq = getattr(Rebuild(subject).rotary(site.path), f"{site.prefix}inv_freq")
-    return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
-
-
-def require_remappable(
-    subject: Subject, method: RemapMethod, site: RotarySite, places: list[RotaryPlace], layers: Layers
-) -> tuple[Piece, ...]:
-    """Return the method's pieces if they can replace attention of the model.
-
-    Raises:
-        IncompatibleError: if they cannot; the message has the reason.
-        InvalidParameterError: if the method's parameters do not fit the model.
-    """
-    if reason := why_no_layer_attends_by_layout(subject, places, layers):
-        raise IncompatibleError(f"{_refusal(subject.text, method)}: {reason}.")
-    return method.pieces(site.spec, method.target_length(site.spec.trained_length))
-
-
-def _refusal(text: Any, method: RemapMethod) -> str:
-    return f"Method {method.name!r} cannot replace the attention of this {text.model_type}"
-
-
-@dataclass(frozen=True)
-class Share:
-    """The attention layers of a model, by what remapping does with them.
-
-    Args:
-        far: layers that reach beyond any window and rotate, by their paths below the decoder; they are remapped.
-        left: the other layers, with the reason for which they stay as they are.
-    """
-
-    far: Mapping[str, TriedLayer]
-    left: Mapping[str, str]
-
-    @classmethod
-    def of(cls, decoder: str, tried: Tried, seen: Layers, trained_length: int) -> Share:
-        """Sort the attention layers below ``decoder``, by the masks that they got and by the probe of the rotations.
-
-        Raises:
-            IncompatibleError: if a layer that reaches far cannot be remapped, or none is there; the message is the
-                reason.
-        """
-        above = f"{decoder}." if decoder else ""
-        far, left = dict[str, TriedLayer](), dict[str, str]()
-        for path, layer in tried.layers.items():
-            assert layer.mask is not None
-            window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS
-            if layer.crosses:
-                left[path] = "the text of an encoder"
-            elif not any(f"{above}{path}.".startswith(f"{block}.") for block in seen.rotating):
-                left[path] = "no positions"
-            elif window is None and layer.mask.refusal:
-                raise IncompatibleError(layer.mask.refusal.rstrip("."))
-            elif window is None and unknown:
-                raise IncompatibleError(f"{path} computes with {min(unknown)}, which attention in pieces does not know")
-            elif window is None:
-                far[path] = layer
-            elif window <= trained_length:
-                left[path] = f"a window of {window:,} tokens"
-            else:
-                raise IncompatibleError(f"the window of {path} is wider ({window:,}) than its trained length")
-        inside = [f"{above}{path}." for path, layer in tried.layers.items() if not layer.crosses]
-        uncovered = [
-            block for block in sorted(seen.rotating) if not any(path.startswith(f"{block}.") for path in inside)
-        ]
-        if uncovered:
-            raise IncompatibleError(f"{uncovered[0]} rotates outside of transformers' attention interface")
-        if not far:
-            raise IncompatibleError(
-                "all of its layers look back over a window only, so none has a distance to remap. Without the window "
-                "it has: pass sliding_window='lift' (--sliding-window lift)"
-            )
-        return cls(far, left)
-
-    @property
-    def reads_keys_once(self) -> bool:
-        """True if no keys are read by a second call or layer after the one that may drop some."""
-        calls = sum(layer.calls for layer in self.far.values())
-        return calls == len({id(layer.keys) for layer in self.far.values()})
-
-    def notes(self) -> tuple[str, ...]:
-        """Return the note for a user about layers that stay as they are; none if all are remapped."""
-        if not self.left:
-            return ()
-        counts = Counter(self.left.values())
-        which = ", ".join(f"{count} with {reason}" for reason, count in counts.items())
-        total = len(self.far) + len(self.left)
-        return (f"{len(self.far)} of {total} attention layers are remapped; the others stay as they are: {which}.",)
-
-
-def install_pieces(
-    subject: Subject,
-    method: RemapMethod,
-    site: RotarySite,
-    seen: Layers,
-    rebuild: Rebuild,
-    backend: str,
-    edits: Edits,
-) -> tuple[str, ...]:
-    """Make the layers of an extended model that reach far attend in the pieces of ``method``; return notes for a user.
-
-    Raises:
-        IncompatibleError: if its layers do not use the attention interface, or rotate in an unknown way.
-    """
-    refusal = _refusal(rebuild.text, method)
-    tried = try_install(rebuild, site)
-    if tried.failure:
-        raise IncompatibleError(f"{refusal}: {tried.failure}.")
-    try:
-        share = Share.of(site.path.rpartition(".")[0], tried, seen, site.spec.trained_length)
-    except IncompatibleError as error:
-        raise IncompatibleError(f"{refusal}: {error}.") from None
-    sees_both_ways = any(layer.sees_both_ways for layer in share.far.values())
-    if sees_both_ways and isinstance(method, RetrievalHeads):
-        raise IncompatibleError(
-            f"{refusal}: its tokens see later ones. Heads retrieve where a model predicts the next token; for tokens "
-            f"that see both ways, take self_extend."
-        )
-    far = HeadPieces.of(method, site.spec, both_ways=sees_both_ways)
-    decoder = decoder_of(subject, site)
-    # One compressed vector of a token serves all heads of such a layer, in the cache too.
-    is_latent = any(getattr(decoder.get_submodule(path), "kv_lora_rank", None) is not None for path in share.far)
-    attend = RemapAttend(
-        method=method,
-        far=far,
-        form=rotation_form(subject, site, far.inv_freq(torch.device("cpu")), share.far, share.left, refusal),
-        backends=Backends(backend),
-        implementation=subject.text._attn_implementation,
-        drops=share.reads_keys_once and not is_latent,
-    )
-    if isinstance(method, RetrievalHeads):
-        groups = Groups.of(method, tried, share)
-        near = HeadPieces.of(method.near_method, site.spec)
-        by_layer: Mapping[str, Any] = split_by_heads(groups, attend, near)
-        notes = _split_notes(method, attend, near, groups)
-    else:
-        by_layer, notes = dict.fromkeys(share.far, attend), attend.far.notes(drops=attend.drops)
-    if is_latent and (far.reach or isinstance(method, RetrievalHeads)):
-        notes += ("The cache holds all tokens: in latent attention one vector of a token serves all heads.",)
-    install_attention(subject, site, by_layer, edits, left=share.left)
-    exact = attend.exact_length
-    first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
-    return (*first, *share.notes(), *notes, *attend.backends.notes())
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The key-value groups of the layers that reach far, and which of them read far.
-
-    Args:
-        far: by the path of a layer, the groups of it that read far, counted from 0 in the layer.
-    """
-
-    count: Mapping[str, int]
-    far: Mapping[str, tuple[int, ...]]
-    number: Mapping[str, int]
-
-    @classmethod
-    def of(cls, method: RetrievalHeads, tried: Tried, share: Share) -> Groups:
-        """Find the groups of a method by their numbers, which run through all attention layers.
-
-        Raises:
-            InvalidParameterError: if the model has no group of such a number, or none of them reaches far.
-        """
-        assert isinstance(method.heads, tuple)
-        total = sum(layer.key_heads for layer in tried.layers.values())
-        if method.heads[-1] >= total:
-            raise InvalidParameterError(
-                f"heads must be numbers of key-value groups, of which this model has {total} (0 to {total - 1}), found "
-                f"{method.heads[-1]}. Score this model's own heads: ctxext.heads(model), ctxext heads CHECKPOINT."
-            )
-        first, far, number = 0, dict[str, tuple[int, ...]](), dict[str, int]()
-        for index, (path, layer) in enumerate(tried.layers.items()):
-            if path in share.far:
-                groups = range(first, first + layer.key_heads)
-                far[path] = tuple(group - first for group in method.heads if group in groups)
-                number[path] = index
-            first += layer.key_heads
-        if not any(far.values()):
-            raise InvalidParameterError(
-                f"None of heads={list(method.heads)} lies in a layer that reaches far; these are the attention layers "
-                f"{', '.join(map(str, number.values()))}. Take groups of those, or score them: ctxext.heads(model)."
-            )
-        return cls({path: layer.key_heads for path, layer in share.far.items()}, far, number)
-
-    @property
-    def total(self) -> int:
-        """Number of groups of the layers that reach far."""
-        return sum(self.count.values())
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the groups that read far, as layer.group."""
-        return [f"{self.number[path]}.{group}" for path, groups in self.far.items() for group in groups]
-
-
-def _split_notes(method: RetrievalHeads, attend: RemapAttend, near: HeadPieces, groups: Groups) -> tuple[str, ...]:
-    """Return the notes for a user of a model of which some heads read far: which, in which pieces, and the saving."""
-    total, far = groups.total, groups.names
-    others = near.notes(" of the other groups", drops=attend.drops) if len(far) < total else ()
-    layers = sum(bool(numbers) for numbers in groups.far.values())
-    shown = ", ".join(far[:SHOWN_GROUPS]) + (", ..." if len(far) > SHOWN_GROUPS else "")
-    target, reach = method.target_length(attend.far.spec.trained_length), near.reach
-    assert reach is not None
-    seen = target if target <= reach.whole_before else min(target, reach.first + reach.newest)
-    share = (len(far) + (total - len(far)) * seen / target) / total
-    return (
-        f"{len(far)} of {total} key-value groups read far, in {layers} of {len(groups.count)} layers (layer.group): "
-        f"{shown}.",
-        f"A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads there.",
-        *attend.far.notes(" of these groups"),
-        *others,
-    )
-
-
-def split_by_heads(groups: Groups, attend: RemapAttend, near: HeadPieces) -> dict[str, RemapAttend]:
-    """Return the attention of each layer, by its path, under a method by which some heads read far."""
-    layers = {}
-    for path, count in groups.count.items():
-        far = groups.far[path]
-        if len(far) == count:
-            layers[path] = attend
-        elif not far:
-            layers[path] = replace(attend, far=near, kind="near")
-        else:
-            layers[path] = replace(attend, near=near, heads=SplitGroups.of(far, count), kind=f"{far} of {count}")
-    return layers

@@ -25,8 +25,8 @@ class LayoutMask:
     Args:
         layout: the positions of queries and keys; None where a layout cannot say what the mask does.
         window: tokens that a query would see under the replaced mask; None for all.
-        is_plain: whether the replaced mask is causal or full and hides padding only.
-        crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
+        is_plain: True if the replaced mask is causal or full and hides padding only.
+        crosses: True if the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.
         refusal: why there is no layout. A layer that keeps its own attention does without.
     """

@@ -194,7 +194,7 @@ class CacheGuard:
     disables the caches that are still in use.
 
     Args:
-        takes_made: whether to accept a cache without a record, as a learned prefix is.
+        takes_made: True to accept a cache without a record, as a learned prefix is.
     """
 
     extension: FilledUnder

@@ -40,7 +40,7 @@ def write_card(
 
     Args:
         directory: a card that lies there keeps all but the marked section; its metadata are added to.
-        trusted: whether a module beside the weights lets transformers load it where code is trusted.
+        trusted: True if a module beside the weights lets transformers load it where code is trusted.
         cuts: the limits in files beside the weights that still cut texts, a sentence each.
 
     Raises:

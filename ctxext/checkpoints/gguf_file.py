@@ -144,7 +144,7 @@ class GGUFFile:
 
         Args:
             keys: values by key; they replace those of the file, or are added.
-            drop: whether to leave out a key that is not among ``keys``.
+            drop: Function that returns True for a key to leave out, unless it is among ``keys``.
             tensor: a name and float32 numbers, which replace as many or are added; None to keep all tensors.
 
         Raises:

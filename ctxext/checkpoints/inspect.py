@@ -68,8 +68,8 @@ class MethodCheck:
     """The verdict about one method on this checkpoint, proven on a model on the meta device.
 
     Args:
-        stock: whether a process without ctxext loads the result.
-        needs_training: whether the model is useless with it until it has been trained so.
+        stock: True if a process without ctxext loads the result.
+        needs_training: True if the model is useless with it until it has been trained so.
     """
 
     method: str
@@ -92,10 +92,10 @@ class Inspection:
 
     Args:
         positions: the rotary frequencies that reach beyond a sliding window, as they were before ctxext extended them.
-        trained_length: tokens the weights were trained for: before an extension by ctxext, or with the scaling that the
-            config has otherwise; None where nothing says so.
-        window: what sliding windows there are and whether they cap the reach; None without any.
-        extended: how the checkpoint is already extended; None where it is plain.
+        trained_length: Tokens that the weights were trained for: before an extension by ctxext, or with the scaling
+            that the config has otherwise; None where nothing says so.
+        window: Description of the sliding windows, and of the cap that they put on the reach; None without any.
+        extended: Description of the extension that the checkpoint has already; None where it is plain.
         exports: per target, the flags for an extended checkpoint or the reason against.
         notes: fields that other programs or its own code read, and transformers passes over.
     """

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
-from ctxext.kernels.blocks import score_blocks
+from ctxext.kernels.blocks import PartRule, score_blocks
 from ctxext.kernels.layout import Layout
 from ctxext.spec import OwnAttention, PairScore, ScoreForm
 
@@ -76,11 +76,11 @@ class Need:
         order: ``"consecutive"``: blocks of plain causal attention with positions in steps of one; ``"increasing"``:
             such blocks with other steps; ``"free"``: anything else; ``"external"``: an engine decides
             (``Layout.shard``).
-        blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
+        blocks: True if the call is more than one plain causal block: padding, packing, unfilled slots.
         window: tokens that a query sees to each visible side, itself included; None for all.
         softcap: bound of the scores, above 0; None for none.
         value_dim: last dimension of v, where it differs from ``head_dim``; else None.
-        lse: whether the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
+        lse: True if the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
         sees: ``"past"``, or ``"both"`` if tokens see later tokens as well.
     """
 
@@ -269,26 +269,9 @@ class AttentionBackend(ABC):
         return False
 
     def with_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         """Compute attention without positions, and the log-sum-exp of each query's scores.
-
-        Args:
-            causal: the last query sees all keys, and each query before it one key fewer; otherwise all queries see all
-                keys. Only a backend with ``bands`` is given more keys than queries.
-            mask: visible pairs, bool, ``[batch, heads or 1, query, key]``; not together with ``causal``.
-            softcap: bound of the scores; only given to a backend with ``softcaps``.
-            window: keys that a query of a causal call sees, the last of them its own; only given to a backend with
-                ``bands``.
 
         Returns:
             The output, and the log-sum-exp in float32 (float64 for float64 tensors). A query that sees nothing has an
@@ -297,19 +280,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     def gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of q, k and v of a call of ``with_lse`` that was merged with others.
 
@@ -325,12 +296,12 @@ class AttentionBackend(ABC):
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         share = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # queries that see nothing have no weights
-        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap, window=window):
+        for block in score_blocks(q, k, rule):
             here, there, by_key_head = block.here, block.there, block.by_key_head
             up, weights = by_key_head(grad[here].to(wide)), by_key_head((block.scores - lse[here][..., None]).exp())
-            slope = weights * (up @ v[there].to(wide).transpose(-1, -2) - by_key_head(share[here])) * scale
-            if softcap is not None:
-                slope *= 1 - (by_key_head(block.scores) / softcap).clamp(min=-1).square()
+            slope = weights * (up @ v[there].to(wide).transpose(-1, -2) - by_key_head(share[here])) * rule.scale
+            if rule.softcap is not None:
+                slope *= 1 - (by_key_head(block.scores) / rule.softcap).clamp(min=-1).square()
             dq[here] = (slope @ k[there].to(wide)).view_as(q[here])
             dk[there] += slope.transpose(-1, -2) @ by_key_head(q[here].to(wide))
             dv[there] += weights.transpose(-1, -2) @ up

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 CPU_BYTES = 8 * 2**20
 """Memory in bytes of the scores of a block on a CPU: the caches of its cores hold them."""
@@ -18,6 +19,26 @@ ACCELERATOR_BYTES = 256 * 2**20
 
 ROWS = 64
 """Least number of rows (queries times the query heads of a key head) in a block: fewer make slow matrix products."""
+
+
+class PartRule(NamedTuple):
+    """The scores of a call without positions, and its visible pairs.
+
+    Args:
+        scale: Factor of ``q . k``.
+        causal: True if the last query sees all keys, and each query before it one key fewer; else all see all keys.
+            Only a backend with ``bands`` is given more keys than queries.
+        mask: Visible pairs, bool, ``[batch, heads or 1, query, key]``; not together with ``causal``.
+        softcap: Bound of the scores; only given to a backend with ``softcaps``.
+        window: Keys that a query of a causal call sees, the last of them its own; only given to a backend with
+            ``bands``.
+    """
+
+    scale: float
+    causal: bool = False
+    mask: Tensor | None = None
+    softcap: float | None = None
+    window: int | None = None
 
 
 class ScoreBlock(NamedTuple):
@@ -37,21 +58,35 @@ class ScoreBlock(NamedTuple):
         return x.reshape(x.shape[0], self.there[1].stop - self.there[1].start, -1, x.shape[-1])
 
 
+def by_some_queries(
+    attend: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    *,
+    again: bool,
+) -> Tensor:
+    """Attend from ``size`` queries at a time; with ``again``, a backward pass computes each part once more."""
+    parts = []
+    for start in range(0, q.shape[2], size):
+        rows = slice(start, min(start + size, q.shape[2]))
+        arguments = (rows, q[:, :, rows], k, v)
+        parts.append(checkpoint(attend, *arguments, use_reentrant=False) if again else attend(*arguments))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
 def score_blocks(
     q: Float[Tensor, "batch heads query head_dim"],
     k: Float[Tensor, "batch kv_heads key head_dim"],
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    softcap: float | None,
-    window: int | None = None,
+    rule: PartRule,
 ) -> Iterator[ScoreBlock]:
     """Yield all scores of a call of ``AttentionBackend.with_lse``, invisible pairs as minus infinity.
 
     Scores are float32 (float64 for float64 tensors), and new tensors. A causal block holds only keys that one of its
     queries sees. Query heads that share a key head are rows of one matrix product, so no key is repeated.
     """
+    scale, causal, mask, softcap, window = rule
     (batch, heads, query, head_dim), (kv_heads, key) = q.shape, k.shape[1:3]
     wide, shared = torch.promote_types(q.dtype, torch.float32), heads // kv_heads
     most = CPU_BYTES if q.device.type == "cpu" else ACCELERATOR_BYTES

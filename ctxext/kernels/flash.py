@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ctxext.errors import install_line
 from ctxext.kernels.base import AttentionBackend, Call, Need, evened
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.columns import COLUMNS, with_columns
 from ctxext.kernels.layout import Layout
 
@@ -106,28 +107,19 @@ class _FlashFamily(AttentionBackend):
         return True
 
     def with_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
-        assert mask is None, "why_not refuses layouts that need one"
+        assert rule.mask is None, "why_not refuses layouts that need one"
         value_dim = v.shape[3]
         if not (self.takes_latent and (q.shape[3], value_dim) == (192, 128)):
             q, k, v = evened(q, k, v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         function = importlib.import_module(self.module).flash_attn_func
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, self.asks_lse: True}
-        if softcap is not None:
-            options["softcap"] = softcap
-        if window is not None:
-            options["window_size"] = (window - 1, 0)
+        options: dict[str, Any] = {"softmax_scale": rule.scale, "causal": rule.causal, self.asks_lse: True}
+        if rule.softcap is not None:
+            options["softcap"] = rule.softcap
+        if rule.window is not None:
+            options["window_size"] = (rule.window - 1, 0)
         out, lse = function(q, k, v, **options)[:2]
         return out.transpose(1, 2)[..., :value_dim], lse
 

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels.base import AttentionBackend, Call, Need
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.layout import Layout
 
 BLOCK = 128
@@ -126,25 +127,16 @@ class Flex(AttentionBackend):
         return out
 
     def with_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         kernel: Callable[..., Any] = flex_attention
         if not torch.compiler.is_compiling():
             kernel = _compiled(q.device.type)
-        blocks = _blocks_of(mask, causal, q.shape[2], k.shape[2], q.device)
+        blocks = _blocks_of(rule, q.shape[2], k.shape[2], q.device)
         grouped = q.shape[1] != k.shape[1]
         q, k, v = q.detach(), k.detach(), v.detach()
         how = {"enable_gqa": grouped, "kernel_options": _options(q, k), "return_aux": AuxRequest(lse=True)}
-        out, extra = kernel(q, k, v, score_mod=_score_cap(softcap), block_mask=blocks, scale=scale, **how)
+        out, extra = kernel(q, k, v, score_mod=_score_cap(rule.softcap), block_mask=blocks, scale=rule.scale, **how)
         return out, extra.lse
 
 
@@ -160,9 +152,10 @@ def _options(q: Tensor, k: Tensor) -> dict[str, bool] | None:
     return {"FORCE_USE_FLEX_ATTENTION": True} if is_too_much else None
 
 
-def _blocks_of(mask: Tensor | None, causal: bool, query: int, key: int, device: torch.device) -> BlockMask | None:
+def _blocks_of(rule: PartRule, query: int, key: int, device: torch.device) -> BlockMask | None:
     """Return the visible pairs as a block mask; None if all are visible."""
-    if mask is None and not causal:
+    mask = rule.mask
+    if mask is None and not rule.causal:
         return None
 
     @no_type_check  # traced by the kernel

@@ -62,9 +62,9 @@ class Layout:
         query_documents: ``[batch, query]`` ids; negative is no token. None: everything is document 0.
         key_documents: ``[batch, key]``; given iff ``query_documents`` is.
         spans: the same information as blocks of plain attention, if it has that form and the host knows it.
-        consecutive: whether positions step by exactly one inside every span.
-        from_zero: whether the host knows that the first key of every span is at position 0.
-        external_causality: whether an engine around the kernel (context parallelism) decides the visible pairs.
+        consecutive: True if positions step by exactly one inside every span.
+        from_zero: True if the host knows that the first key of every span is at position 0.
+        external_causality: True if an engine around the kernel (context parallelism) decides the visible pairs.
         sees: ``"past"``: a token sees itself and earlier tokens; ``"both"``: later tokens as well.
     """
 
@@ -201,7 +201,7 @@ class Layout:
         """Return any layout from explicit positions and documents; see the module for the rule.
 
         Args:
-            analyse: whether to check the values and look for spans, which on an accelerator copies the ids to the host
+            analyse: True to check the values and look for spans, which on an accelerator copies the ids to the host
                 once (a few bytes per token). Never done while compiling.
 
         Raises:

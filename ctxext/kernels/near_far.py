@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ctxext.kernels.base import AttentionBackend, Call, expand_heads, without_autocast
+from ctxext.kernels.blocks import PartRule
 
 QUERIES = 256
 """Queries of the band that are materialised at once, unless the band is wider."""
@@ -98,7 +99,7 @@ class _WithFar(torch.autograd.Function):
         near: Tensor,
         near_lse: Tensor,
     ) -> Tensor:
-        far, far_lse = backend.with_lse(q, k, v, scale=scale, causal=True)
+        far, far_lse = backend.with_lse(q, k, v, PartRule(scale, causal=True))
         lse = torch.logaddexp(near_lse, far_lse.to(near_lse.dtype))
         share = (near_lse - lse).exp()[..., None]
         out = (near * share + far * (1 - share)).to(q.dtype)
@@ -111,7 +112,7 @@ class _WithFar(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, near, share, out, lse = ctx.saved_tensors
         with without_autocast(q.device):
-            grads = ctx.backend.gradients(q, k, v, out, lse, grad, scale=ctx.scale, causal=True)
+            grads = ctx.backend.gradients(q, k, v, out, lse, grad, PartRule(ctx.scale, causal=True))
         wide = grad.to(lse.dtype)
         of_lse = (wide * (near.to(lse.dtype) - out.to(lse.dtype))).sum(-1) * share[..., 0]
         dq, dk, dv = (part.to(x.dtype) for part, x in zip(grads, (q, k, v), strict=True))

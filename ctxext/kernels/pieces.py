@@ -21,7 +21,7 @@ whole softmax; ring attention does the same (Liu et al., arXiv:2310.01889).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,8 +30,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, runs_triton, without_autocast
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.layout import Layout, Span
-from ctxext.kernels.regions import CAUSAL, FADING, FULL, rectangles, tiles
+from ctxext.kernels.regions import FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
 TILE = 1 << 15
@@ -56,10 +57,10 @@ class RotationForm(NamedTuple):
     """The dimensions of a head that rotate, and how.
 
     Args:
-        interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
+        interleaved: True if dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
             in Llama.
-        tail: whether the last dimensions rotate, as in latent attention; else the first ones. The others stay.
-        backwards: whether a later position turns the other way round, as in nanochat.
+        tail: True if the last dimensions rotate, as in latent attention; else the first ones. The others stay.
+        backwards: True if a later position turns the other way round, as in nanochat.
     """
 
     interleaved: bool = False
@@ -312,8 +313,8 @@ def attend_pieces(
     whole = tile is None and backend.bands(call.need) and call.need.sees == "past"
     plan = _plan(call, pieces, tile, bands=whole)
     key_heads = _key_heads_at_once(call.need, pieces, BAND_ROWS if whole else None)
-    how = {"scale": call.scale} if call.softcap is None else {"scale": call.scale, "softcap": call.softcap}
-    run = _Run(backend, tuple(pieces), plan, how, settled, key_heads, whole)
+    rule = PartRule(call.scale, softcap=call.softcap)
+    run = _Run(backend, tuple(pieces), plan, rule, settled, key_heads, whole)
     with without_autocast(call.q.device):
         if call.need.training or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
             out: Tensor = _Differentiable.apply(run, call.q, call.k, call.v, sinks)  # type: ignore[no-untyped-call]
@@ -413,7 +414,7 @@ class _Run:
     backend: AttentionBackend
     pieces: tuple[TurnedPiece, ...]
     plan: tuple[Tile, ...]
-    how: Mapping[str, Any]
+    rule: PartRule
     settled: int
     key_heads: int
     whole: bool
@@ -421,6 +422,14 @@ class _Run:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the merged output, ``[batch, heads, query, value_dim]``, and its log-sum-exp."""
         batch, heads, query = q.shape[:3]
+        tile, parts = self.plan[0] if self.plan else None, [part for tile in self.plan for part in tile.parts]
+        if tile and len(parts) == 1 and sinks is None and query <= SHORTEST:  # a short cut: there is nothing to merge
+            part, rows, all_heads = parts[0], tile.rows, (0, k.shape[1])
+            if rows == (0, batch) and part.query == (0, query):
+                k_part, v_part = self._keys(k)(part, rows, all_heads), _cut(v, rows, all_heads, part.key)
+                out, lse = self._forward(part, self._queries(q, tile)(part), k_part, v_part)
+                bias = self.pieces[part.piece].bias
+                return out, lse + bias if bias else lse
         # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -523,25 +532,26 @@ class _Run:
         return queries
 
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if part.kind == FADING:
-            out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), causal=True, **self.how))
-            return out, lse
-        return self.backend.with_lse(q, k, v, causal=part.kind == CAUSAL, mask=part.mask, **self._how(part))
+        if part.kind != FADING:
+            return self.backend.with_lse(q, k, v, self._rule(part))
+        q, k, v = _flipped(q, k, v)
+        out, lse = _flipped(*self.backend.with_lse(q, k, v, self._rule(part)))
+        return out, lse
 
     def _backward(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, ...]:
         """Call the backward of a kernel, which computes scores without the bias, so ``lse`` must lack it too."""
         bias = self.pieces[part.piece].bias
-        tensors = (q, k, v, out, lse - bias if bias else lse, grad)
-        if part.kind == FADING:
-            grads = self.backend.gradients(*_flipped(*tensors), causal=True, **self.how)
-            return _flipped(*grads)
-        return self.backend.gradients(*tensors, causal=part.kind == CAUSAL, mask=part.mask, **self._how(part))
+        lse = lse - bias if bias else lse
+        if part.kind != FADING:
+            return self.backend.gradients(q, k, v, out, lse, grad, self._rule(part))
+        q, k, v, out, lse, grad = _flipped(q, k, v, out, lse, grad)
+        return _flipped(*self.backend.gradients(q, k, v, out, lse, grad, self._rule(part)))
 
-    def _how(self, part: Part) -> Mapping[str, Any]:
-        """Return the keyword arguments of a kernel's call; a window only reaches a backend with bands."""
-        return self.how if part.window is None else {**self.how, "window": part.window}
+    def _rule(self, part: Part) -> PartRule:
+        """Return the rule of a kernel's call; a fading part is causal when its tokens are in reverse order."""
+        return self.rule._replace(causal=part.kind != FULL, mask=part.mask, window=part.window)
 
 
 def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, expand_heads
-from ctxext.kernels.blocks import score_blocks
+from ctxext.kernels.blocks import PartRule, by_some_queries, score_blocks
 from ctxext.spec import OwnAttention, ScoreForm
 
 BYTES = 64 * 2**20
@@ -41,13 +41,8 @@ class Reference(AttentionBackend):
         size = max(1, BYTES // (4 * call.q.shape[0] * call.q.shape[1] * call.k.shape[2]))
         if torch.compiler.is_compiling() or size >= query:
             return self._some(call, slice(None), call.q, call.k, call.v)
-        parts = []
-        for start in range(0, query, size):
-            rows = slice(start, min(start + size, query))
-            arguments = (call, rows, call.q[:, :, rows], call.k, call.v)
-            is_kept = call.need.training
-            parts.append(checkpoint(self._some, *arguments, use_reentrant=False) if is_kept else self._some(*arguments))
-        return torch.cat(parts, 2)
+        some = functools.partial(self._some, call)
+        return by_some_queries(some, call.q, call.k, call.v, size, again=call.need.training)
 
     def _some(self, call: Call, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute some queries, ``q``, of a call."""
@@ -76,21 +71,12 @@ class Reference(AttentionBackend):
         return True
 
     def with_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
         q, k, v = q.detach(), k.detach(), v.detach()
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for block in score_blocks(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap, window=window):
+        for block in score_blocks(q, k, rule):
             scores, values = block.scores, v[block.there].to(lse.dtype)
             largest = scores.amax(-1, keepdim=True)
             largest.masked_fill_(largest == -math.inf, 0.0)  # of queries that see nothing

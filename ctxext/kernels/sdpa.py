@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, capability_of, evened, expand_heads
+from ctxext.kernels.blocks import PartRule, by_some_queries
 from ctxext.kernels.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.near_far import attend_near_far, has_far_keys
@@ -137,67 +137,47 @@ class Sdpa(AttentionBackend):
         return is_half and is_new
 
     def with_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
-        assert softcap is None, "refuses says that it has none"
+        assert rule.softcap is None, "refuses says that it has none"
+        mask = rule.mask
         if q.device.type == "cpu" and torch.compiler.is_exporting():
             # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights in place of the
             # log-sum-exp (torch/_decomp/decompositions.py), so an exported program gets ctxext's formula.
-            return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)
+            return Reference().with_lse(q, k, v, rule)
         if v.shape[3] != q.shape[3] and (q.device.type == "cpu" or _is_for_flash(q)):
             if q.device.type == "cpu" and q.shape[2] <= self.dense_rows and q.dtype in (torch.float32, torch.float64):
-                return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)  # v stays where it is
-            out, lse = self.with_lse(*evened(q, k, v), scale=scale, causal=causal, mask=mask, window=window)
+                return Reference().with_lse(q, k, v, rule)  # v stays where it is
+            even_q, even_k, even_v = evened(q, k, v)
+            out, lse = self.with_lse(even_q, even_k, even_v, rule)
             return out[..., : v.shape[3]], lse
         heads, kv_heads = q.shape[1], k.shape[1]
         is_shared = mask is None or mask.shape[1:3] == (1, 1)  # by all query heads of a key head
-        if not causal and is_shared and q.shape[2] <= self.dense_rows and heads > kv_heads:
+        if not rule.causal and is_shared and q.shape[2] <= self.dense_rows and heads > kv_heads:
             # Query heads that share a key head become rows of one block of queries, so that keys are read once for all.
             folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
-            out, lse = _fused(folded, k, v, scale, False, mask)
+            out, lse = _fused(folded, k, v, rule)
             return out.reshape(*q.shape[:3], v.shape[3]), lse.reshape(q.shape[:3])
-        return _fused(q, k, v, scale, causal, mask, window)
+        return _fused(q, k, v, rule)
 
     def gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert softcap is None, "refuses says that it has none"
-        how: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "window": window}
+        assert rule.softcap is None, "refuses says that it has none"
         width = max(q.shape[3], v.shape[3])  # above 192 some cards have no backward kernel
-        is_flash = mask is None and _is_for_flash(q) and width % 8 == 0 and width <= 192
+        is_flash = rule.mask is None and _is_for_flash(q) and width % 8 == 0 and width <= 192
         if q.device.type != "cpu" and not is_flash:
-            return super().gradients(q, k, v, out, lse, grad, **how)
+            return super().gradients(q, k, v, out, lse, grad, rule)
         if v.shape[3] != q.shape[3]:
             even_q, even_k, even_v, out, grad = evened(q, k, v, out, grad)
-            even = self.gradients(even_q, even_k, even_v, out, lse, grad, **how)
+            even = self.gradients(even_q, even_k, even_v, out, lse, grad, rule)
             return even[0][..., : q.shape[3]], even[1][..., : q.shape[3]], even[2][..., : v.shape[3]]
         if is_flash:
             tensors = (grad.to(q.dtype), q, k, v, out.to(q.dtype))
-            return _flash_backward(tensors, lse, scale, causal, window)
-        hidden = None if mask is None else _as_bias(mask, q)
+            return _flash_backward(tensors, lse, rule)
+        hidden = None if rule.mask is None else _as_bias(rule.mask, q)
         grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, causal, attn_mask=hidden, scale=scale
+            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, rule.causal, attn_mask=hidden, scale=rule.scale
         )
         return grads
 
@@ -224,10 +204,9 @@ def _is_for_flash(q: Tensor) -> bool:
     return q.device.type == "cuda" and is_half and capability_of(q.device) >= (8, 0)
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+def _fused(q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> tuple[Tensor, Tensor]:
     """Call the kernels below torch's ``scaled_dot_product_attention``, which also return the log-sum-exp."""
+    scale, causal, mask, _, window = rule
     if q.device.type == "cpu":
         hidden = None if mask is None else _as_bias(mask, q)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=hidden, scale=scale)
@@ -260,15 +239,21 @@ def _sides(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _flash_backward(
-    tensors: Sequence[Tensor], lse: Tensor, scale: float, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(tensors: Sequence[Tensor], lse: Tensor, rule: PartRule) -> tuple[Tensor, Tensor, Tensor]:
     """Call the backward of CUDA's flash attention, on grad, q, k, v and the merged output."""
     by_token = [_aligned(x).transpose(1, 2) for x in tensors]
     lengths = (None, None, by_token[1].shape[1], by_token[2].shape[1])
     state = torch.empty(2, dtype=torch.uint64, device=lse.device)  # of the generator, which only dropout reads
     dq, dk, dv = aten._flash_attention_backward(
-        *by_token, lse.contiguous(), *lengths, 0.0, causal, state, state[0], scale=scale, **_sides(window)
+        *by_token,
+        lse.contiguous(),
+        *lengths,
+        0.0,
+        rule.causal,
+        state,
+        state[0],
+        scale=rule.scale,
+        **_sides(rule.window),
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -377,8 +362,8 @@ def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Te
 def _after(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute queries at the last keys without a mask: merge full attention to earlier keys with a causal block."""
     before = k.shape[2] - q.shape[2]
-    far, far_lse = _fused(q, k[:, :, :before], v[:, :, :before], kernel.scale, False, None)
-    near, near_lse = _fused(q, k[:, :, before:], v[:, :, before:], kernel.scale, True, None)
+    far, far_lse = _fused(q, k[:, :, :before], v[:, :, :before], PartRule(kernel.scale))
+    near, near_lse = _fused(q, k[:, :, before:], v[:, :, before:], PartRule(kernel.scale, causal=True))
     share = torch.sigmoid(near_lse - far_lse)[..., None]
     return torch.lerp(far.to(share.dtype), near.to(share.dtype), share).to(q.dtype)
 
@@ -459,13 +444,7 @@ def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
     if size >= length:
         bias, some = layout.memo(("both ways", q.dtype, window), lambda: some_rows(slice(None)), owner=slopes)
         return torch.where(some, kernel(q, k, v, bias), 0.0)
-    parts = []
-    for start in range(0, length, size):
-        rows = slice(start, start + size)
-        arguments = (rows, q[:, :, rows], k, v)
-        part = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
-        parts.append(part)
-    return torch.cat(parts, 2)
+    return by_some_queries(attend, q, k, v, size, again=call.need.training)
 
 
 def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
@@ -474,8 +453,7 @@ def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
     Fused kernels give no gradient to a bias, so the softmax is written out if one is needed.
     """
     assert call.score is not None
-    score, layout, q = call.score, call.layout, call.q
-    heads, length = q.shape[1], q.shape[2]
+    score, layout, q, heads = call.score, call.layout, call.q, call.q.shape[1]
     k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
     size = max(1, BIAS_BYTES // (4 * score.floats * layout.batch * k.shape[2]))
 
@@ -487,13 +465,7 @@ def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
             return torch.where(some, _spelled_out(kernel, q, k, v, bias), 0.0)
         return torch.where(some, kernel(q, k, v, bias.to(_bias_dtype(q))), 0.0)
 
-    parts = []
-    for start in range(0, length, size):
-        rows = slice(start, min(start + size, length))
-        arguments = (rows, q[:, :, rows], k, v)
-        part = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    return by_some_queries(attend, q, k, v, size, again=call.need.training)
 
 
 def _spelled_out(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ctxext.attention.remap import as_it_rotates, install_pieces, require_remappable
+from ctxext.attention.remapped_layers import as_it_rotates, install_pieces, require_remappable
 from ctxext.caches.dynamic import follow_length
 from ctxext.core import refusals as refusals  # adds its checks to those of all families
 from ctxext.core.architecture import Architecture, unknown_length

@@ -34,9 +34,9 @@ class Export:
     """Flags that make another runtime serve an extension.
 
     Args:
-        exact: whether the target is known to compute the same positions as the model patched in place, at every
+        exact: True if the target is known to compute the same positions as the model patched in place, at every
             length; if not, a note gives the reason.
-        in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
+        in_file: True if the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
         start: the command that serves the checkpoint without an extension, word by word; as a runtime returns it, the
             words before the checkpoint, or none for its usual ones.
     """
@@ -90,7 +90,7 @@ class ExtensionInConfig:
         windows: lengths that the weights may have been trained for, where the config leaves that open.
         unsaid: config fields that the files to be served do not hold yet.
         left_over: keys in the rope dict of those files that only other programs read.
-        guarded: whether those files stop programs that read the fields of transformers 4.
+        guarded: True if those files stop programs that read the fields of transformers 4.
     """
 
     config: Any
@@ -172,7 +172,7 @@ class Runtime(ABC):
     Attributes:
         name: name for ``ctxext.export``.
         length_flag: the argument that sets the longest text; None if there is none.
-        files_only: whether the program reads an extension from the checkpoint's files only, and not from arguments.
+        files_only: True if the program reads an extension from the checkpoint's files only, and not from arguments.
     """
 
     name: ClassVar[str]
@@ -190,6 +190,11 @@ class Runtime(ABC):
         Raises:
             IncompatibleError: if the runtime cannot run the extension, or would silently compute something else.
         """
+
+    def serving(self, target_length: int, *flags: str, **more: Any) -> Export:
+        """Return an export with these flags, and the one that sets the longest text; ``more`` are its other fields."""
+        length = () if self.length_flag is None else (self.length_flag, str(target_length))
+        return Export(target=self.name, flags=(*flags, *length), **more)
 
     def needs_files(self, extended: ExtensionInConfig) -> IncompatibleError:
         """Build the error for an extension that is not in the files yet, where the runtime reads only those."""

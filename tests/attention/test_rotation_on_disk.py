@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import ctxext
-from ctxext.attention import remap
+from ctxext.attention import remapped_layers
 from ctxext.checkpoints.load import extended_config
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import METHODS
@@ -32,13 +32,13 @@ GUARDED = ["phi3", "phimoe", "phi4_multimodal"]
 def forms(monkeypatch: pytest.MonkeyPatch) -> list[RotationForm]:
     """The forms that are found from here on."""
     found: list[RotationForm] = []
-    find = remap.rotation_form
+    find = remapped_layers.rotation_form
 
     def seen(*args: Any) -> RotationForm:
         found.append(find(*args))
         return found[-1]
 
-    monkeypatch.setattr(remap, "rotation_form", seen)
+    monkeypatch.setattr(remapped_layers, "rotation_form", seen)
     return found
 
 

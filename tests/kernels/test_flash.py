@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels import Call, Layout, Need
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flash import INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
 from ctxext.kernels.reference import Reference
 from tests.kernels.cases import LAYOUTS, case, error, naive, truth
@@ -277,7 +278,7 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
         assert return_attn_probs or return_lse
         CALLS.append(v.shape[-1])
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = Reference().with_lse(q, k, v, scale=softmax_scale, causal=causal, softcap=softcap or None)
+        out, lse = Reference().with_lse(q, k, v, PartRule(softmax_scale, causal, softcap=softcap or None))
         return out.transpose(1, 2), lse, None
 
     monkeypatch.setattr(
@@ -285,8 +286,8 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
     )
     q, k = torch.randn(2, 1, 4, 9, width).bfloat16()
     v = torch.randn(1, 4, 9, value_dim).bfloat16()
-    found = backend.with_lse(q, k, v, scale=0.2, causal=True, softcap=softcap)
-    wanted = Reference().with_lse(q, k, v, scale=0.2, causal=True, softcap=softcap)
+    rule = PartRule(0.2, causal=True, softcap=softcap)
+    found, wanted = (which.with_lse(q, k, v, rule) for which in (backend, Reference()))
     for ours, right in zip(found, wanted, strict=True):
         assert torch.equal(ours, right)
     is_narrow = (width, value_dim) == (192, 128) and backend.name != "flash"
@@ -306,7 +307,7 @@ def test_a_part_of_more_keys_than_queries_has_its_window(backend, monkeypatch) -
     monkeypatch.setattr(sys.modules[backend.module], "flash_attn_func", real)
     q, k = torch.zeros(1, 2, 6, 64), torch.zeros(1, 1, 9, 64)
     assert backend.bands(READY)
-    out, lse = backend.with_lse(q, k, k, scale=1.0, causal=True, window=5)
+    out, lse = backend.with_lse(q, k, k, PartRule(1.0, causal=True, window=5))
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert given["causal"]
     assert given["window_size"] == (4, 0)

@@ -13,6 +13,7 @@ import torch
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels import Call, Layout, Need, flex
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flex import BLOCK, Flex, block_mask, cutoff_for
 from ctxext.kernels.reference import Reference
 from tests.kernels import cases
@@ -186,7 +187,7 @@ def test_numbers_are_constants_of_the_kernel(change: dict, biased: bool, monkeyp
     with torch.no_grad():
         for more in ({}, change):
             Flex().attend(Call.of(*one.tensors(), one.layout, slopes=one.slopes, **how | more))
-            Flex().with_lse(*one.tensors(), causal=True, **how | more)
+            Flex().with_lse(*one.tensors(), PartRule(causal=True, **how | more))
     assert not taken
 
 
@@ -224,7 +225,7 @@ def test_what_a_torch_cannot_compile_is_refused_with_its_version(
     one = cases.case("causal", torch.float32, biased=False)
     calls = [
         lambda: Flex().attend(Call.of(*one.tensors(), one.layout, scale=one.scale, softcap=softcap)),
-        lambda: Flex().with_lse(*one.tensors(), scale=one.scale, causal=True, softcap=softcap),
+        lambda: Flex().with_lse(*one.tensors(), PartRule(one.scale, causal=True, softcap=softcap)),
     ]
     for call in calls:
         with torch.no_grad(), pytest.raises(BackendUnavailableError, match=re.escape(f"torch {torch.__version__}")):

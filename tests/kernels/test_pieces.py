@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels import BACKENDS, AttentionBackend, Call, Layout, Need, named
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flash import INSTALLED, Flash
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.kernels.reference import Reference
@@ -338,9 +339,9 @@ class Watched(Reference):
     def bands(self, need: Need) -> bool:
         return False
 
-    def with_lse(self, *tensors: Tensor, mask: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
-        self.masked = self.masked or mask is not None
-        return super().with_lse(*tensors, mask=mask, **how)
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> tuple[Tensor, Tensor]:
+        self.masked = self.masked or rule.mask is not None
+        return super().with_lse(q, k, v, rule)
 
 
 @every_layout
@@ -375,7 +376,7 @@ def test_a_backend_without_log_sum_exp_is_refused() -> None:
 def test_a_query_that_sees_nothing_has_no_weight(name: str) -> None:
     q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
     mask = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [False, False, False, True]])[None, None]
-    out, lse = named(name).with_lse(q, k, v, scale=0.25, causal=False, mask=mask)
+    out, lse = named(name).with_lse(q, k, v, PartRule(0.25, mask=mask))
     scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~mask, -math.inf)
     assert torch.allclose(lse, torch.logsumexp(scores, -1), atol=1e-5)
     assert torch.allclose(out, torch.softmax(scores, -1).nan_to_num() @ v, atol=1e-5)

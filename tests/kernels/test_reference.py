@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ctxext.kernels import Call, Layout
+from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.reference import Reference
 from tests.kernels import cases
 
@@ -118,13 +119,13 @@ def test_no_tensor_is_quadratic(softcap: float | None, monkeypatch: pytest.Monke
         700,
         [torch.randn(1, heads, 700, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)],
     )
-    how = {"scale": 0.5, "causal": True, "softcap": softcap}
+    rule = PartRule(0.5, causal=True, softcap=softcap)
     with Largest() as largest:
         call = Call.of(*inputs, scale=0.5, softcap=softcap)
         Reference().run(call).sum().backward()
         q, k, v = (x.detach() for x in inputs)
-        out, lse = Reference().with_lse(q, k, v, **how)
-        Reference().gradients(q, k, v, out, lse, out, **how)
+        out, lse = Reference().with_lse(q, k, v, rule)
+        Reference().gradients(q, k, v, out, lse, out, rule)
     assert largest.numbers <= 64 * length  # a block of 64 rows of the scores of a key head
 
 
