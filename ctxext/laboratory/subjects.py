@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, logging
 
-from ctxext import patching
 from ctxext.core import patching
 from ctxext.laboratory.tasks import REACH
 from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
