@@ -195,9 +195,9 @@ register(
         _raise_generation,
         applies=lambda work: (
             (not work.sides or "decoder" in work.sides)
-            and getattr(getattr(work.subject.model, "generation_config", None), "max_length", None)
-            == _written(work).trained_length
-            < _written(work).target_length
+            and (limit := getattr(getattr(work.subject.model, "generation_config", None), "max_length", None))
+            is not None
+            and limit == _written(work).trained_length < _written(work).target_length
         ),
     )
 )

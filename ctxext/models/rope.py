@@ -16,6 +16,7 @@ from ctxext.core.as_configured import require_as_configured
 from ctxext.core.edits import Edits
 from ctxext.core.latent import score_form
 from ctxext.core.override import PinnedApply
+from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import (
     UNSEEN,
@@ -55,22 +56,19 @@ class Rope(Architecture):
         if (trained_length := request.trained_length) is None:
             raise unknown_length(subject)
         require_as_configured(subject, places, trained_length)
-        if isinstance(method, BiasMethod | EncodingMethod) and not isinstance(method, RopeMethod):
-            return replace_rotation(subject, method, request, places, layers, edits)
         if not isinstance(method, RopeMethod):
+            if isinstance(method, BiasMethod | EncodingMethod):
+                return replace_rotation(subject, method, request, places, layers, edits)
             raise IncompatibleError(
                 f"This {subject.kind} has rotations, which method {method.name!r} does not extend. "
                 f"Take a method for rotations, such as yarn or self_extend."
             )
+        _refuse_attention(method, request)
         scaling = scaling_of(subject.config)
         sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
         target = method.target_length(trained_length)
-        if layers.both_ways and not method.frequencies(sites[0].spec, target).inv_freq.any():
-            raise IncompatibleError(
-                f"Method {method.name!r} removes all positions, but this {text.model_type} reads both ways. Without a "
-                f"causal mask it could not tell the order of tokens, even after training. Keep its rotation (yarn, "
-                f"ntk, pi)."
-            )
+        if layers.both_ways:
+            _require_order(subject, method, sites[0].spec)
         windows = window_fields(text, request.sliding_window, target)
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(subject, site) for site in sites]
@@ -80,11 +78,6 @@ class Rope(Architecture):
             before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
         form = score_form(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
-        if request.attention is not None and not isinstance(method, RemapMethod):
-            raise InvalidParameterError(
-                f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its "
-                f"kernel with model.set_attn_implementation(...), and leave attention out here."
-            )
         form.rebuild.apply(edits)
         for path in dict.fromkeys(site.path for site in form.sites):
             rotary = subject.model.get_submodule(path)
@@ -92,22 +85,16 @@ class Rope(Architecture):
         if method.dynamic:
             follow_length(subject, form, before, edits)
         _prove(subject, form)
-        notes = _notes(text, form)
-        attention = request.attention
+        attention, notes = request.attention, _notes(text, form, layers)
         if isinstance(method, RemapMethod):
             attention = attention or "auto"
             notes = (*install_pieces(subject, method, sites[0], layers, form.rebuild, attention, edits), *notes)
+        if scaling is not None:
+            notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if form.is_guarded_elsewhere:
             field = guarded_field(subject, "would load it without the extension")
             original[field] = getattr(subject.config, field)
             edits.set_unchecked(subject.config, field, GUARD)
-        if scaling is not None:
-            notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
-        if layers.failure:
-            notes += (
-                f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "
-                f"with a window beside others, so all are taken to be alike.",
-            )
         return Extension(
             trained_length=trained_length,
             target_length=form.method.target_length(trained_length),
@@ -123,6 +110,25 @@ class Rope(Architecture):
 
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         Rebuild(subject, original).apply(edits)
+
+
+def _refuse_attention(method: RopeMethod, request: Request) -> None:
+    """Refuse an attention backend of ctxext for a method that leaves attention to the model."""
+    if request.attention is not None and not isinstance(method, RemapMethod):
+        raise InvalidParameterError(
+            f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its "
+            f"kernel with model.set_attn_implementation(...), and leave attention out here."
+        )
+
+
+def _require_order(subject: Subject, method: RopeMethod, spec: RopeSpec) -> None:
+    """Refuse to take all positions from a model that reads both ways."""
+    if not method.frequencies(spec, method.target_length(spec.trained_length)).inv_freq.any():
+        raise IncompatibleError(
+            f"Method {method.name!r} removes all positions, but this {subject.text.model_type} reads both ways. "
+            f"Without a causal mask it could not tell the order of tokens, even after training. Keep its rotation "
+            f"(yarn, ntk, pi)."
+        )
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
@@ -165,7 +171,7 @@ def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
     return note
 
 
-def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
+def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
     """Return the notes for a user of the model, one or two sentences each."""
     method, sites, spec, notes = form.method, form.sites, form.sites[0].spec, []
     frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
@@ -205,7 +211,13 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
     window = window_note(text, method.target_length(spec.trained_length))
-    return tuple(notes + ([window] if window else []))
+    notes += [window] if window else []
+    if layers.failure:
+        notes.append(
+            f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "
+            f"with a window beside others, so all are taken to be alike."
+        )
+    return tuple(notes)
 
 
 def _growth_note(growth: str) -> str:
