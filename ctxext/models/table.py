@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ctxext.core.architecture import Architecture, refuse_attention_choices
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.files import digest
 from ctxext.methods import METHODS, Method, TableMethod, saved_class
 from ctxext.methods.base import Rows
 from ctxext.methods.parameters import checked_rows
@@ -219,11 +219,10 @@ def _fields(subject: Subject, longer: list[LongerTable]) -> dict[str, int]:
 
 def fingerprint(tables: list[PositionTable], rows: dict[str, Rows]) -> str:
     """Return 12 hexadecimal digits of a hash of the tables and the mixtures of their rows."""
-    digest = hashlib.sha256()
-    for table in tables:
-        indices, weights = rows[table.name]
-        digest.update(f"{table.name} {table.first}".encode() + indices.numpy().tobytes() + weights.numpy().tobytes())
-    return digest.hexdigest()[:12]
+    each = [(f"{table.name} {table.first}".encode(), *rows[table.name]) for table in tables]
+    return digest(
+        b"".join(name + indices.numpy().tobytes() + weights.numpy().tobytes() for name, indices, weights in each)
+    )
 
 
 def _notes(trained: int, rows: Rows, others: tuple[str, ...]) -> list[str]:
