@@ -431,8 +431,8 @@ def replace_tables(
         edits.set(model.get_submodule(path), leaf, tables[name])
     grown = _set_buffers(model, before, after, computed, edits)
     others = _set_attributes(model, before, after, {name.rpartition(".")[0] for name in tables} | grown, edits)
-    for name, value in fields.items():
-        edits.set(*field_of(model.config, name), value)
+    for name, count in fields.items():
+        edits.set(*field_of(model.config, name), count)
     follow_fields(model, after, {name.rpartition(".")[2] for name in fields}, edits)
     return after, others
 
