@@ -16,11 +16,11 @@ from ctxext.checkpoints.export import exports_of
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.core.edits import own_attributes
+from ctxext.core.published import published_json
 from ctxext.core.rebuild import Scalar
 from ctxext.core.refusals import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import already_extended, checked_trained_length, plain_config, saved_extension, saved_sides
-from ctxext.core.scaling import published_json
 from ctxext.core.subject import Subject, owns_its_config, text_of
 from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
