@@ -41,11 +41,11 @@ class Layers:
     """Paths of a decoder's layers, by what these layers do.
 
     Args:
-        rotating: layers that rotate queries or keys by the model's rotary modules.
-        attending: layers with attention under a mask that transformers makes.
-        windowed: attending layers that look back over a window or a chunk only.
-        both_ways: attending layers in which tokens also see later tokens.
-        failure: why the probe could not run; nothing is known of the layers then. None if it ran.
+        rotating: Layers that rotate queries or keys by the model's rotary modules.
+        attending: Layers with attention under a mask that transformers makes.
+        windowed: Attending layers that look back over a window or a chunk only.
+        both_ways: Attending layers in which tokens also see later tokens.
+        failure: Reason that kept the probe from running, so that nothing is known of the layers; None if it ran.
     """
 
     rotating: frozenset[str] = frozenset()

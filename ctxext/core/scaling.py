@@ -44,7 +44,7 @@ def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """Yield each rope dict of a text config with its layer type, None if one dict serves all layers.
 
     Args:
-        text: the text part of a config, or its ``rope_parameters``, which is one rope dict or one for each layer type.
+        text: Text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
     """
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
@@ -97,12 +97,12 @@ class Scaling:
     """The scaling of rotary positions that a config describes; ``str()`` is a short form.
 
     Args:
-        factor: its factor, None if it has none (``longrope``).
-        original: tokens of the training before the scaling, None if the config does not say.
-        windows: lengths in tokens that the scaled checkpoint may have been trained for, ascending. Several if
+        factor: Factor of the scaling, None if it has none (``longrope``).
+        original: Tokens of the training before the scaling, None if the config does not say.
+        windows: Lengths in tokens that the scaled checkpoint may have been trained for, ascending. Several if
             published checkpoints of this form differ in their meaning; none if the config names no length.
-        serves: tokens before the scaling, and tokens that a runtime should serve; None if the config does not say.
-        has_two_sets: whether short and long texts have different frequencies (``longrope``).
+        serves: Tokens before the scaling, and tokens that a runtime should serve; None if the config does not say.
+        has_two_sets: True if short and long texts have different frequencies (``longrope``).
     """
 
     rope_type: str

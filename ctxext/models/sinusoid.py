@@ -44,10 +44,10 @@ class Sinusoid:
     """The formula of a table: row ``r`` holds the sine and the cosine of ``r`` times each of its frequencies.
 
     Args:
-        width: columns; even.
-        base: the frequencies are ``base^(-2i/width)``.
-        interleaved: whether the sine and the cosine of a frequency stand side by side; else all sines come first.
-        first: the row of the first token.
+        width: Number of columns, even.
+        base: Base of the frequencies, ``base^(-2i/width)``.
+        interleaved: True if the sine and the cosine of a frequency are neighbours; else all sines come first.
+        first: Row of the first token.
     """
 
     width: int

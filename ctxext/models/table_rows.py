@@ -46,9 +46,9 @@ class PositionTable:
     """A weight, or a buffer, with a row for each position.
 
     Args:
-        field: the config field that sets its size, with dots for parts of the config.
-        first: the row of the first token; rows before it stand for no position.
-        skips_padding: whether padding tokens get no position, so that rows start after the padding id.
+        field: Config field that sets the size, with dots for parts of the config.
+        first: Row of the first token; rows before it belong to no position.
+        skips_padding: True if padding tokens get no position, so that rows start after the padding id.
     """
 
     name: str
