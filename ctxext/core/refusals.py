@@ -510,7 +510,7 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
     and ignores fields that it does not know. A model that was built from its own code passes.
 
     Args:
-        kind: Kind of positions that the model has: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
+        kind: Kind of positions of the model: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
         IncompatibleError: with the field and the way out.
