@@ -25,7 +25,7 @@ from typer.main import get_command
 
 import ctxext
 from ctxext.cli.app import app
-from ctxext.core.stored_form import ROPE_TYPE
+from ctxext.core.rope_type import ROPE_TYPE
 from ctxext.methods import METHODS, known_methods
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings

@@ -19,6 +19,7 @@ from ctxext.core.architecture import trained_length_of
 from ctxext.core.edits import own_attributes
 from ctxext.core.own_config import owns_its_config
 from ctxext.core.patching import describe, patch, unpatch
+from ctxext.core.published import published_json
 from ctxext.core.rebuild import Scalar
 from ctxext.core.refusals import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rotary import find_sites

@@ -32,7 +32,7 @@ class Limit:
     """A limit of texts in a file beside a model.
 
     Args:
-        is_bound: whether it can mean nothing but the window; others may be somebody's choice.
+        is_bound: True if the value can mean nothing but the window; other limits may be choices of a user.
     """
 
     file: str

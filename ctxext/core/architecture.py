@@ -22,8 +22,8 @@ class Architecture(ABC):
     """One family of models, recognised by structure rather than by name.
 
     Class attributes of a family:
-        name: its name in lists.
-        positions: its kind of positions, as in ``refusals.refuse_other_positions``.
+        name: Name of the family in lists.
+        positions: Kind of positions, as in ``refusals.refuse_other_positions``.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family without
             one overrides ``matches``.
     """

@@ -41,11 +41,11 @@ class Layers:
     """Paths of a decoder's layers, by what these layers do.
 
     Args:
-        rotating: layers that rotate queries or keys by the model's rotary modules.
-        attending: layers with attention under a mask that transformers makes.
-        windowed: attending layers that look back over a window or a chunk only.
-        both_ways: attending layers in which tokens also see later tokens.
-        failure: why the probe could not run; nothing is known of the layers then. None if it ran.
+        rotating: Layers that rotate queries or keys by the model's rotary modules.
+        attending: Layers with attention under a mask that transformers makes.
+        windowed: Attending layers that look back over a window or a chunk only.
+        both_ways: Attending layers in which tokens also see later tokens.
+        failure: Reason that kept the probe from running, so that nothing is known of the layers; None if it ran.
     """
 
     rotating: frozenset[str] = frozenset()
@@ -110,7 +110,6 @@ def readers_of(model: nn.Module, path: str) -> Iterator[nn.Module]:
 def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> None:
     """Run a decoder on the meta device on a few tokens; answer questions about data as for a plain text."""
     marks, config = marks or _Marks(), getattr(decoder, "config", None)
-    channels = getattr(config, "num_channels", None)  # some decoders read several tokens at each position
     arguments: dict[str, Any] = {"use_cache": False}
     with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), _Lists(), marks:
         if reads_an_encoder(decoder):
@@ -119,9 +118,9 @@ def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> Non
         try:
             decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), **arguments)
         except FAILURES:
-            if not channels:
+            if not (channels := getattr(config, "num_channels", None)):
                 raise
-            marks.entered.clear()
+            marks.entered.clear()  # some decoders read several tokens at each position
             decoder(input_ids=torch.zeros(1, TOKENS, channels, dtype=torch.long), **arguments)
 
 
@@ -224,7 +223,6 @@ class _Marks(TorchDispatchMode):
 
 
 _ALL = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
-_GROUPED = {aten._grouped_mm}
 _BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
@@ -235,8 +233,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     """
     first = args[0]
     if func is aten._local_scalar_dense.default:
-        value = 1 if TRUE in _marks_of(first) else 0
-        return bool(value) if first.dtype is torch.bool else value
+        return (bool if first.dtype is torch.bool else int)(TRUE in _marks_of(first))
     if func is aten.equal.default:
         return True
     if func is aten.nonzero.default:
@@ -245,7 +242,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty(0, dtype=first.dtype, device="meta")
     if func is aten.bincount.default:
         return torch.empty(max(1, kwargs.get("minlength", 0)), dtype=torch.long, device="meta")
-    if func.overloadpacket in _GROUPED:  # requires bfloat16, although the shapes do not depend on it
+    if func.overloadpacket is aten._grouped_mm:  # requires bfloat16, although the shapes do not depend on it
         return torch.empty(first.shape[0], args[1].shape[-1], dtype=first.dtype, device="meta")
     if func in _BY_INDEX:
         if any(_is_bool(index) for index in args[1]) and func is not aten.index.Tensor:

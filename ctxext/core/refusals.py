@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.core.architecture import CHECKS
 from ctxext.core.code import source_of_home
+from ctxext.core.published import published_json, published_text
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.saved import GUARD, extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import (
@@ -29,8 +30,6 @@ from ctxext.core.scaling import (
     REFUSALS,
     heads_of,
     is_windowed,
-    published_json,
-    published_text,
     rope_dicts,
     same_rope,
 )
@@ -510,7 +509,7 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
     and ignores fields that it does not know. A model that was built from its own code passes.
 
     Args:
-        kind: its kind of positions: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
+        kind: Kind of positions of the model: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
         IncompatibleError: with the field and the way out.

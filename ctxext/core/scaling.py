@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 
-from ctxext.core.subject import Subject, path_to, text_of
+from ctxext.core.published import published_json, published_text
+from ctxext.core.subject import Subject, text_of
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.files import parse_json
 from ctxext.methods.formulas import NEVER
 
 # Errors that transformers raises if it cannot read a config, or build a model from one; a RuntimeError where its code
@@ -46,7 +44,7 @@ def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """Yield each rope dict of a text config with its layer type, None if one dict serves all layers.
 
     Args:
-        text: the text part of a config, or its ``rope_parameters``, which is one rope dict or one for each layer type.
+        text: Text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
     """
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
@@ -70,41 +68,6 @@ def same_rope(first: Any, second: Any) -> bool:
 def is_windowed(layer_type: str) -> bool:
     """Return whether a layer of this type looks back over a limited window only."""
     return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
-
-
-def published_json(config: Any) -> dict[str, Any]:
-    """Read the config.json that a config was built from; return an empty dict if it is not on this machine.
-
-    The file is searched in the directory or in the hub's cache from which transformers read the config, offline.
-    """
-    name = getattr(config, "_name_or_path", None)
-    if not name:
-        return {}
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        try:
-            cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
-        except HFValidationError:  # the name is a path, not a repository of the hub
-            return {}
-        if not isinstance(cached, str):
-            return {}
-        path = Path(cached)
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # removed or damaged since the model was loaded from it
-        return {}
-    is_same = isinstance(content, dict) and content.get("model_type") == config.model_type
-    return content if is_same else {}
-
-
-def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
-    """Return the text part of a published config.json; the whole of it if it has no such part."""
-    for name in path_to(config, text_of(config)):
-        inner = published.get(name)
-        if not isinstance(inner, dict):
-            return published  # a file older than the parts of its class; transformers maps its fields
-        published = inner
-    return published
 
 
 def of_layers(text: Any, name: str) -> list[Any]:
@@ -134,12 +97,12 @@ class Scaling:
     """The scaling of rotary positions that a config describes; ``str()`` is a short form.
 
     Args:
-        factor: its factor, None if it has none (``longrope``).
-        original: tokens of the training before the scaling, None if the config does not say.
-        windows: lengths in tokens that the scaled checkpoint may have been trained for, ascending. Several if
+        factor: Factor of the scaling, None if it has none (``longrope``).
+        original: Tokens of the training before the scaling, None if the config does not say.
+        windows: Lengths in tokens that the scaled checkpoint may have been trained for, ascending. Several if
             published checkpoints of this form differ in their meaning; none if the config names no length.
-        serves: tokens before the scaling, and tokens that a runtime should serve; None if the config does not say.
-        has_two_sets: whether short and long texts have different frequencies (``longrope``).
+        serves: Tokens before the scaling, and tokens that a runtime should serve; None if the config does not say.
+        has_two_sets: True if short and long texts have different frequencies (``longrope``).
     """
 
     rope_type: str

@@ -19,7 +19,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, Verification
 from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
 from ctxext.methods.formulas import buckets_of
-from ctxext.models.table_rows import put_weights, weight_of
+from ctxext.models.table_rows import follow_fields, put_weights, weight_of
 from ctxext.spec import BucketSpec, Extension, Request
 
 FIELD = "relative_attention_max_distance"
@@ -85,7 +85,7 @@ class Buckets(Architecture):
         sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
         rebuild.apply(edits)
         put_weights(subject.model, sharper, edits)
-        _follow(subject, fields, edits)
+        follow_fields(subject.model, rebuild.whole, fields, edits)
         for path, module, _ in _tables(subject.model):
             if (live := getattr(module, FIELD)) != new:
                 raise VerificationError(f"{path} of this {kind} still buckets distances up to {live}.")
@@ -102,8 +102,9 @@ class Buckets(Architecture):
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         if (reason := self.why_final(subject)) is not None:
             raise IncompatibleError(reason)
-        Rebuild(subject, original).apply(edits)
-        _follow(subject, original, edits)
+        rebuild = Rebuild(subject, original)
+        rebuild.apply(edits)
+        follow_fields(subject.model, rebuild.whole, original, edits)
 
     def why_final(self, subject: Subject) -> str | None:
         temperature = _temperature_in(subject.saved)
@@ -130,18 +131,6 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Embedding]]:
             for table in module.children():
                 if isinstance(table, nn.Embedding):
                     yield path, module, table
-
-
-def _follow(subject: Subject, fields: dict[str, Any], edits: Edits) -> None:
-    """Change the copies of the config in encoder and decoder too, since each of them may be saved alone."""
-    done = {id(subject.text)}
-    for module in subject.model.modules():
-        config: Any = getattr(module, "config", None)
-        if config is not None and id(config) not in done and hasattr(config, FIELD):
-            done.add(id(config))
-            for name, value in fields.items():
-                if hasattr(config, name):
-                    edits.set(config, name, value)
 
 
 def _prove(rebuild: Rebuild, spec: BucketSpec, max_distance: int) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from ctxext.core.probe import WIDTHS, readers_of, reads_an_encoder
@@ -54,9 +55,10 @@ class _Lookups(TorchFunctionMode):
             self._note(_argument(args, kwargs, 2, "index"))
         if str(kwargs.get("device")) == "meta":  # created on the device of the weights, but read for its values
             kwargs = {**kwargs, "device": "cpu"}
-        if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+        if not any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        return _mapped(func(*_mapped(args, _on_meta), **_mapped(kwargs, _on_meta)), _zeros)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        return tree_map_only(Tensor, _zeros, func(*args, **kwargs))
 
     def _note(self, rows: Any) -> None:
         self.rows.append(torch.as_tensor(rows).detach().clone())
@@ -66,30 +68,6 @@ class _Lookups(TorchFunctionMode):
 
 def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(part, change) for part in value)
-    if isinstance(value, dict):
-        return {key: _mapped(part, change) for key, part in value.items()}
-    return value
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
 
 
 def _zeros(tensor: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
+from ctxext.core.rope_type import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.core.rotary import RotaryPlace
 from ctxext.core.scaling import CHUNKED, REFUSALS
-from ctxext.core.stored_form import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
 from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARD, GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.files import digest
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.remap import RemapMethod
@@ -44,10 +44,10 @@ class Sinusoid:
     """The formula of a table: row ``r`` holds the sine and the cosine of ``r`` times each of its frequencies.
 
     Args:
-        width: columns; even.
-        base: the frequencies are ``base^(-2i/width)``.
-        interleaved: whether the sine and the cosine of a frequency stand side by side; else all sines come first.
-        first: the row of the first token.
+        width: Number of columns, even.
+        base: Base of the frequencies, ``base^(-2i/width)``.
+        interleaved: True if the sine and the cosine of a frequency are neighbours; else all sines come first.
+        first: Row of the first token.
     """
 
     width: int
@@ -319,11 +319,8 @@ def _prove(subject: Subject, site: Site, inv_freq: Tensor) -> None:
 
 def _fingerprint(sites: list[Site], inv_freq: dict[str, Tensor]) -> str:
     """Return 12 hexadecimal digits of a hash of the tables and their new frequencies."""
-    digest = hashlib.sha256()
-    for site in sites:
-        digest.update(repr((site.table.name, site.formula)).encode())
-        digest.update(inv_freq[site.table.name].float().numpy().tobytes())
-    return digest.hexdigest()[:12]
+    each = [(site.table.name, site.formula) for site in sites]
+    return digest(b"".join(repr(one).encode() + inv_freq[one[0]].float().numpy().tobytes() for one in each))
 
 
 def _notes(subject: Subject, sites: list[Site], stored: bool) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,9 +13,11 @@ from torch import Tensor, nn
 
 from ctxext.core.architecture import Architecture, refuse_attention_choices
 from ctxext.core.edits import Edits
+from ctxext.core.saved import saved_method
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import METHODS, Method, TableMethod, saved_class
+from ctxext.files import digest
+from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.methods.base import Rows
 from ctxext.methods.parameters import checked_rows
 from ctxext.models.table_rows import (
@@ -219,11 +220,10 @@ def _fields(subject: Subject, longer: list[LongerTable]) -> dict[str, int]:
 
 def fingerprint(tables: list[PositionTable], rows: dict[str, Rows]) -> str:
     """Return 12 hexadecimal digits of a hash of the tables and the mixtures of their rows."""
-    digest = hashlib.sha256()
-    for table in tables:
-        indices, weights = rows[table.name]
-        digest.update(f"{table.name} {table.first}".encode() + indices.numpy().tobytes() + weights.numpy().tobytes())
-    return digest.hexdigest()[:12]
+    each = [(f"{table.name} {table.first}".encode(), *rows[table.name]) for table in tables]
+    return digest(
+        b"".join(name + indices.numpy().tobytes() + weights.numpy().tobytes() for name, indices, weights in each)
+    )
 
 
 def _notes(trained: int, rows: Rows, others: tuple[str, ...]) -> list[str]:
@@ -256,7 +256,7 @@ def _old_tables(subject: Subject, tables: list[PositionTable]) -> tuple[dict[str
     for table, trained, kept, rows in _made_of(subject, tables):
         old = unmixed(weight_of(subject.model, table.name), table.first, trained, rows)
         if old is None or trained != kept:
-            method = _saved_method(subject)
+            method = saved_method(subject.config.ctxext)
             return {}, (
                 f"The {trained:,} learned rows of this {subject.kind} cannot be recovered from the "
                 f"{table.positions:,} that method {method.name!r} (factor {method.factor:g}) made of them. Load the "
@@ -268,16 +268,11 @@ def _old_tables(subject: Subject, tables: list[PositionTable]) -> tuple[dict[str
 
 def _made_of(subject: Subject, tables: list[PositionTable]) -> Iterator[tuple[PositionTable, int, int, Rows]]:
     """Yield each table of an extended model, its learned rows that were used, all learned rows, and its mixtures."""
-    saved, method = subject.config.ctxext, _saved_method(subject)
+    saved = subject.config.ctxext
+    method = saved_method(saved)
+    assert isinstance(method, TableMethod)
     for table in tables:
         grown = getattr(*field_of(subject.config, table.field)) - saved["original"][table.field]
         kept = table.positions - grown
         trained = min(saved["trained_length"], kept)
         yield table, trained, kept, method.rows(trained, table.positions)
-
-
-def _saved_method(subject: Subject) -> TableMethod:
-    saved = subject.config.ctxext["method"]
-    method = saved_class(saved["method"]).from_dict(saved)
-    assert isinstance(method, TableMethod)
-    return method

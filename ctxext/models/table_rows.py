@@ -47,9 +47,9 @@ class PositionTable:
     """A weight, or a buffer, with a row for each position.
 
     Args:
-        field: the config field that sets its size, with dots for parts of the config.
-        first: the row of the first token; rows before it stand for no position.
-        skips_padding: whether padding tokens get no position, so that rows start after the padding id.
+        field: Config field that sets the size, with dots for parts of the config.
+        first: Row of the first token; rows before it belong to no position.
+        skips_padding: True if padding tokens get no position, so that rows start after the padding id.
     """
 
     name: str
@@ -432,7 +432,9 @@ def replace_tables(
         edits.set(model.get_submodule(path), leaf, tables[name])
     grown = _set_buffers(model, before, after, computed, edits)
     others = _set_attributes(model, before, after, {name.rpartition(".")[0] for name in tables} | grown, edits)
-    _set_fields(model, after, fields, edits)
+    for name, count in fields.items():
+        edits.set(*field_of(model.config, name), count)
+    follow_fields(model, after, {name.rpartition(".")[2] for name in fields}, edits)
     return after, others
 
 
@@ -490,23 +492,18 @@ def _set_attributes(
     return tuple(others)
 
 
-def _set_fields(model: PreTrainedModel, after: PreTrainedModel, fields: dict[str, int], edits: Edits) -> None:
-    """Set the fields, also in configs of modules that are copies of the model's config."""
-    done = set()
-    for name, value in fields.items():
-        part, leaf = field_of(model.config, name)
-        edits.set(part, leaf, value)
-        done.add(id(part))
-    built = dict(after.named_modules())
+def follow_fields(model: PreTrainedModel, after: PreTrainedModel, names: Iterable[str], edits: Edits) -> None:
+    """Set fields in every module's config as in the same module of a twin: some configs are copies of the model's."""
+    built, done = dict(after.named_modules()), set()
     for path, module in model.named_modules():
-        config = vars(module).get("config")
+        config, new = vars(module).get("config"), vars(built[path]).get("config") if path in built else None
         if not isinstance(config, PreTrainedConfig) or id(config) in done:
             continue
         done.add(id(config))
-        for leaf in {name.rpartition(".")[2] for name in fields}:
-            new = getattr(getattr(built.get(path), "config", None), leaf, None)
-            if new is not None and leaf in vars(config) and getattr(config, leaf) != new:
-                edits.set(config, leaf, new)
+        for name in names:
+            value = getattr(new, name, None)
+            if value is not None and name in vars(config) and getattr(config, name) != value:
+                edits.set(config, name, value)
 
 
 def prove(twin: PreTrainedModel, tables: Iterable[PositionTable]) -> None:
