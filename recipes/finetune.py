@@ -21,8 +21,6 @@ import sys
 import warnings
 from pathlib import Path
 
-CHECKS_FIRST = True  # lets `import ctxext` wait with torch and transformers until the settings are read
-
 from ctxext.errors import CtxextError
 from ctxext.training.settings import Settings, read_settings, refuse_mistakes
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
-
-GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
+from ctxext.rope_types import GUARD as GUARD
 
 GUARDED_FIELD = "layer_norm_epsilon"
 """The guarded number of models with ALiBi."""

@@ -14,12 +14,13 @@ from ctxext.core.edits import Edits
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import PinnedApply, RotaryPlace
-from ctxext.core.stored_form import UNROTATED_NAME, unrotated_rope_parameters, with_base
+from ctxext.core.stored_form import unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.models.alibi import refuse_halves
+from ctxext.rope_types import UNROTATED_NAME
 from ctxext.spec import AlibiSpec, Extension, Request
 
 BOTH_WAYS = {
