@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
-from ctxext.registry import method_names, method_parameters, needs_reach, runtime_names
+from ctxext.registry import listed_methods, method_names, runtime_names
 
 BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
 # Kinds of devices that torch has names of.
@@ -41,7 +41,7 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
         reach = [given.get(name, "elsewhere") for name in ("factor", "target_length", "param")]
         if not isinstance(given.get("length"), int):  # lengths to read say it too, and that of a prompt does not
             reach.append(given.get("length"))
-        if all(value in (None, [], ()) for value in reach) and needs_reach(method):
+        if all(value in (None, [], ()) for value in reach) and listed_methods().get(method, {}).get("needs a reach"):
             raise no_reach(method)
 
 
@@ -71,8 +71,8 @@ def refuse_unknown_method(words: str) -> None:
 
 def refuse_unknown_parameters(method: str, parameters: Iterable[str]) -> None:
     """Raise ``UnknownNameError`` for the first of some parameters that a method of ctxext's own does not have."""
-    if parameters and (known := method_parameters(method)) is not None:
-        refuse_unknown(f"{method} parameter", parameters, known)
+    if parameters and method in listed_methods():
+        refuse_unknown(f"{method} parameter", parameters, listed_methods()[method]["parameters"])
 
 
 def _refuse_unknown_runtime(name: str) -> None:
