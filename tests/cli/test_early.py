@@ -55,11 +55,12 @@ MISTAKES = {
     "patch HERE out -m yran -f 2": "Did you mean 'yarn'?",
     f"patch HERE out {YARN} -p betafast=1": "Unknown yarn parameter 'betafast'. Did you mean 'beta_fast'?",
     f"patch HERE out {YARN} -p beta_fast": "--param must be KEY=VALUE",
-    f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice",
+    f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice, as 1 and as 2",
     "patch HERE out -m longrope -f 2 -p short_factor=@no.json": "there is no file no.json",
     f"patch HERE out {YARN} -p trained_length=4": "give it as --trained-length",
     **{
-        f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor)"
+        f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor), which is "
+        "target_length / trained_length, or target_length (--target)"
         for command, method in {
             "patch HERE out": "yarn",
             "patch HERE another": "dynamic_ntk",
@@ -310,7 +311,6 @@ GOOD = {
         (["--extension.parameters.rampe", "turns"], "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?"),
         (["--checkpoint", "/no/where"], "There is no checkpoint at /no/where"),
         (["--data.trian", "text.txt"], "Did you mean 'data.train'?"),
-        (["--data.length", "4096"], "and so fewer tokens than one sequence of 4,096"),
         (["--dtype", "fp33"], "found 'fp33'"),
         (["--output", "text.txt/out"], "text.txt is a file and no directory"),
     ],
