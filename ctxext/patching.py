@@ -55,7 +55,7 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.parameters import checked_tokens, parameters_of
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models import Architecture, architecture_of, find_architecture
-from ctxext.spec import Description, Extension, ExtensionArguments, Request
+from ctxext.spec import Description, Extension, ExtensionArguments
 
 ModelT = TypeVar("ModelT")
 JOURNAL = "_ctxext_journal"
@@ -262,7 +262,7 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
 
 def _resolved(
     subject: Subject, asked: ExtensionArguments, saved: dict[str, Any] | None, edits: Edits
-) -> tuple[Method, Architecture, Request]:
+) -> tuple[Method, Architecture, ExtensionArguments]:
     """Turn arguments into a method and a request, and take off the extension that the model was saved with."""
     architecture, trained_length, taken_off = architecture_of(subject), asked.trained_length, None
     if trained_length is not None:
@@ -286,13 +286,7 @@ def _resolved(
         known_length = checked_tokens("The trained length that the config names", known_length)
         if carried is not None:
             refuse_shrinking(carried, chosen.target_length(known_length))
-    request = Request(
-        trained_length=known_length,
-        sliding_window=asked.sliding_window,
-        scaling=scaling,
-        attention=asked.attention,
-    )
-    return chosen, architecture, request
+    return chosen, architecture, replace(asked, method=chosen, trained_length=known_length, scaling=scaling)
 
 
 def _extended_sides(

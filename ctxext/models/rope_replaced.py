@@ -21,7 +21,7 @@ from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.models.alibi import refuse_halves
 from ctxext.rope_types import UNROTATED_NAME
-from ctxext.spec import AlibiSpec, Extension, Request
+from ctxext.spec import AlibiSpec, Extension, ExtensionArguments
 
 BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls equally with distance to both sides.",
@@ -35,7 +35,7 @@ NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encodi
 def replace_rotation(
     subject: Subject,
     method: BiasMethod | EncodingMethod,
-    request: Request,
+    request: ExtensionArguments,
     places: list[RotaryPlace],
     layers: Layers,
     edits: Edits,
