@@ -22,10 +22,10 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "maia", "xla", "me
 
 
 def refuse_mistakes(given: Mapping[str, Any]) -> None:
-    """Refuse what is wrong whatever the checkpoint is, before torch, transformers or a checkpoint are loaded.
+    """Refuse options that are wrong with every checkpoint, before torch, transformers or a checkpoint are loaded.
 
     Args:
-        given: the values of a command's options by name; a name means the same in every command.
+        given: values of a command's options by name; a name means the same in every command.
 
     Raises:
         CtxextError: the first mistake.
@@ -36,10 +36,10 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
             if each is not None:
                 check(each)
     method, parameters = given.get("method"), parameters_said(given.get("param") or ())
-    if isinstance(method, str):  # what has an option of its own is told from that one
+    if isinstance(method, str):  # a parameter that is an option too is refused as such
         refuse_unknown_parameters(method, [name for name in parameters if name not in given])
         reach = [given.get(name, "elsewhere") for name in ("factor", "target_length", "param")]
-        if not isinstance(given.get("length"), int):  # lengths to read say it too, and that of a prompt does not
+        if not isinstance(given.get("length"), int):  # a list of lengths to read is a reach, a prompt's length is not
             reach.append(given.get("length"))
         if all(value in (None, [], ()) for value in reach) and listed_methods().get(method, {}).get("needs a reach"):
             raise no_reach(method)
@@ -93,7 +93,7 @@ def _refuse_shrinking(factor: float) -> None:
 
 
 def refuse_no_checkpoint(place: str) -> None:
-    """Refuse what is no path here and not in the hub's cache, where the hub cannot be asked.
+    """Refuse a checkpoint that is neither a path here nor in the hub's cache, where the hub does not answer.
 
     Raises:
         CheckpointError: with the name and the reason.

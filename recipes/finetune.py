@@ -8,7 +8,7 @@ Read it from top to bottom, copy it, change it. Every setting is explained in ``
 them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
 
 In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),
-``merged`` if asked for (stock transformers loads it; where a table of positions was trained there is ``model`` alone,
+``merged`` with ``merge`` (stock transformers loads it; where a table of positions was trained there is ``model`` alone,
 which it loads too), ``run.json`` with all that was set and found, and ``loss.png``.
 """
 
@@ -207,7 +207,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
 
 def training_arguments(settings: Settings, device: str) -> TrainingArguments:
-    """What the Trainer is told."""
+    """Return the arguments of the Trainer."""
     training = settings.training
     return TrainingArguments(
         output_dir=settings.output,
@@ -236,7 +236,7 @@ def training_arguments(settings: Settings, device: str) -> TrainingArguments:
 
 
 def say(text: str) -> None:
-    """To whoever is watching."""
+    """Print a text for the user."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a run begins from: on the device that it is meant for, quantised where that is asked for."""
+"""The checkpoint that a run begins from: on the device of the run, quantised where the settings say so."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def require_device(settings: Settings) -> str:
 
 
 def load_base(settings: Settings, device: torch.device) -> Checkpoint:
-    """Load what is to be trained, unextended, with its tokenizer.
+    """Load the model to train, unextended, with its tokenizer.
 
     From a checkpoint that was saved extended, the extension is taken off where ``extension.trained_length`` is given:
     the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
@@ -136,7 +136,7 @@ def _require_whole(settings: Settings) -> None:
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
-    """Return the trained model to be merged, built anew on the CPU where this process has no whole weights of it."""
+    """Return the trained model to merge, built again on the CPU where this process has only a part of its weights."""
     if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more
         return model
     with _without_deepspeed():
