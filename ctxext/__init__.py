@@ -15,8 +15,7 @@ import functools
 import importlib
 import typing
 
-from ctxext import errors
-from ctxext.rope_types import ROPE_TYPE, UNROTATED_TYPE, RopeTypes
+from ctxext import errors, rope_types
 from ctxext.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
@@ -86,9 +85,9 @@ def _stored_form(function: str, *arguments: typing.Any, **more: typing.Any) -> t
 
 
 # Before any checkpoint is read. Partial functions of a module can be pickled with a model that keeps one.
-RopeTypes(
+rope_types.RopeTypes(
     {
-        ROPE_TYPE: functools.partial(_stored_form, "initial_frequencies"),
-        UNROTATED_TYPE: functools.partial(_stored_form, "no_rotation"),
+        rope_types.ROPE_TYPE: functools.partial(_stored_form, "initial_frequencies"),
+        rope_types.UNROTATED_TYPE: functools.partial(_stored_form, "no_rotation"),
     }
 ).register()
