@@ -11,12 +11,11 @@ model.save_pretrained("llama-2x")
 ```
 """
 
+import functools
 import importlib
-import pathlib
-import sys
 import typing
 
-from ctxext import errors, registry
+from ctxext import errors, registry, rope_types
 from ctxext.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
@@ -46,15 +45,17 @@ __all__ = [
     "unpatch",
 ]
 
-_VERBS = {
+_PLACES = {
+    "choose": "choosing.choose",
     "describe": "core.patching",
+    "export": "checkpoints.export",
+    "heads": "attention.heads",
+    "load": "checkpoints.load",
     "method": "methods.base",
     "patch": "core.patching",
     "patched": "core.patching",
-    "unpatch": "core.patching",
-    "export": "checkpoints.export",
-    "load": "checkpoints.load",
     "save": "checkpoints.save",
+    "unpatch": "core.patching",
 }
 # The core imports no room above it. These rooms fill its registries, and are imported before the first use of each.
 registry.filled_by(
@@ -76,15 +77,13 @@ registry.filled_by(
     ),
 )
 registry.filled_by("encodings", (f"{__name__}.laboratory.encodings",))
-# What a program that only extends a model need not wait for.
-_MEASURING = {"choose": "choosing.choose", "heads": "attention.heads"}
 _PACKAGES = ("methods", "training")
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Import what is asked for."""
-    if name in _VERBS | _MEASURING:
-        found = getattr(importlib.import_module(f"{__name__}.{(_VERBS | _MEASURING)[name]}"), name)
+    """Import a verb or a package at its first use."""
+    if name in _PLACES:
+        found = _imported(_PLACES[name], name)
     elif name in _PACKAGES:
         found = importlib.import_module(f"{__name__}.{name}")
     else:
@@ -97,15 +96,19 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _checks_first() -> bool:
-    """Return whether this process is the ``ctxext`` command, ``python -m ctxext`` or a program that says so itself."""
-    name = sys.argv[0] if sys.argv else ""
-    is_command = pathlib.PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
-    return is_command or getattr(sys.modules.get("__main__"), "CHECKS_FIRST", False)
+def _imported(module: str, name: str) -> typing.Any:
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
-# Every program gets ctxext's rope types registered with transformers by this import, before any checkpoint is read. The
-# command and the recipe read none before they have imported what they need, and mistakes must not wait for torch.
-if not _checks_first():
-    for _name in _VERBS:
-        __getattr__(_name)
+def _rope_type(function: str, *arguments: typing.Any, **more: typing.Any) -> typing.Any:
+    """Call a function that computes a rope type of ctxext; only a model of such a type needs its module."""
+    return _imported("core.rope_type", function)(*arguments, **more)
+
+
+# Before any checkpoint is read. Partial functions of a module can be pickled with a model that keeps one.
+rope_types.RopeTypes(
+    {
+        rope_types.ROPE_TYPE: functools.partial(_rope_type, "initial_frequencies"),
+        rope_types.UNROTATED_TYPE: functools.partial(_rope_type, "no_rotation"),
+    }
+).register()

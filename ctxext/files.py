@@ -84,8 +84,8 @@ def followed(path: Path, root: Path) -> Path:
     A folder from somebody else may hold links to files of the user who reads the folder, such as a private key.
 
     Args:
-        path: inside ``root``; any part of it below ``root`` may be a symbolic link.
-        root: a folder, or a link to one. Links may lead anywhere inside it, and from a snapshot in the hub's cache to
+        path: place inside ``root``; any part of it below ``root`` may be a symbolic link.
+        root: folder, or a link to one. Links may lead anywhere inside it, and from a snapshot in the hub's cache to
             the files in ``blobs`` beside the snapshots, where the cache keeps what it downloaded.
 
     Raises:

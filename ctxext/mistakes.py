@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
-from ctxext.registry import method_names, method_parameters, needs_reach, runtime_names
+from ctxext.registry import listed_methods, method_names, runtime_names
 
 BESIDE_METHODS = {"auto", "rope"}  # names that are given like that of a method, and have answers of their own
 # Kinds of devices that torch has names of.
@@ -22,10 +22,10 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "maia", "xla", "me
 
 
 def refuse_mistakes(given: Mapping[str, Any]) -> None:
-    """Refuse what is wrong whatever the checkpoint is, before torch, transformers or a checkpoint are loaded.
+    """Refuse options that are wrong with every checkpoint, before torch, transformers or a checkpoint are loaded.
 
     Args:
-        given: the values of a command's options by name; a name means the same in every command.
+        given: values of a command's options by name; a name means the same in every command.
 
     Raises:
         CtxextError: the first mistake.
@@ -36,12 +36,12 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
             if each is not None:
                 check(each)
     method, parameters = given.get("method"), parameters_said(given.get("param") or ())
-    if isinstance(method, str):  # what has an option of its own is told from that one
+    if isinstance(method, str):  # a parameter that is an option too is refused as such
         refuse_unknown_parameters(method, [name for name in parameters if name not in given])
         reach = [given.get(name, "elsewhere") for name in ("factor", "target_length", "param")]
-        if not isinstance(given.get("length"), int):  # lengths to read say it too, and that of a prompt does not
+        if not isinstance(given.get("length"), int):  # a list of lengths to read is a reach, a prompt's length is not
             reach.append(given.get("length"))
-        if all(value in (None, [], ()) for value in reach) and needs_reach(method):
+        if all(value in (None, [], ()) for value in reach) and listed_methods().get(method, {}).get("needs a reach"):
             raise no_reach(method)
 
 
@@ -71,8 +71,8 @@ def refuse_unknown_method(words: str) -> None:
 
 def refuse_unknown_parameters(method: str, parameters: Iterable[str]) -> None:
     """Raise ``UnknownNameError`` for the first of some parameters that a method of ctxext's own does not have."""
-    if parameters and (known := method_parameters(method)) is not None:
-        refuse_unknown(f"{method} parameter", parameters, known)
+    if parameters and method in listed_methods():
+        refuse_unknown(f"{method} parameter", parameters, listed_methods()[method]["parameters"])
 
 
 def _refuse_unknown_runtime(name: str) -> None:
@@ -93,7 +93,7 @@ def _refuse_shrinking(factor: float) -> None:
 
 
 def refuse_no_checkpoint(place: str) -> None:
-    """Refuse what is no path here and not in the hub's cache, where the hub cannot be asked.
+    """Refuse a checkpoint that is neither a path here nor in the hub's cache, where the hub does not answer.
 
     Raises:
         CheckpointError: with the name and the reason.

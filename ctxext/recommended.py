@@ -11,7 +11,7 @@ class Recommendation:
     """Methods for one wish.
 
     Args:
-        beside: a method that shows the models that are meant; None for all that the first applies to.
+        beside: another method that must apply to the model too; None for none.
     """
 
     wish: str

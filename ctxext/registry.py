@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import pkgutil
-import re
 import threading
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-METHODS = ("methods", "laboratory/encodings")
 _FILLED_BY: dict[str, tuple[str, ...]] = {}
 _FILLING = threading.RLock()
 
@@ -55,38 +53,24 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
     return classes
 
 
-def method_names(incomplete: str = "") -> list[str]:
-    """Return the names of methods that begin so; torch, which their files import, is not imported for that."""
-    return sorted(name for folder in METHODS for name in _names_in(folder, incomplete))
-
-
 @cache
+def listed() -> dict[str, Any]:
+    """Return what is known of methods and runtimes without importing one, from a file of scripts/update_readme.py."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "methods" / "listed.json").read_text("utf-8"))
+    return found
+
+
 def listed_methods() -> dict[str, dict[str, Any]]:
-    """Return what is known of each method by its name, from the file that scripts/update_readme.py writes."""
-    listed: dict[str, dict[str, Any]] = json.loads(
-        (Path(__file__).parent / "methods" / "listed.json").read_text("utf-8")
-    )
-    return listed
+    """Return what is listed of each method, by name."""
+    methods: dict[str, dict[str, Any]] = listed()["methods"]
+    return methods
 
 
-def method_parameters(name: str) -> set[str] | None:
-    """Return the names of a method's parameters; None for a method that is not listed."""
-    return {*listed_methods()[name]["parameters"]} if name in listed_methods() else None
-
-
-def needs_reach(name: str) -> bool:
-    """Return whether a method of ours, without parameters of its own, has to be told a factor or a target."""
-    return re.search("rotary|remapping|tables", listed_methods().get(name, {}).get("group", "")) is not None
+def method_names(incomplete: str = "") -> list[str]:
+    """Return the names of methods that begin so."""
+    return [name for name in listed_methods() if name.startswith(incomplete)]
 
 
 def runtime_names(incomplete: str = "") -> list[str]:
     """Return the names of runtimes that begin so."""
-    return _names_in("runtimes", incomplete)
-
-
-def _names_in(folder: str, incomplete: str) -> list[str]:
-    """Read the names of a registry that begin so out of its files, none of which is imported."""
-    files = (Path(__file__).parent / folder).glob("*.py")
-    pattern = re.compile(r'^    name: ClassVar.* = "(.+)"', re.M)
-    names = [name for file in files for name in pattern.findall(file.read_text("utf-8"))]
-    return sorted(name for name in names if name.startswith(incomplete))
+    return [name for name in listed()["runtimes"] if name.startswith(incomplete)]

@@ -475,29 +475,12 @@ def _short(value: object) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """Options of an extension that the user gave, apart from the method itself.
-
-    Args:
-        trained_length: tokens that the checkpoint was trained for, as the user or else the config says; None where
-            neither does.
-        sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
-        scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
-            ``ctxext.patch``.
-        attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
-    """
-
-    trained_length: int | None = None
-    sliding_window: str | None = None
-    scaling: str | None = None
-    attention: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExtensionArguments:
     """The arguments of ``ctxext.patch``, whose docstring explains them, as the user wrote them.
 
-    Nothing is checked here: each value is checked where it is used, with a sentence.
+    Nothing is checked here: each value is checked where it is used, with a sentence. An architecture gets them with the
+    method itself, with the trained length that the user or else the config says (None where neither does), and with the
+    scaling that is extended or replaced.
     """
 
     method: Any

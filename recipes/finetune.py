@@ -8,7 +8,7 @@ Read it from top to bottom, copy it, change it. Every setting is explained in ``
 them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
 
 In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),
-``merged`` if asked for (stock transformers loads it; where a table of positions was trained there is ``model`` alone,
+``merged`` with ``merge`` (stock transformers loads it; where a table of positions was trained there is ``model`` alone,
 which it loads too), ``run.json`` with all that was set and found, and ``loss.png``.
 """
 
@@ -20,8 +20,6 @@ import argparse
 import sys
 import warnings
 from pathlib import Path
-
-CHECKS_FIRST = True  # lets `import ctxext` wait with torch and transformers until the settings are read
 
 from ctxext.errors import CtxextError
 from ctxext.training.settings import Settings, read_settings, refuse_mistakes
@@ -56,7 +54,7 @@ from ctxext.measuring.provenance import command, git_state, machine, now, versio
 from ctxext.progress import saying_what_is_left_out
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
-from ctxext.training.checkpoint import load_base, require_device, with_all_weights
+from ctxext.training.checkpoint import load_base, load_tokenizer, require_device, with_all_weights
 from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
@@ -99,7 +97,12 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         return_freed_memory(above=settings.memory.return_freed * 2**20)
     set_seed(settings.seed)
 
-    # 1. The model, extended, then its adapter.
+    # 1. The texts, which may be too short for a sequence, then the model, extended, and its adapter.
+    data, training = settings.data, settings.training
+    documents = TokenisedDocuments.read(
+        data.train, load_tokenizer(settings), split=data.split, column=data.column, tokens=data.tokens
+    )
+    sequences_of(settings, documents)
     loaded = load_base(settings, arguments.device)
     model, tokenizer = loaded.model, loaded.tokenizer
     measured = BeforeAndAfter(loaded, settings)
@@ -114,13 +117,11 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         require_padding(model, tokenizer)  # it is saved beside the model, after hours perhaps
     trained = trained_weights(model) if table is None else str(table)
     model.config.use_cache = False
-    data, training = settings.data, settings.training
     chunk = {} if data.masked is None else {"loss_chunk": None}
     memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
     held = memory.apply(model)
 
-    # 2. The data: documents, cut into as many sequences as there will be steps to read them.
-    documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
+    # 2. The data, cut into as many sequences as there will be steps to read them.
     readers = arguments.world_size // launched_parallelism().non_data_parallel_size  # some may share a sequence
     per_step = training.batch * training.accumulation * readers
     sequences = sequences_of(settings, documents, per_step, description.trained_length)
@@ -205,7 +206,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
 
 def training_arguments(settings: Settings, device: str) -> TrainingArguments:
-    """What the Trainer is told."""
+    """Return the arguments of the Trainer."""
     training = settings.training
     return TrainingArguments(
         output_dir=settings.output,
@@ -234,7 +235,7 @@ def training_arguments(settings: Settings, device: str) -> TrainingArguments:
 
 
 def say(text: str) -> None:
-    """To whoever is watching."""
+    """Print a text for the user."""
     print(text, file=sys.stderr, flush=True)
 
 

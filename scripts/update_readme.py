@@ -34,6 +34,7 @@ from ctxext.cli.methods import method_rows, methods_markdown
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.parameters import parameters_of
 from ctxext.methods.remap import RemapMethod
+from ctxext.runtimes import RUNTIMES
 from ctxext.spec import LLAMA
 from ctxext.training.settings import Settings
 from scripts.published_page import published_rows
@@ -136,7 +137,8 @@ def described_methods() -> dict[str, dict[str, Any]]:
         example = kind.example(LLAMA)
         dynamic = "yes" if example.dynamic else "no"
         cells = (name, _group(example), kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
-        more = {"to train": kind.needs_training, "parameters": [field.name for field in dataclasses.fields(kind)]}
+        more = {"to train": kind.needs_training, "needs a reach": issubclass(kind, RopeMethod | TableMethod)}
+        more |= {"parameters": [field.name for field in dataclasses.fields(kind)]}
         described[name] = dict(zip(METHOD_COLUMNS, cells, strict=True)) | more
     return described
 
@@ -343,7 +345,8 @@ def made() -> dict[Path, str]:
     """Return every file that is made or filled in, with its text of today."""
     filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
-    filled_in[ROOT / "ctxext" / "methods" / "listed.json"] = f"{{\n{lines}\n}}\n"
+    place = ROOT / "ctxext" / "methods" / "listed.json"
+    filled_in[place] = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
     return filled_in | {TABLES / f"{name}.csv": text for name, text in tables().items()}
 
 

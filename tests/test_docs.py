@@ -25,8 +25,8 @@ from typer.main import get_command
 
 import ctxext
 from ctxext.cli.app import app
-from ctxext.core.rope_type import ROPE_TYPE
 from ctxext.methods import METHODS, known_methods
+from ctxext.rope_types import ROPE_TYPE
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
 from tests._examples import EXAMPLE, error_of

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow  # it reads the whole package
 # From the ground up: a room imports from those before it. The face of the library (``ctxext`` itself) knows the verbs'.
 ROOMS = [
     "version",
+    "rope_types",
     "errors",
     "files",
     "progress",

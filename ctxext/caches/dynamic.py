@@ -17,12 +17,12 @@ from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_len
 from ctxext.caches.records import NOT_ONE_GRAPH, FittedModules, cache_in, current_pass, outside_graphs
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import restoring
-from ctxext.core.rope_type import ROPE_TYPE
 from ctxext.core.rotary import RotarySite
 from ctxext.core.stored_form import StoredForm
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
+from ctxext.rope_types import ROPE_TYPE
 
 # Rotary modules cached per model, one for each recent length: a few kilobytes each.
 KEPT = 64

@@ -31,7 +31,6 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
 )
-from ctxext.core.scaling import published_json
 from ctxext.core.subject import Subject, text_of
 from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError

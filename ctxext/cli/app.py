@@ -27,6 +27,7 @@ from ctxext.cli.options import (
     ExtensionOptions,
     Json,
     Markdown,
+    NewExtensionOptions,
     StrictCommand,
     Trained,
     Trust,
@@ -37,7 +38,7 @@ from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
 from ctxext.errors import InvalidParameterError
 from ctxext.progress import DelayedBar, status, terminal
-from ctxext.registry import method_names, runtime_names
+from ctxext.registry import runtime_names
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -136,16 +137,7 @@ def patch(
         Path, Argument(help="A directory with safetensors weights, a name on the hub, or a .gguf file.", metavar="SRC")
     ],
     destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
-    method: Annotated[
-        str,
-        Option(
-            "--method",
-            "-m",
-            help="A method; `ctxext methods` lists them. Or the choice.json of `ctxext choose`.",
-            autocompletion=method_names,
-        ),
-    ],
-    extension: ExtensionOptions,
+    extension: NewExtensionOptions,
     copy: CopyOptions,
     trust: Trust = False,
     as_json: Json = False,
@@ -164,7 +156,6 @@ def patch(
         written = patch_checkpoint(
             source,
             destination,
-            method,
             link=copy.link,
             trust_remote_code=trust,
             progress=progress,
@@ -187,16 +178,6 @@ def export(
             autocompletion=runtime_names,
         ),
     ],
-    method: Annotated[
-        str | None,
-        Option(
-            "--method",
-            "-m",
-            help="Serve a plain checkpoint extended by this method, or by a choice.json, its files as they are.",
-            show_default="the extension that it was saved with",
-            autocompletion=method_names,
-        ),
-    ] = None,
     gguf: Annotated[
         tuple[Path, Path] | None,
         Option(
@@ -212,7 +193,8 @@ def export(
 ) -> None:
     """Print the flags that make another runtime serve an extended checkpoint, and what it cannot express.
 
-    With --gguf, llama.cpp serves what flags cannot say: any frequencies that do not change with the text.
+    With --method, a plain checkpoint is served extended while its files stay as they are. With --gguf, llama.cpp serves
+    what flags cannot say: any frequencies that do not change with the text.
 
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
@@ -220,11 +202,11 @@ def export(
     from ctxext.cli.show import show_export
 
     given = extension.arguments()
-    if method is None and any(value is not None for value in given.values()):
+    if extension.method is None and any(value is not None for value in given.values()):
         flags = [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
-        made = make(checkpoint, to=to, method=method, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
+        made = make(checkpoint, to=to, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
     _print_json(made) if as_json else show_export(made, terminal())
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from typer import Option
 
 from ctxext.cli.options import (
     REQUIRED,
@@ -26,7 +25,6 @@ from ctxext.cli.options import (
 from ctxext.errors import VerificationError
 from ctxext.mistakes import why_unreachable
 from ctxext.progress import StageBar, terminal
-from ctxext.registry import method_names
 
 if TYPE_CHECKING:
     from ctxext.serving.check import ServerCheck
@@ -49,16 +47,6 @@ def check(
     *,
     source: SourceOptions,
     asked: AskedOptions,
-    method: Annotated[
-        str | None,
-        Option(
-            "--method",
-            "-m",
-            help="The method, or the choice.json, that the server was told by flags.",
-            show_default="the extension that the files carry",
-            autocompletion=method_names,
-        ),
-    ] = None,
     extension: ExtensionOptions,
     text: TextOptions,
     as_json: Json = False,
@@ -67,7 +55,8 @@ def check(
 
     Works with vLLM, SGLang, llama.cpp's server, transformers' and ctxext's. Its answers to long prompts are compared
     with the extended model, the plain one, and the usual mistakes, which all run here, in up to ten passes over the
-    longest prompt (--length shortens it). It exits with status 1 if the server is not right.
+    longest prompt (--length shortens it). Give --method where flags, and not the files, told the server the method. It
+    exits with status 1 if the server is not right.
 
     [bold]Example[/]: ctxext check Llama-3-8B-32k --url http://127.0.0.1:8000
     """
@@ -80,7 +69,6 @@ def check(
     client = Client(asked.url, asked.api_key, asked.name)
     served = load_served(
         source.checkpoint,
-        method,
         dtype=source.dtype,
         device=source.device,
         trust_remote_code=source.trust,

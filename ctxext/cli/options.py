@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
+METHOD = ("--method", "-m")
 # How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
 TARGET = ("--target", "--length", "--target-length")
 
@@ -81,7 +82,7 @@ class StrictCommand(TyperCommand):
 
 
 def run_script(command: Callable[..., None]) -> None:
-    """Run one command as a program of its own."""
+    """Run one command as a separate program."""
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(cls=StrictCommand)(command)
     app()
@@ -192,12 +193,18 @@ Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionOptions:
-    """Reach of one method, and its parameters.
+    """One method, its reach and its parameters.
 
     Raises:
-        InvalidParameterError: for a ``--param`` that has an option of its own.
+        InvalidParameterError: for a ``--param`` that is an option of the command.
     """
 
+    method: str | None = option(
+        "Extend by this method, or by the choice.json of `ctxext choose`; `ctxext methods` lists them.",
+        *METHOD,
+        autocompletion=method_names,
+        show_default="the extension that it was saved with, if any",
+    )
     factor: float | None = option(
         "Target length / trained length, at least 1.",
         "--factor",
@@ -225,9 +232,21 @@ class ExtensionOptions:
             raise InvalidParameterError(f"{name} is not a --param; give it as --{name.replace('_', '-')}.")
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``ctxext.patch`` beside the method."""
+        """Return the arguments of ``ctxext.patch``."""
         arguments = {name: value for name, value in vars(self).items() if name != "param"}
         return arguments | parameters_said(self.param or [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewExtensionOptions(ExtensionOptions):
+    """Method that has to be named, its reach and its parameters."""
+
+    method: str = option(
+        "A method; `ctxext methods` lists them. Or the choice.json of `ctxext choose`.",
+        *METHOD,
+        default=...,
+        autocompletion=method_names,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +272,7 @@ class MethodOptions:
 
     method: list[str] | None = option(
         'Extend by this method, with parameters where needed: -m "yarn ramp=turns". Repeatable.',
-        "--method",
-        "-m",
+        *METHOD,
         autocompletion=method_names,
         show_default="measure the checkpoint as it is",
     )
@@ -305,7 +323,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Texts to read, and what stands in front of each."""
+    """Texts to read, and tokens in front of each."""
 
     text: list[str] | None = option(
         "Text, PDF, parquet, JSONL or CSV file (of conversations too), folder (of code too), saved or hub data set "
@@ -423,7 +441,7 @@ class OutputOptions:
             check_output(path)
 
     def write(self, result: Measurement, page: Page, console: Console) -> None:
-        """Write and print a result; each file appears whole or not at all, and before whoever reads may stop reading.
+        """Write and print a result; each file appears whole or not at all, before the first line is printed.
 
         Raises:
             InvalidParameterError: a file that cannot be written.

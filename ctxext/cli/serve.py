@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-from typer import Option
 
 from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, option, token_option
 from ctxext.errors import require_package
 from ctxext.progress import terminal
-from ctxext.registry import method_names
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Address of the server, and who may ask it."""
+    """Address of the server, and key of its clients."""
 
     host: str = option("Address to listen on; 0.0.0.0 for every network.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 for any that is free.", default=8000, min=0, max=65535)
@@ -37,16 +33,6 @@ class ServerOptions:
 def serve(
     *,
     source: SourceOptions,
-    method: Annotated[
-        str | None,
-        Option(
-            "--method",
-            "-m",
-            help="Extend by this method, or by a choice.json, in place of what was saved.",
-            show_default="the extension that it was saved with",
-            autocompletion=method_names,
-        ),
-    ] = None,
     extension: ExtensionOptions,
     server: ServerOptions,
 ) -> None:
@@ -66,7 +52,6 @@ def serve(
     listening = bound(server.host, server.port)
     served = load_served(
         source.checkpoint,
-        method,
         name=server.name,
         dtype=source.dtype,
         device=source.device,
@@ -84,7 +69,7 @@ def serve(
     for note in served.notes:
         console.print(note, style="yellow", soft_wrap=True)
     if server.api_key is None and not LOCAL.fullmatch(server.host):
-        console.print(f"{server.host} without --api-key: whoever reaches this port is answered.", style="yellow")
+        console.print(f"{server.host} without --api-key: everybody who reaches this port is answered.", style="yellow")
     host, port = listening.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     method, dtype, stored = (served.facts[fact] for fact in ("method", "dtype", "stored_dtype"))

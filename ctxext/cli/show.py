@@ -95,9 +95,9 @@ def show_written(written: Written) -> None:
     if written.cloned:
         weights.append(f"{written.cloned} cloned (they take no space until they are written)")
     if written.rewritten:
-        weights.append("written anew (the extension changes some of them)")
+        weights.append("rewritten (the extension changes some of them)")
     if written.unpacked:
-        weights.append("written anew, dequantised to bfloat16")
+        weights.append("rewritten, dequantised to bfloat16")
     if written.copied:
         weights.append(f"{written.copied} copied")
     lines = [f"Wrote {written.directory}", *(f"stays, and cuts texts: {limit}" for limit in written.limits)]

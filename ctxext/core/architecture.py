@@ -15,7 +15,7 @@ from ctxext.core.scaling import scaling_of, stated_length
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
-from ctxext.spec import Extension, Request
+from ctxext.spec import Extension, ExtensionArguments
 
 
 class Architecture(ABC):
@@ -41,7 +41,7 @@ class Architecture(ABC):
         return True
 
     @abstractmethod
-    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         """Extend ``subject`` in place, through ``edits`` only.
 
         Raises:
@@ -116,7 +116,7 @@ def unknown_length(subject: Subject) -> IncompatibleError:
     )
 
 
-def refuse_attention_choices(request: Request, leaves: str) -> None:
+def refuse_attention_choices(request: ExtensionArguments, leaves: str) -> None:
     """Raise ``InvalidParameterError`` for a choice about attention that the extension ``leaves`` to the model."""
     for name in ("sliding_window", "attention"):
         if (given := getattr(request, name)) is not None:

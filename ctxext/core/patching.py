@@ -29,7 +29,7 @@ from ctxext.errors import PatchStateError
 from ctxext.methods import Method
 from ctxext.methods.base import resolve
 from ctxext.methods.parameters import checked_tokens
-from ctxext.spec import Description, Extension, ExtensionArguments, Request
+from ctxext.spec import Description, Extension, ExtensionArguments
 
 ModelT = TypeVar("ModelT")
 JOURNAL = "_ctxext_journal"
@@ -219,12 +219,7 @@ def extend_positions(work: Work) -> None:
         known_length = checked_tokens("The trained length that the config names", known_length)
         if carried is not None:
             refuse_shrinking(carried, work.method.target_length(known_length))
-    request = Request(
-        trained_length=known_length,
-        sliding_window=given.sliding_window,
-        scaling=scaling,
-        attention=given.attention,
-    )
+    request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)
     work.extension = architecture.apply(subject, work.method, request, edits)
 
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.core.rebuild import RESTORING
-from ctxext.core.saved import GUARD
 from ctxext.core.scaling import heads_of
 from ctxext.errors import CheckpointError, shown
 from ctxext.files import parse_json
 from ctxext.methods import Method, RopeMethod, saved_class
+from ctxext.rope_types import GUARD, ROPE_TYPE, UNROTATED_TYPE
 from ctxext.spec import RopeSpec
-
-# Plain transformers raises a KeyError that quotes an unknown rope type, and so do other programs. It treats names that
-# contain "dynamic" in a special way, so these do not.
-ROPE_NAME = "ctxext_rope"
-ROPE_TYPE = f"{ROPE_NAME}: {GUARD}"
-UNROTATED_NAME = "ctxext_unrotated"
-UNROTATED_TYPE = f"{UNROTATED_NAME}: {GUARD}"
 
 
 def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
@@ -85,7 +76,7 @@ def stored_method(parameters: dict[str, Any]) -> tuple[RopeMethod, RopeSpec]:
     return method, rope
 
 
-def _initial_frequencies(
+def initial_frequencies(
     config: Any,
     device: torch.device | None = None,
     seq_len: int | None = None,
@@ -107,7 +98,7 @@ def _initial_frequencies(
     return frequencies.inv_freq.to(device=place, dtype=torch.float32), scale
 
 
-def _no_rotation(
+def no_rotation(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
     """Return zero frequencies for the rope type ``ctxext_unrotated``: cos is 1 and sin is 0 everywhere."""
@@ -119,16 +110,3 @@ def _no_rotation(
     parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
     width = int(heads_of(config)[2] * parameters.get("partial_rotary_factor", 1.0))
     return torch.zeros(width // 2, device=device), 1.0
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for transformers' log lines that it has no check for ctxext's rope types, which ctxext has."""
-    message = record.getMessage()
-    return "Missing validation function" not in message or not any(
-        name in message for name in (ROPE_NAME, UNROTATED_NAME)
-    )
-
-
-ROPE_INIT_FUNCTIONS.setdefault(ROPE_TYPE, _initial_frequencies)
-ROPE_INIT_FUNCTIONS.setdefault(UNROTATED_TYPE, _no_rotation)
-logging.getLogger("transformers.modeling_rope_utils").addFilter(_is_news)

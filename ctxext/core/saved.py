@@ -18,6 +18,7 @@ from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import SIDES, Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
+from ctxext.rope_types import GUARD as GUARD
 from ctxext.spec import Description, Extension, ExtensionArguments
 from ctxext.version import __version__
 
@@ -56,7 +57,6 @@ KINDS = {
 # A guard keeps programs without ctxext out of a checkpoint whose config has no field about its extension. It is a
 # sentence in place of a number: transformers 5 checks types and quotes it, and programs without checks cannot compute
 # with it. Live modules of a patched model have the number.
-GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
 
 GUARDED_FIELD = "layer_norm_epsilon"
 """The guarded number of models with ALiBi."""

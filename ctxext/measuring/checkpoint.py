@@ -87,7 +87,7 @@ def load_checkpoint(
     """
     if dtype not in ("auto", *DTYPES):
         raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
-    path = str(_installed_checkpoint() if source is None else source)
+    path = str(default_checkpoint() if source is None else source)
     if path.endswith(".gguf") and not Path(path).exists():
         raise CheckpointError(f"No checkpoint at {path!r}. Give a directory, a .gguf file or a name on the hub.")
     if path.endswith(".gguf") and masked:
@@ -175,8 +175,8 @@ def _load(
     return Checkpoint(name, model.eval(), tokenizer, f"{chosen} ({why})", stored=stored)
 
 
-def _installed_checkpoint() -> Path:
-    """Find the GGUF file in the package without importing it: its imports belong to a chat program."""
+def default_checkpoint() -> Path:
+    """Find the GGUF file of the package without importing it: its imports belong to a chat program."""
     for folder in package_folders(CHECKPOINT_PACKAGE):
         for path in sorted(folder.glob("*.gguf")):
             return path

@@ -20,7 +20,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
-from ctxext.spec import AlibiSpec, Extension, Request
+from ctxext.spec import AlibiSpec, Extension, ExtensionArguments
 
 
 @dataclass
@@ -92,7 +92,7 @@ class AlibiArchitecture(Architecture):
             )
         refuse_halves(subject.kind, method)
 
-    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         config = subject.config
         if not isinstance(method, BiasMethod):
             raise IncompatibleError(

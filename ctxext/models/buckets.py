@@ -20,7 +20,7 @@ from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
 from ctxext.methods.formulas import buckets_of
 from ctxext.models.table_rows import follow_fields, put_weights, weight_of
-from ctxext.spec import BucketSpec, Extension, Request
+from ctxext.spec import BucketSpec, Extension, ExtensionArguments
 
 FIELD = "relative_attention_max_distance"
 LENGTH = "n_positions"  # T5's config.json states it; no code reads it
@@ -43,7 +43,7 @@ class Buckets(Architecture):
         length = getattr(subject.text, LENGTH, None) or super().trained_length(subject)
         return int(length) if length else None
 
-    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         config, kind = subject.text, subject.kind
         if not isinstance(method, BucketMethod):
             path, _, table = next(_tables(subject.model))

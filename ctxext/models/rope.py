@@ -36,7 +36,7 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models.rope_replaced import replace_rotation
-from ctxext.spec import Extension, Request, RopeSpec
+from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
 
 class Rope(Architecture):
@@ -50,7 +50,7 @@ class Rope(Architecture):
         has_alibi = any(getattr(module, "use_alibi", False) for module in subject.model.modules())
         return bool(subject.rotaries) and not has_alibi
 
-    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         text = subject.text
         places, layers = survey(subject)
         if (trained_length := request.trained_length) is None:
@@ -112,7 +112,7 @@ class Rope(Architecture):
         Rebuild(subject, original).apply(edits)
 
 
-def _refuse_attention(method: RopeMethod, request: Request) -> None:
+def _refuse_attention(method: RopeMethod, request: ExtensionArguments) -> None:
     """Refuse an attention backend of ctxext for a method that leaves attention to the model."""
     if request.attention is not None and not isinstance(method, RemapMethod):
         raise InvalidParameterError(
@@ -160,7 +160,7 @@ def _prove(subject: Subject, form: StoredForm) -> None:
             )
 
 
-def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
+def _scaling_note(scaling: Scaling, request: ExtensionArguments, spec: RopeSpec) -> str:
     if request.scaling == "replace":
         return f"The extension replaces the scaling that this checkpoint had ({scaling})."
     if spec.inv_freq is None:

@@ -13,7 +13,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rope_type import UNROTATED_NAME, unrotated_rope_parameters, with_base
+from ctxext.core.rope_type import unrotated_rope_parameters, with_base
 from ctxext.core.rotary import RotaryPlace
 from ctxext.core.scaling import CHUNKED, REFUSALS
 from ctxext.core.subject import Subject
@@ -22,7 +22,8 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, Verification
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.models.alibi import refuse_halves
-from ctxext.spec import AlibiSpec, Extension, Request
+from ctxext.rope_types import UNROTATED_NAME
+from ctxext.spec import AlibiSpec, Extension, ExtensionArguments
 
 BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls equally with distance to both sides.",
@@ -36,7 +37,7 @@ NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encodi
 def replace_rotation(
     subject: Subject,
     method: BiasMethod | EncodingMethod,
-    request: Request,
+    request: ExtensionArguments,
     places: list[RotaryPlace],
     layers: Layers,
     edits: Edits,

@@ -31,7 +31,7 @@ from ctxext.models.table_rows import (
     values_of,
     weight_of,
 )
-from ctxext.spec import Extension, Request, RopeSpec
+from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
 EXAMPLE = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # spec for listing the usable methods
 BASE = 10000.0
@@ -150,7 +150,7 @@ class Sinusoids(TableArchitecture):
         stated: int = getattr(*field_of(subject.config, table.field))
         return min(stated, table.positions)
 
-    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         rotation, twins = _checked(subject, method, request), twins_of(subject.model)
         longer = self.longer(subject, method, request)
         tables = [each.table for each in longer]
@@ -233,7 +233,7 @@ def _why_not(method: Method) -> str | None:
     return None
 
 
-def _checked(subject: Subject, method: Method, request: Request) -> RopeMethod:
+def _checked(subject: Subject, method: Method, request: ExtensionArguments) -> RopeMethod:
     """Return the method if it applies to sinusoids in the input.
 
     Raises:

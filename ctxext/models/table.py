@@ -30,7 +30,7 @@ from ctxext.models.table_rows import (
     unmixed,
     weight_of,
 )
-from ctxext.spec import Extension, Request
+from ctxext.spec import Extension, ExtensionArguments
 
 # Configs of GPT-2's time state the length twice: transformers reads the other field, some programs this one.
 SAID_TWICE = "n_ctx"
@@ -70,7 +70,7 @@ class TableArchitecture(Architecture):
         names = [table.name for table in self.tables(subject)]
         return {name: weight_of(subject.model, name) for name in names if is_stored(subject, name)}
 
-    def longer(self, subject: Subject, method: Method, request: Request) -> list[LongerTable]:
+    def longer(self, subject: Subject, method: Method, request: ExtensionArguments) -> list[LongerTable]:
         """Return the tables with their lengths; trained is what the user passed, or else all of each table.
 
         Raises:
@@ -136,7 +136,7 @@ class LearnedTable(TableArchitecture):
     def tables(self, subject: Subject) -> list[PositionTable]:
         return twins_of(subject.model).tables
 
-    def apply(self, subject: Subject, method: Method, request: Request, edits: Edits) -> Extension:
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         _refuse(subject, method, request)
         assert isinstance(method, TableMethod)
         longer = self.longer(subject, method, request)
@@ -184,7 +184,7 @@ class LearnedTable(TableArchitecture):
         return kept
 
 
-def _refuse(subject: Subject, method: Method, request: Request) -> None:
+def _refuse(subject: Subject, method: Method, request: ExtensionArguments) -> None:
     config = subject.config
     if not isinstance(method, TableMethod):
         names = ", ".join(name for name, cls in METHODS.items() if issubclass(cls, TableMethod))

@@ -1,4 +1,4 @@
-"""The checkpoint that a run begins from: on the device that it is meant for, quantised where that is asked for."""
+"""The checkpoint that a run begins from: on the device of the run, quantised where the settings say so."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
-from ctxext.checkpoints.source import checked_path, read_any_config
+from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
 from ctxext.core import patching
 from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
-from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.checkpoint import Checkpoint, default_checkpoint, load_checkpoint
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
@@ -53,7 +53,7 @@ def require_device(settings: Settings) -> str:
 
 
 def load_base(settings: Settings, device: torch.device) -> Checkpoint:
-    """Load what is to be trained, unextended, with its tokenizer.
+    """Load the model to train, unextended, with its tokenizer.
 
     From a checkpoint that was saved extended, the extension is taken off where ``extension.trained_length`` is given:
     the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
@@ -62,15 +62,26 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
         CheckpointError: as ``load_checkpoint``; also for an adapter, or for a checkpoint that was saved extended where
             no trained length is given.
     """
-    source = settings.checkpoint
-    if source is not None and not source.endswith(".gguf"):
-        _require_whole(source, settings.extension.trained_length)
+    _require_whole(settings)
     if settings.quantisation is None:
         return _load_plain(settings, device)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     packed = BitsAndBytesConfig(**four_bits(settings.quantisation, dtype))
     loaded = _load_plain(settings, device, quantization_config=packed, device_map={"": device})
     return replace(loaded, dtype_note=f"{settings.quantisation}, computed in {settings.dtype}")
+
+
+def load_tokenizer(settings: Settings) -> Any:
+    """Load the tokenizer alone, with which texts are read before the weights are loaded.
+
+    Raises:
+        CheckpointError: as ``load_base``.
+    """
+    _require_whole(settings)
+    place = Path(default_checkpoint() if settings.checkpoint is None else settings.checkpoint)
+    if place.suffix == ".gguf" and place.is_file():
+        return read_tokenizer(place.parent, gguf_file=place.name)
+    return read_tokenizer(place)
 
 
 def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -99,8 +110,11 @@ def _load_plain(settings: Settings, device: torch.device | str, **loading: Any) 
     return replace(checkpoint, sha256="")  # which counts the config too
 
 
-def _require_whole(source: str, trained_length: int | None) -> None:
+def _require_whole(settings: Settings) -> None:
     """Refuse what a run cannot begin from, before it is loaded: an adapter, or an extension that stays."""
+    source, trained_length = settings.checkpoint, settings.extension.trained_length
+    if source is None or source.endswith(".gguf"):
+        return
     if is_adapter(source):
         raise CheckpointError(
             f"{source} is an adapter on {base_of(source)}, perhaps of another extension. A run begins from a whole "
@@ -122,7 +136,7 @@ def _require_whole(source: str, trained_length: int | None) -> None:
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
-    """Return the trained model to be merged, built anew on the CPU where this process has no whole weights of it."""
+    """Return the trained model to merge, built again on the CPU where this process has only a part of its weights."""
     if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more
         return model
     with _without_deepspeed():

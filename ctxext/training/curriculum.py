@@ -16,6 +16,7 @@ from ctxext.core.patching import patched_state
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 from ctxext.methods.base import resolve
+from ctxext.methods.parameters import MOST_TOKENS
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.lora import encodings
 from ctxext.training.memory import Memory
@@ -38,8 +39,14 @@ def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
     return [*early, (left, settings.extension, settings.data.length)]
 
 
-def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: int, trained_length: int) -> Sequences:
+def sequences_of(
+    settings: Settings, documents: TokenisedDocuments, per_step: int = 1, trained_length: int | None = None
+) -> Sequences:
     """Build the training sequences of a run, all its stages together.
+
+    Args:
+        per_step: sequences of a step.
+        trained_length: tokens; None before the model is loaded, where only texts that are too short are refused.
 
     Raises:
         InvalidParameterError: if sequences exceed a stage's window, or the documents do not fill one sequence.
@@ -47,8 +54,10 @@ def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: in
     data = settings.data
     parts: list[Sequences] = []
     for number, (steps, extension, length) in enumerate(stages_of(settings)):
-        asked = (extension.factor, extension.target_length, trained_length, extension.parameters)
-        target = resolve(extension.method, *asked).target_length(trained_length)
+        target = MOST_TOKENS
+        if trained_length is not None:
+            asked = (extension.factor, extension.target_length, trained_length, extension.parameters)
+            target = resolve(extension.method, *asked).target_length(trained_length)
         given: dict[str, Any] = {
             "length": length,
             "count": steps * per_step,

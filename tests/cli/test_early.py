@@ -8,7 +8,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,9 +25,10 @@ from ctxext.laboratory.subjects import subjects
 from ctxext.laboratory.tasks import TASKS as PUZZLES
 from ctxext.measuring import checkpoint
 from ctxext.measuring.checkpoint import DTYPES, load_checkpoint
-from ctxext.methods import METHODS, RopeMethod, TableMethod, known_methods
+from ctxext.methods import METHODS, known_methods
 from ctxext.mistakes import DEVICES, refuse_mistakes, refuse_no_checkpoint, refuse_unknown_method
-from ctxext.registry import listed_methods, method_names, method_parameters, needs_reach
+from ctxext.registry import listed_methods, method_names, runtime_names
+from ctxext.runtimes import RUNTIMES
 from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
@@ -55,11 +55,12 @@ MISTAKES = {
     "patch HERE out -m yran -f 2": "Did you mean 'yarn'?",
     f"patch HERE out {YARN} -p betafast=1": "Unknown yarn parameter 'betafast'. Did you mean 'beta_fast'?",
     f"patch HERE out {YARN} -p beta_fast": "--param must be KEY=VALUE",
-    f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice",
+    f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice, as 1 and as 2",
     "patch HERE out -m longrope -f 2 -p short_factor=@no.json": "there is no file no.json",
     f"patch HERE out {YARN} -p trained_length=4": "give it as --trained-length",
     **{
-        f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor)"
+        f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor), which is "
+        "target_length / trained_length, or target_length (--target)"
         for command, method in {
             "patch HERE out": "yarn",
             "patch HERE another": "dynamic_ntk",
@@ -209,18 +210,10 @@ def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None
     assert {*DEVICES} >= {"cpu", "cuda"}
 
 
-def test_the_list_of_methods_is_what_the_classes_say() -> None:
+def test_the_list_of_methods_and_runtimes_is_what_the_classes_say() -> None:
     """`python scripts/update_readme.py` writes it."""
     assert listed_methods() == described_methods()
-    found = {name: method_parameters(name) for name in known_methods()}
-    assert found == {name: {field.name for field in fields(kind)} for name, kind in known_methods().items()}
-    assert method_parameters("mine") is None
-
-
-def test_methods_that_have_to_be_told_a_reach_are_read_from_the_source() -> None:
-    told = {name for name, kind in known_methods().items() if issubclass(kind, RopeMethod | TableMethod)}
-    assert {name for name in known_methods() if needs_reach(name)} == told
-    assert not needs_reach("mine")
+    assert runtime_names() == sorted(RUNTIMES)
 
 
 def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +308,6 @@ GOOD = {
         (["--extension.parameters.rampe", "turns"], "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?"),
         (["--checkpoint", "/no/where"], "There is no checkpoint at /no/where"),
         (["--data.trian", "text.txt"], "Did you mean 'data.train'?"),
-        (["--data.length", "4096"], "and so fewer tokens than one sequence of 4,096"),
         (["--dtype", "fp33"], "found 'fp33'"),
         (["--output", "text.txt/out"], "text.txt is a file and no directory"),
     ],

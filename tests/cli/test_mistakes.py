@@ -16,7 +16,7 @@ from typer.testing import Result
 
 import ctxext
 from ctxext.checkpoints import write
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError
 from tests._checkpoints import TRAINED
 from tests._famous import famous_checkpoint
 from tests._models import tiny
@@ -43,12 +43,6 @@ def test_an_option_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Path,
     assert not (tmp_path / "x").exists()
 
 
-def test_a_parameter_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    twice = ("-m", "yarn", "-f", 2, "-p", "beta_fast=16", "-p", "beta_fast=8")
-    for command in (["patch", llama, tmp_path / "x", *twice], ["export", llama, "--to", "vllm", *twice]):
-        assert "beta_fast is given twice, as 16 and as 8" in refused(cli(*command))
-
-
 @pytest.mark.parametrize("tokens", ["256", "0.25K", "1/4K", "-1", "", "K", "16Q"])
 def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
     result = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens)
@@ -68,15 +62,6 @@ def test_options_that_repeat_may_be_repeated(cli: Cli, llama: Path, tmp_path: Pa
     two = ("-p", "beta_fast=64", "-p", "beta_slow=2")
     assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4, *two).exit_code == 0
     assert json.loads((tmp_path / "x/config.json").read_text())["ctxext"]["method"]["beta_slow"] == 2
-
-
-@pytest.mark.parametrize("method", ["yarn", "ntk", "dynamic_yarn"])
-def test_a_forgotten_factor_is_no_success(cli: Cli, llama: Path, tmp_path: Path, method: str) -> None:
-    for command in (("patch", llama, tmp_path / "x"), ("export", llama, "--to", "vllm")):
-        said = refused(cli(*command, "--method", method))
-        assert "factor (--factor)" in said
-        assert "target_length (--target)" in said
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.slow
@@ -101,12 +86,6 @@ def test_a_length_of_nothing(cli: Cli, llama: Path) -> None:
     for command in (("inspect", llama), ("export", llama, *yarn, "--factor", 4), ("plot", "frequencies", llama)):
         assert "trained_length must be a positive whole number" in refused(cli(*command, "--trained-length", 0))
     assert "target_length must be a positive whole number" in refused(cli("export", llama, *yarn, "--target", 0))
-
-
-@pytest.mark.parametrize("name", ["YaRN", "YARN", "Yarn"])
-def test_a_method_in_capitals_is_suggested(name: str) -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'yarn'"):
-        ctxext.method(name, factor=4)
 
 
 @pytest.mark.parametrize("factor", [np.float32(4), np.float64(4), np.int64(4)])

@@ -116,12 +116,7 @@ def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["yran"], "Did you mean 'yarn'"),
-        (["yarn", "-f", "0.5"], "factor must be"),
-        (["yarn", "-o", "a.bmpx"], "give a file that ends in .png"),
-        (["yarn", "--text", "missing.txt"], "missing.txt: there is no such file"),
         (["yarn", "--text", "some words"], "give one with --model"),
-        (["yarn", "--model", "./nowhere"], "nowhere"),
         (["tile", "--model", "LLAMA"], "This llama has rotations"),
         (["stretch_buckets", "--model", "LLAMA"], "names no buckets"),
     ],

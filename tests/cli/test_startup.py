@@ -13,7 +13,7 @@ import pytest
 import ctxext
 from ctxext.methods import known_methods
 from ctxext.registry import method_names
-from tests._models import RECENT
+from tests._models import RECENT, tiny
 
 ROOT = Path(ctxext.__file__).parents[1]
 HEAVY = ("torch", "transformers", "safetensors", "peft", "matplotlib")
@@ -68,25 +68,11 @@ def test_completion_knows_every_method() -> None:
 
 
 @pytest.mark.slow
-def test_import_registers_before_anything_is_asked_for(tmp_path: Path) -> None:
-    """A program that only imports ctxext and then uses transformers: it gets the names, and the sentence."""
-    program = f"""
+def test_names_are_imported_at_their_first_use() -> None:
+    program = """
 import sys
 import ctxext
-brought = ("ctxext.training.", "peft", "transformers.trainer")
-assert [name for name in sys.modules if name.startswith(brought)] == []
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-assert {{"ctxext_rope", "ctxext_unrotated"}} <= {{name.partition(":")[0] for name in ROPE_INIT_FUNCTIONS}}
-small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=64, **small))
-ctxext.patch(model, "dynamic_yarn", factor=4).save_pretrained({str(tmp_path)!r})
-try:
-    AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
-except ctxext.errors.CheckpointError as error:
-    assert "ctxext.load" in str(error)
-else:
-    raise SystemExit("loaded without a word")
+assert not {"torch", "transformers", "peft", "ctxext.patching"} & sys.modules.keys()
 training = ctxext.training
 assert [getattr(training, name).__name__ for name in training.__all__] == training.__all__
 assert set(training.__all__) <= set(dir(training))
@@ -103,6 +89,51 @@ assert dir(ctxext) == sorted(ctxext.__all__)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+ORDERS = {
+    "ctxext first": "import ctxext, sys; assert 'torch' not in sys.modules; import transformers",
+    "transformers first": "import transformers; transformers.PreTrainedModel; import ctxext",
+    "as the command": "import sys; sys.argv = ['ctxext']; import ctxext, transformers",
+    "the table again": "import ctxext, importlib, transformers.modeling_rope_utils as table; importlib.reload(table)",
+    "two threads": "import ctxext, importlib\nfrom threading import Thread\n"
+    "names = ['transformers.modeling_utils', 'ctxext.patching', 'transformers.models.llama.modeling_llama'] * 2\n"
+    "threads = [Thread(target=importlib.import_module, args=[name]) for name in names]\n"
+    "[thread.start() for thread in threads]; [thread.join() for thread in threads]",
+}
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose frequencies plain transformers cannot compute."""
+    place = tmp_path_factory.mktemp("extended")
+    ctxext.patch(tiny(), "dynamic_yarn", factor=4).save_pretrained(place)
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_whoever_imports_both_is_told_how_to_read_a_checkpoint(order: str, extended: Path) -> None:
+    """Whatever is imported first, on whichever thread, and however the program is called."""
+    program = f"""
+{ORDERS[order]}
+import pickle
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+for name, function in ROPE_INIT_FUNCTIONS.items():
+    assert pickle.loads(pickle.dumps(function)) is not None, name
+try:
+    AutoModelForCausalLM.from_pretrained({str(extended)!r})
+except ValueError as error:
+    assert "Load it with ctxext.load(path)" in str(error), error
+else:
+    raise SystemExit("loaded without a word")
+import ctxext
+assert ctxext.describe(ctxext.load({str(extended)!r})).method["method"] == "dynamic_yarn"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Missing validation function" not in done.stderr
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has choose, describe, errors"):
         ctxext.pathc  # noqa: B018
@@ -117,7 +148,7 @@ def test_import_brings_no_engine_and_takes_little_more_than_transformers() -> No
     """
     program = (
         "import sys, time; began = time.process_time(); import transformers.modeling_utils, "
-        "transformers.generation.utils; theirs = time.process_time() - began; import ctxext; "
+        "transformers.generation.utils; theirs = time.process_time() - began; import ctxext.patching; "
         "print(theirs, time.process_time() - began - theirs); "
         "from transformers import LlamaConfig, LlamaForCausalLM; "
         "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2); "

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from typer import Option
+from typing import TYPE_CHECKING, Literal
 
 from ctxext.cli.eval.common import Session, texts_in_words
 from ctxext.cli.options import (
@@ -21,7 +19,6 @@ from ctxext.cli.options import (
 )
 from ctxext.errors import InvalidParameterError
 from ctxext.quantities import parse_bytes
-from ctxext.registry import method_names
 
 if TYPE_CHECKING:
     from ctxext.evaluation.perplexity import PerplexityPlan
@@ -52,16 +49,6 @@ class PerplexityOptions:
 def perplexity(
     *,
     texts: TextOptions,
-    method: Annotated[
-        str | None,
-        Option(
-            "--method",
-            "-m",
-            help="Extend by this method.",
-            autocompletion=method_names,
-            show_default="measure the checkpoint as it is",
-        ),
-    ] = None,
     extension: ExtensionOptions,
     reading: PerplexityOptions,
     reference: Reference = None,
@@ -86,8 +73,8 @@ def perplexity(
         lengths=reading.length or (),
         stride=reading.stride,
         truncate=reading.truncate,
-        method=method,
-        arguments=extension.arguments(),
+        method=extension.method,
+        arguments={name: value for name, value in extension.arguments().items() if name != "method"},
         memory=memory,
         unpatched=reading.unpatched,
     )
