@@ -94,7 +94,7 @@ def test_files_that_transformers_reads_get_a_sentence_too(tmp_path: Path) -> Non
 
 def test_json_of_others_is_parsed_in_one_place() -> None:
     """What remains reads files that ctxext brings along, has just written or replaces."""
-    own = {"runtimes/base.py", "adapters.py", "registry.py", "files.py"}
+    own = {"runtimes/base.py", "checkpoints/adapters.py", "registry.py", "files.py"}
     own |= {"serving/vllm_attention.py", "serving/gate.py", "serving/endpoints.py"}
     parsing = {
         path for path in (ROOT / "ctxext").rglob("*.py") if re.search(r"\bjson\.loads?\(", path.read_text("utf-8"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rope_type import ROPE_TYPE, method_rope_parameters, with_base
+from ctxext.core.rope_type import method_rope_parameters, with_base
 from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
 from ctxext.core.scaling import CHUNKED, REFUSALS, heads_of, max_length_of
 from ctxext.core.subject import Subject
@@ -21,7 +21,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
-from ctxext.rope_types import ROPE_NAME
+from ctxext.rope_types import ROPE_NAME, ROPE_TYPE
 from ctxext.spec import RopeSpec
 
 # Of methods that keep the frequencies, where the config takes no rope type but its own (Phi-3).

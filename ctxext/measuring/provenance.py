@@ -142,7 +142,8 @@ def from_json(kind: Any, value: Any) -> Any:
 
 def _from_fields(kind: Any, saved: Mapping[str, Any]) -> Any:
     types, known = get_type_hints(kind), {item.name for item in fields(kind)}
-    if missing := known - saved.keys():
+    missing = known - saved.keys()
+    if missing and not hasattr(saved, "__missing__"):  # a line of a journal says itself what it lacks
         unknown = ", ".join(sorted(saved.keys() - known)) or "nothing"
         raise InvalidParameterError(
             f"This is not a {kind.__name__} of ctxext {__version__}: missing {', '.join(sorted(missing))}, unknown "
