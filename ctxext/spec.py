@@ -180,7 +180,7 @@ class PairScore(ABC):
     Attributes of every score:
         weights: parameters of the term, which get gradients from attention.
         floats: numbers per pair that ``rows`` holds while it computes, all heads together.
-        reads_all: whether a query needs all tokens before it; the cache of a sliding window keeps the last ones only.
+        reads_all: True if a query needs all tokens before it; the cache of a sliding window keeps the last ones only.
         far_from: distance in tokens, at least 1, from which on all keys of a query get the same; None if there is none.
     """
 
@@ -415,16 +415,16 @@ class Description:
         method: ``Method.to_dict()`` of the extension, None where the model is not extended.
         trained_length: tokens that the unextended checkpoint was trained for, None where nothing says so.
         target_length: tokens that the model is meant for now.
-        stored_as: how the config expresses the extension.
-        stock: whether a process without ctxext loads the same model.
+        stored_as: Form in which the config expresses the extension.
+        stock: True if a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
         attention: attention backend that serves the model, and why others do not; empty where it keeps its own.
         notes: sentences that a user must know.
         edits: attributes of this model that ctxext changed; empty for a model loaded already extended.
-        sides: of an encoder-decoder that is extended: each side's name and its own description. The lengths are then
+        sides: For an encoder-decoder that is extended, each side's name and its own description. The lengths are then
             those of the text that is read (of the decoder, where the encoder is not extended), and ``method`` has each
             side's method under its name.
-        verbose: whether the text also names the pieces, the fingerprint, the backends passed over, and what was edited.
+        verbose: True if the text also names the pieces, the fingerprint, the backends passed over, and what was edited.
     """
 
     model_type: str
@@ -499,11 +499,11 @@ class Extension:
 
     Args:
         stored_as: one line: how the config expresses the method.
-        stock: whether a process without ctxext loads the same model.
+        stock: True if a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
         notes: sentences that a user must know before relying on the model.
         sliding_window: the user's choice for a sliding window, see ``ctxext.patch``.
-        scaling: whether a scaling that the checkpoint had was extended or replaced; None where it had none.
+        scaling: Fate of a scaling that the checkpoint had, "extend" or "replace"; None where it had none.
         attention: the attention backend asked for, where the method needs one of ctxext's; else None.
         original: the config fields that were changed, as they were.
     """

@@ -61,7 +61,7 @@ class HeadScores:
         kv_heads: key-value groups of each attention layer, in the order of layers.
         probes: by probe, the score of every group: attention to what was said before, from 0 to 1, mean over seeds.
         spread: by probe, the standard deviation of each of these scores over seeds; empty for one seed.
-        fingerprint: of the model without an extension, see ``fingerprint_of``.
+        fingerprint: Fingerprint of the model without an extension, see ``fingerprint_of``.
         settings: the seeds, tokens and versions that the scores were measured with.
         windowed: the attention layers that look back over a window only, and never read far; their groups score 0.
     """
@@ -86,7 +86,7 @@ class HeadScores:
         """Return the numbers of the groups that retrieve, in ascending order.
 
         Args:
-            share: how many of all groups that can read far, above 0 and at most 1, rounded up to whole groups.
+            share: Share of the groups that can read far, above 0 and at most 1, rounded up to whole groups.
             threshold: the least score of a group, from 0 to 1; at least the best group is chosen.
 
         Raises:
@@ -194,7 +194,7 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
             left as it was, bit for bit; in training mode its passes are without dropout.
         tokenizer: the model's, to hide facts in ``text``.
         text: a real text, of a thousand words or more; by default facts are random tokens, hidden in random tokens.
-        seeds: of everything that is drawn at random; at least one.
+        seeds: Seeds of everything that is drawn at random; at least one.
 
     Raises:
         IncompatibleError: the model's attention does not go through transformers' attention interface, it is no model

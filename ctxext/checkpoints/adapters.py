@@ -145,7 +145,7 @@ class ExtendedAdapter:
     Args:
         base: its base model, which may be extended or plain at the time of saving.
         lent: another config, which gets its own method back when this one is saved.
-        once: whether this config gets its own method back after the first call.
+        once: True if this config gets its own method back after the first call.
     """
 
     adapter: Any

@@ -127,14 +127,14 @@ def load(
 
     Args:
         path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
-        method: as for ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is restored.
-            An adapter of a plain model is put on its base, and both are extended.
-        factor: as for ``ctxext.patch``.
-        target_length: as for ``ctxext.patch``.
-        trained_length: as for ``ctxext.patch``.
-        sliding_window: as for ``ctxext.patch``.
-        scaling: as for ``ctxext.patch``.
-        attention: as for ``ctxext.patch``.
+        method: Method, see ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is
+            restored. An adapter of a plain model is put on its base, and both are extended.
+        factor: See ``ctxext.patch``.
+        target_length: See ``ctxext.patch``.
+        trained_length: See ``ctxext.patch``.
+        sliding_window: See ``ctxext.patch``.
+        scaling: See ``ctxext.patch``.
+        attention: See ``ctxext.patch``.
         base: for an adapter: the base checkpoint, where it is not where the adapter says; or a model in memory that is
             extended as the adapter's was, which then carries the adapter, as one more where it is a PEFT model. The
             weights of an encoding that were saved with the adapter take the place of those in memory. With a method

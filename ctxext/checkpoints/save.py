@@ -54,14 +54,14 @@ def save(
 
     Args:
         model: a patched model, or a PEFT wrapper around one.
-        directory: where to write; created if it does not exist.
+        directory: Folder to write into; created if it does not exist.
         tokenizer: saved beside the model, and allowed as many tokens as the model now is: a tokenizer cuts texts at
             its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is. Limits in
             files of a tokenizer, or of sentence-transformers, that already lie in ``directory`` are raised too.
         remote_code: write a module of four lines beside a whole model, by which programs that take a path load it as
             ``ctxext.load`` does: those that pass ``trust_remote_code=True`` to transformers, and have ctxext installed.
             Without that argument they refuse the checkpoint as they did.
-        results: what was measured of this model, as a report in Markdown (``-o report.md`` of the measuring commands):
+        results: Report in Markdown on measurements of this model (``-o report.md`` of the measuring commands):
             it stands in the model card.
         **saving: arguments of ``save_pretrained``, such as ``max_shard_size``. ``push_to_hub=True`` uploads what was
             written, once it is whole, with ``repo_id`` (default the name of ``directory``), ``commit_message``,

@@ -55,9 +55,9 @@ class Written:
     Args:
         linked: weight files that are hard links: they are the source's files under another name.
         cloned: weight files that share their blocks with the source until either is written.
-        rewritten: whether the weights were loaded and written anew, because the extension changes one of them.
-        unpacked: whether the weights were dequantised out of a GGUF file.
-        limits: what in small files still cuts texts below the new window, since it was not the old one.
+        rewritten: True if the weights were loaded and written again, because the extension changes one of them.
+        unpacked: True if the weights were dequantised out of a GGUF file.
+        limits: Limits in small files that still cut texts below the new window, since it was not the old one.
         left_out: names in the source that do not belong to the extended checkpoint.
     """
 
@@ -96,7 +96,7 @@ def patch_checkpoint(
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
             writes into the source's: safetensors before 0.8 does so when a model is saved over it. By default the
             weights are cloned where the file system can (btrfs, XFS), else copied.
-        chosen: how the method was found, as JSON values, which the config keeps beside it; see ``Choice.record``.
+        chosen: Record of how the method was found, as JSON values, kept in the config; see ``Choice.record``.
 
     Raises:
         CheckpointError: the source is not a safetensors checkpoint, or holds symbolic links that lead out of it; the

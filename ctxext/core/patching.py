@@ -112,9 +112,9 @@ def patch(
         scaling: for a checkpoint whose config scales its rotary positions: "extend", if its weights were trained with
             that scaling, starts from its frequencies and its scale of cos and sin (the default where
             ``trained_length`` is the scaled length); "replace", if it was put on afterwards, takes it off.
-        attention: where ctxext computes attention (ALiBi models, and ALiBi on rotary ones): "auto" (the default) takes
-            the first backend that can serve each call, a name such as "flash" never falls back. Rotary methods leave
-            attention to the model and refuse it.
+        attention: Backend where ctxext computes attention (ALiBi models, and ALiBi on rotary ones): "auto" (the
+            default) takes the first backend that can serve each call, a name such as "flash" never falls back. Rotary
+            methods leave attention to the model and refuse it.
         **parameters: the method's own parameters, with a name only.
 
     Returns:
@@ -273,9 +273,9 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
     that was unpatched inside the block stays plain.
 
     Args:
-        model: as for ``patch``.
-        method: as for ``patch``.
-        **arguments: as for ``patch``, whose errors are raised too.
+        model: Model, as ``patch`` takes it.
+        method: Method, as ``patch`` takes it.
+        **arguments: Arguments of ``patch``, whose errors are raised too.
     """
     patch(model, method, **arguments)
     try:
@@ -289,7 +289,7 @@ def describe(model: Any, *, verbose: bool = False) -> Description:
     """Say how a model is extended: method, lengths, saved form, who loads it, and what to know.
 
     Args:
-        model: as for ``patch``.
+        model: Model, as ``patch`` takes it.
         verbose: print also the pieces of a remapping, the fingerprint, and what was edited.
     """
     subject = Subject.of(model)

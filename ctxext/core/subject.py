@@ -34,8 +34,8 @@ class Subject:
     """A transformers model that a verb works on, with the wrappers around it.
 
     Args:
-        wrappers: what is around it, outermost first.
-        place: of a side of an encoder-decoder: where its config lies in the whole one, such as
+        wrappers: Wrappers around it, outermost first.
+        place: Path to the config of a side of an encoder-decoder in the whole config, such as
             ``"encoder.text_config"``; empty for a model of its own.
     """
 

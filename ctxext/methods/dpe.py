@@ -36,7 +36,7 @@ class DPE(RemapMethod):
             rotated dimensions, or fewer sizes for equal parts of the pairs; or the name of published sizes:
             "llama-3-8b", "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
         window: distances below it are kept. Tokens, or below 1 a share of the trained length.
-        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+        exact: True if queries inside the trained window keep all distances, so that texts of up to the trained length
             are computed as by the unextended model, bit for bit; else only texts of ``window`` tokens are. The
             authors' code has no such option.
 

@@ -25,8 +25,8 @@ class DynamicNTK(GrowingMethod, RopeMethod):
     checkpoints with ``{"rope_type": "dynamic", "factor": 2.0}`` mean that, for up to twice the window.
 
     Args:
-        factor: how steeply the stretch grows with the length; the same number as ``factor`` in plain transformers.
-            Dimensionless, at least 1.
+        factor: Steepness with which the stretch grows with the length; the same number as ``factor`` in plain
+            transformers. Dimensionless, at least 1.
         reach: target_length / trained_length, at least 1; only says which length the model is meant for and changes no
             frequency. None takes ``factor``, so give it with ``factor=1``, which otherwise promises the trained
             window only.

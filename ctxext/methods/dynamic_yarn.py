@@ -26,7 +26,7 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
             frequency, and a longer text still gets the stretch it needs. Dimensionless, at least 1.
         beta_fast: turns in the trained window from which a frequency is kept. Above ``beta_slow``.
         beta_slow: turns in the trained window up to which a frequency is divided by the whole stretch. Above 0.
-        truncate: whether the ramp between the two begins and ends at whole indices, see ``YaRN``.
+        truncate: True if the ramp between the two begins and ends at whole indices, see ``YaRN``.
         ramp: quantity in which that ramp is linear, "index" or "turns", see ``YaRN``.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
             so that decoding rarely recomputes its cache; "request" takes the length of prompt and ``max_new_tokens``,

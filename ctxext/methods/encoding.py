@@ -60,8 +60,8 @@ class EncodingMethod(Method):
     """A method that replaces a model's position encoding; the model has to be trained before it is of any use.
 
     Class attributes of a method:
-        shared: whether one module serves all layers; else each layer has a module and trains it alone.
-        carries: whether the module has numbers for each token, cached with the keys (``Encoding.carried``).
+        shared: True if one module serves all layers; else each layer has a module and trains it alone.
+        carries: True if the module has numbers for each token, cached with the keys (``Encoding.carried``).
         form: effect of the module: ``"added"`` to states, or the form in which attention gets its ``PairScore``;
             ``"own"`` for an attention of its own, which is no softmax of scores.
     """

@@ -161,7 +161,7 @@ def buckets_of(
         distances: tokens from a query to a key, positive where the key comes later.
         buckets: number of buckets.
         max_distance: tokens from which all distances share the last bucket.
-        both_ways: whether later keys have buckets of their own, the second half of all; else they share bucket 0.
+        both_ways: True if later keys have buckets of their own, the second half of all; else they share bucket 0.
 
     Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
     mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.

@@ -79,7 +79,7 @@ class Parameter:
         kinds: accepted types: ``bool``, ``int``, ``float`` or ``str``.
         choices: accepted strings, where ``str`` is not among the types.
         items: type of the numbers in a list; None where no list is accepted.
-        optional: whether None is accepted.
+        optional: True if None is accepted.
         range: accepted numbers.
     """
 

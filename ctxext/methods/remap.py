@@ -89,7 +89,7 @@ def near_and_far(window: int, rope: RopeSpec, *, exact: bool) -> tuple[Band, Ban
     Args:
         window: tokens.
         rope: the model's rotation.
-        exact: whether all keys of a query inside the trained window are near: no key there is farther back than any
+        exact: True if all keys of a query inside the trained window are near: no key there is farther back than any
             was in training.
     """
     plain_before = rope.trained_length if exact else 0

@@ -28,7 +28,7 @@ class ReRoPE(RemapMethod):
             trained_length - 1.
         leak: relative positions that each token beyond the window adds: 0 is ReRoPE, a number above 0 and below 1 Leaky
             ReRoPE (1 / k there).
-        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+        exact: True if queries inside the trained window keep all distances, so that texts of up to the trained length
             are computed as by the unextended model, bit for bit; else only texts of ``window`` tokens are. The
             authors' code has no such option.
 

@@ -57,7 +57,7 @@ class RetrievalHeads(RemapMethod):
         chunk: ``chunk`` of dual_chunk; None for its default.
         local: ``local`` of dual_chunk; None for its default.
         leak: ``leak`` of rerope; None for its default.
-        exact: whether queries inside the trained window see all tokens at their distances, so that texts of up to the
+        exact: True if queries inside the trained window see all tokens at their distances, so that texts of up to the
             trained length are read as by the unextended model; else only texts of ``window`` tokens are. A
             short ``chunk`` of dual_chunk makes it fewer tokens.
 

@@ -42,7 +42,7 @@ class SelfExtend(RemapMethod):
             to factor 2, 0.5 from factor 4 on, and in between in proportion to the factor's logarithm.
         sinks: number of first tokens of a text that are not thinned, at least 0: a model rests surplus attention on
             those (Xiao et al., arXiv:2309.17453).
-        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+        exact: True if queries inside the trained window keep all distances, so that texts of up to the trained length
             are computed as by the unextended model, bit for bit; else only texts of ``window`` tokens are. The
             authors' code has no such option.
 

@@ -26,7 +26,7 @@ class Streaming(RemapMethod):
         sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
         window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of
             the trained length.
-        exact: whether queries inside the trained window see all tokens, so that texts of up to the trained length are
+        exact: True if queries inside the trained window see all tokens, so that texts of up to the trained length are
             read as by the unextended model; else only texts of ``window`` tokens are. The authors' code has no such
             option.
 

@@ -27,7 +27,7 @@ class STRING(RemapMethod):
             0.4.
         local: relative position at which distant keys begin, below ``shift``. Tokens, or below 1 a share of the trained
             length. The authors take 32 to 512 tokens.
-        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+        exact: True if queries inside the trained window keep all distances, so that texts of up to the trained length
             are computed as by the unextended model, bit for bit; else only texts of ``shift`` tokens are. An exact
             shift helps beyond the trained window only, and not inside it.
 

@@ -23,7 +23,7 @@ class TokenisedDocuments:
     Args:
         rows: a ``datasets.Dataset`` (or anything with ``rows[i]["input_ids"]``) in Arrow format.
         prefix: token ids in front of every text that the model reads (a BOS token, or nothing).
-        answered: of each conversation the tokens that an assistant is to write, None for a text; by default all texts.
+        answered: Tokens of each conversation that an assistant is to write, None for a text; by default all texts.
     """
 
     def __init__(

@@ -59,10 +59,10 @@ def attach_lora(
     encoding in the place of rotation) are trained whole.
 
     Args:
-        rank: of the updates, at least 1.
+        rank: Rank of the updates, at least 1.
         alpha: updates are scaled by ``alpha / rank``.
-        dropout: of the updates' input, from 0 to below 1.
-        targets: which linear layers get an update; ``mlp`` stands for all outside attention, and for experts, which a
+        dropout: Dropout of the updates' input, from 0 to below 1.
+        targets: Linear layers that get an update; ``mlp`` stands for all outside attention, and for experts, which a
             mixture of experts holds as one tensor. Left out are routers whose class is the model's own, and layers
             whose weights its code multiplies by itself (``out_proj`` of a state space).
         norms: train all normalisation weights themselves.

@@ -378,7 +378,7 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
     """Read a YAML file, then the changes from the command line.
 
     Args:
-        path: of the file.
+        path: Path of the file.
         overrides: ``--key value`` or ``--key=value``, the key dotted (``--extension.factor 8``) or, where only one
             section has it, its last part (``--factor 8``); several values make a list, no value means true. What takes
             a list may be given several times; all else once.

@@ -33,7 +33,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     remove_unused_columns=False)``.
 
     Args:
-        embedding_learning_rate: of the token embedding, where it is trained; None for the same as everything else.
+        embedding_learning_rate: Learning rate of the token embedding, where it is trained; None for the same as
+            everything else.
 
     Raises:
         IncompatibleError: if the engine that spreads the run over processes cannot carry it; see

@@ -48,15 +48,15 @@ class Session:
     """One measurement from its options to its files: the loaded checkpoints, the processes, the terminal.
 
     Args:
-        results: where the result goes; without it the command writes files of its own.
+        results: Place of the result; without it the command writes files of its own.
         reference: name of the checkpoint that the references are read with, where it is another.
         load: loads a checkpoint, as ``load_checkpoint`` does, which it is by default.
 
     Attributes:
         group: the processes that share the work.
         console: quiet in all processes but the main one; standard error where standard output is for a program.
-        checkpoint: what is measured, loaded.
-        reference: what the references are read with, loaded; None where that is the checkpoint.
+        checkpoint: Loaded checkpoint that is measured.
+        reference: Loaded model that reads the references; None where that is the checkpoint.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
