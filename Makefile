@@ -42,7 +42,7 @@ docs-test: $(INSTALLED) $(DOCS)/installed ## the site in a headless Chromium: er
 notebooks: $(INSTALLED) ## the notebooks of examples/, from its scripts
 	$(BIN)/jupytext --quiet --update --to ipynb --update-metadata '$(NOTEBOOK)' examples/*.py
 
-tools: $(INSTALLED) ## TRL, lm-evaluation-harness and mergekit beside ctxext, for their tests (docs/works-with.md)
+tools: $(INSTALLED) ## TRL, lm-evaluation-harness and mergekit beside ctxext, for their tests (docs/guides/works-with.md)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt trl==1.16.0 lm-eval==0.4.13 mergekit==0.1.5
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)

@@ -1,9 +1,9 @@
-"""Draw the pictures of docs/encodings/ by the `ctxext show` commands that stand under them.
+"""Draw the pictures of docs/concepts/ by the `ctxext show` commands that stand under them.
 
     python scripts/draw_encodings.py               # all of them, some minutes
     python scripts/draw_encodings.py fox path      # those of these pages
 
-Each command runs as it is printed, in docs/encodings/. Then the picture is given a palette of 256 colours and the width
+Each command runs as it is printed, in docs/concepts/. Then the picture is given a palette of 256 colours and the width
 at which GitHub shows it, so that all of them together stay small.
 """
 
@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from ctxext.cli.app import app
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "encodings"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "concepts"
 WIDTH = 1100
 COLOURS = 256
 
@@ -48,7 +48,7 @@ def shrink(picture: Path) -> None:
 
 
 def main(pages: Annotated[list[str] | None, typer.Argument(help="names of pages, without .md; all")] = None) -> None:
-    """Draw the pictures of docs/encodings/."""
+    """Draw the pictures of docs/concepts/."""
     os.chdir(FOLDER)
     for page in sorted(FOLDER.glob("*.md")):
         if pages and page.stem not in pages:

@@ -31,7 +31,7 @@ from scripts.llama_cpp_table import VERSION, Converter, expected, served
 from scripts.proof import Proof
 
 SHAPES = ("llama", "qwen2", "qwen3", "phi3", "gemma", "bloom")
-RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/llama-cpp.json"
+RESULTS = Path(__file__).parents[1] / "docs/evidence/runtimes/llama-cpp.json"
 
 
 class Bench(proof.Bench):

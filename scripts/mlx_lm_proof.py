@@ -21,7 +21,7 @@ from transformers.utils import logging
 from scripts import mlx_lm_table, proof
 
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "mixtral")
-RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/mlx-lm.json"
+RESULTS = Path(__file__).parents[1] / "docs/evidence/runtimes/mlx-lm.json"
 
 
 class Bench(proof.Bench):

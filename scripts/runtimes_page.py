@@ -1,4 +1,4 @@
-"""The tables of docs/runtimes.md: from what was measured, from ``export``, and from what others were read to do.
+"""The tables of docs/guides/runtimes.md: from what was measured, from ``export``, and from what others were read to do.
 
 What ``READERS`` says of programs that read ``config.json`` by themselves was read at the places that the page names.
 """

@@ -42,8 +42,8 @@ from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_l
 from tests._examples import with_errors
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results"
-ENCODINGS = ROOT / "docs" / "encodings"
+RESULTS = ROOT / "docs" / "evidence"
+ENCODINGS = ROOT / "docs" / "concepts"
 TABLES = ROOT / "docs" / "tables"
 CONFIGS = ROOT / "recipes" / "configs"
 COLUMNS = {"runs_by_formula": "programs"} | dict.fromkeys(
@@ -54,11 +54,11 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 
 def pages() -> list[Path]:
-    """What is read in the root, and the pages of docs/; docs/results is what was measured, and has no blocks."""
+    """What is read in the root, and the pages of docs/; docs/evidence is what was measured, and has no blocks."""
     return [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md", "examples/README.md")),
         *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "docs" / "howto").glob("*.md")),
+        *sorted((ROOT / "docs" / "guides").rglob("*.md")),
         *sorted(ENCODINGS.glob("*.md")),
     ]
 

@@ -40,7 +40,7 @@ from tests._tokenizer import make_tokenizer
 from tests.walk.tiny import TRAINED_LENGTH
 
 T = TypeVar("T")
-RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/vllm_plugin.json"
+RESULTS = Path(__file__).parents[1] / "docs/evidence/runtimes/vllm_plugin.json"
 # What Qwen's checkpoints for 1M tokens say, in small.
 CHUNKED = {"chunk_size": 48, "local_size": 8, "original_max_position_embeddings": 64}
 CHUNKED_AS = {"chunk": 48, "local": 8, "temperature": "growing", "factor": 4, "trained_length": 64}

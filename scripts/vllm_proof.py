@@ -24,7 +24,7 @@ import typer
 from scripts import proof
 
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "bloom")
-RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/vllm.json"
+RESULTS = Path(__file__).parents[1] / "docs/evidence/runtimes/vllm.json"
 # Told to vLLM before it is imported: one process, little memory for caches, nothing fetched.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

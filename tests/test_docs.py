@@ -49,7 +49,7 @@ from scripts.update_readme import (  # noqa: E402
     told_on,
 )
 
-PAGES = [*pages(), *sorted((ROOT / "docs" / "results").rglob("*.md"))]
+PAGES = [*pages(), *sorted((ROOT / "docs" / "evidence").rglob("*.md"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FOREIGN = {"docker", "lm_eval", "venv", "vllm"}  # programs that are not ours and need not be installed
@@ -334,7 +334,7 @@ def test_python_names_what_exists(page: Path) -> None:
 
 
 def test_a_method_of_ones_own_works_as_it_is_shown() -> None:
-    shown = [code for code in fenced(ROOT / "docs" / "extending.md", "python") if "class MyMethod" in code]
+    shown = [code for code in fenced(ROOT / "docs" / "guides" / "extending.md", "python") if "class MyMethod" in code]
     model = tiny("llama")
     exec(compile(shown[0], "extending.md", "exec", dont_inherit=True), {"model": model, "__name__": "mine"})
     found = ctxext.describe(model)
@@ -358,7 +358,7 @@ def test_a_wrong_name_is_seen() -> None:
 
 # Errors
 
-ERRORS = EXAMPLE.findall(text_of(ROOT / "docs" / "troubleshooting.md"))
+ERRORS = EXAMPLE.findall(text_of(ROOT / "docs" / "guides" / "troubleshooting.md"))
 
 
 @pytest.mark.parametrize(("kind", "code", "printed"), ERRORS, ids=[code.split("\n")[-2][:50] for _, code, _ in ERRORS])
@@ -367,7 +367,7 @@ def test_an_example_ends_in_the_error_on_the_page(kind: str, code: str, printed:
 
 
 def test_every_section_of_troubleshooting_has_an_error_and_an_example_without_one_is_seen() -> None:
-    page = text_of(ROOT / "docs" / "troubleshooting.md")
+    page = text_of(ROOT / "docs" / "guides" / "troubleshooting.md")
     assert f"`KeyError: {ROPE_TYPE!r}`" in page  # that this is how transformers ends, the tests of saved forms show
     sections = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert len(ERRORS) == len(sections) - 1 == 12  # the last is about what ends in no error
@@ -408,7 +408,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("index", "folder"),
-    [("docs/results/README.md", "docs/results"), ("docs/encodings/README.md", "docs/encodings")],
+    [("docs/evidence/README.md", "docs/evidence"), ("docs/concepts/README.md", "docs/concepts")],
 )
 def test_every_page_is_linked_from_the_index(index: str, folder: str) -> None:
     start = ROOT / index
@@ -429,7 +429,7 @@ def test_the_navigation_names_every_page_once() -> None:
     named = pages_in(yaml.safe_load(config[config.index("\nnav:") :])["nav"])
     existing = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     existing |= set(site_pages.PAGES.values())
-    assert sorted(named) == sorted(existing - {"results/coverage.md"}), "mkdocs.yml: nav"
+    assert sorted(named) == sorted(existing - {"evidence/coverage.md"}), "mkdocs.yml: nav"
 
 
 # Words

@@ -39,7 +39,7 @@ def test_what_applies_is_recommended_in_order(applicable: tuple[str, ...], first
     assert [taken.methods[0] for taken in to_take(applicable)] == first
 
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "docs" / "evidence"
 
 
 def cells(page: str, head: str) -> list[list[str]]:
@@ -127,7 +127,7 @@ def test_every_place_gives_the_same_answer() -> None:
 
     first = {row.wish: row.methods[0] for row in RECOMMENDED}
     tables, trained = first[RECOMMENDED[-2].wish], first[RECOMMENDED[-1].wish]
-    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    page = (ROOT / "docs" / "guides" / "methods.md").read_text("utf-8")
     wanted = {
         "extend without training": first["extend without training"],
         "the same, where texts are long": first["extend without training with long texts and little memory"],
@@ -144,7 +144,7 @@ def test_every_place_gives_the_same_answer() -> None:
         (answer,) = re.findall(rf"^\| {wish}[^|]*\|(.*)\|$", page, re.MULTILINE)
         assert names(answer)[0] == method, wish
 
-    how_to = (ROOT / "docs" / "howto" / "embeddings.md").read_text("utf-8")
+    how_to = (ROOT / "docs" / "guides" / "howto" / "embeddings.md").read_text("utf-8")
     commands = re.findall(r"--method (\w+)|ctxext\.patch\(model, \"(\w+)\"|patch .*-m (\w+)", how_to)
     assert {name for found in commands for name in found if name} == {tables}
     assert "model.max_seq_length = 2048" in how_to.partition("SentenceTransformer(")[2].partition("```")[0]

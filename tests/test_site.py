@@ -25,22 +25,32 @@ def test_a_link_to_a_table_is_shown_as_the_table(tmp_path: Path, monkeypatch: py
     folder = tmp_path / "docs" / "tables"
     folder.mkdir(parents=True)
     (folder / "a.csv").write_text('name,"what | it is"\n`b c`,[page](../x.md#y)\nd,"1, 2"\n')
-    shown = site_pages._with_tables("Before\n\n[All](tables/a.csv)\n\nAfter", "docs/methods.md")
+    shown = site_pages._with_tables("Before\n\n[All](tables/a.csv)\n\nAfter", "docs/quickstart.md")
     assert shown == (
         "Before\n\n\n| name | what \\| it is |\n| --- | --- |\n| `b c` | [page](x.md#y) |\n| d | 1, 2 |\n\n\nAfter"
     )
-    assert "| [page](../x.md#y) |" in site_pages._with_tables("[One](../tables/a.csv#b-c)", "docs/encodings/README.md")
-    assert site_pages._with_tables("see [All](tables/a.csv)", "docs/methods.md") == "see [All](tables/a.csv)"
+    assert "| [page](../x.md#y) |" in site_pages._with_tables("[One](../tables/a.csv#b-c)", "docs/concepts/README.md")
+    assert site_pages._with_tables("see [All](tables/a.csv)", "docs/quickstart.md") == "see [All](tables/a.csv)"
 
 
 @pytest.mark.parametrize(
     ("origin", "uri", "link", "leads_to"),
     [
-        ("README.md", "index.md", "docs/models.md#encoders", "models.md#encoders"),
-        ("docs/training.md", "training.md", "../recipes/finetune.py", "source/recipes/finetune.py.md"),
-        ("docs/results/training.md", "results/training.md", "../training.md#x", "../training.md#x"),
-        ("docs/extending.md", "extending.md", "../CONTRIBUTING.md", "contributing.md"),
-        ("docs/training.md", "training.md", "../recipes/configs", "source/recipes/configs/index.md"),
+        ("README.md", "index.md", "docs/guides/models.md#encoders", "guides/models.md#encoders"),
+        (
+            "docs/guides/training.md",
+            "guides/training.md",
+            "../../recipes/finetune.py",
+            "../source/recipes/finetune.py.md",
+        ),
+        ("docs/evidence/training.md", "evidence/training.md", "../guides/training.md#x", "../guides/training.md#x"),
+        ("docs/guides/extending.md", "guides/extending.md", "../../CONTRIBUTING.md", "../contributing.md"),
+        (
+            "docs/guides/training.md",
+            "guides/training.md",
+            "../../recipes/configs",
+            "../source/recipes/configs/index.md",
+        ),
         ("docs/log.md", "log.md", "https://example.org/a#b", "https://example.org/a#b"),
     ],
 )

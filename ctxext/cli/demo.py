@@ -54,7 +54,7 @@ REQUEST = "\n# Remember the pass key. The pass key is"
 HIDDEN = 20  # the fact is 1/20 of the text after its beginning, or soon after that
 WRITTEN = 6  # tokens of an answer
 BUSY = 0.75  # share of the processor's time below which a CPU is called busy
-# Nats over the best truncation on a text that repeats nothing, of 1,024 tokens: docs/results/demo.md.
+# Nats over the best truncation on a text that repeats nothing, of 1,024 tokens: docs/evidence/demo.md.
 PLAY = {"self_extend": "+0.021 ± 0.015", "yarn": "-0.017 ± 0.019"}
 VERDICTS = {"better": "pays", "no difference": "makes no sure difference", "worse": "does not pay"}
 
@@ -524,7 +524,7 @@ def sentences(result: DemoResult) -> list[str]:
             )
         found.append(
             f"Most texts repeat little. On a play Self-Extend gains {PLAY['self_extend']} nats, YaRN {PLAY['yarn']} "
-            f"(stored: docs/results/demo.md). For yours: ctxext inspect CHECKPOINT -t FILE."
+            f"(stored: docs/evidence/demo.md). For yours: ctxext inspect CHECKPOINT -t FILE."
         )
     return found
 

@@ -52,7 +52,7 @@ def methods_table(rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def methods_markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Write ``method_rows`` as the Markdown of docs/methods.md."""
+    """Write ``method_rows`` as the Markdown of docs/guides/methods.md."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for row in rows:
         link = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["source"])

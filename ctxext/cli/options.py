@@ -173,7 +173,7 @@ SlidingWindow = Annotated[
 ]
 Trust = Annotated[bool, Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
 Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
-Markdown = Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/methods.md.")]
+Markdown = Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/guides/methods.md.")]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Split = Annotated[
     str | None, Option(help="Which split of a data set, where it has several.", show_default="the only one")

@@ -1,6 +1,6 @@
 """Read the positions of a config: its rope dicts, trained length and scaling, in the forms that were published.
 
-All verbs and commands take the trained window of a checkpoint from here. ``docs/methods.md`` has the table of what each
+All verbs and commands take the trained window of a checkpoint from here. ``docs/guides/methods.md`` has the table of what each
 published form means.
 """
 

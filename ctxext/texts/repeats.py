@@ -12,7 +12,7 @@ STRING = 6
 """Tokens of a string that is looked for in the far part of a text."""
 FEW = 0.05
 """The share of repeats below which most texts gained nothing."""
-# Least squares over the texts of docs/results/need.csv: the gain of Self-Extend by the share of repeats, its mean,
+# Least squares over the texts of docs/evidence/need.csv: the gain of Self-Extend by the share of repeats, its mean,
 # the sum of squares about that, and the deviation of the rest times Student's quantile of 95 percent.
 TEXTS, START, SLOPE, MEAN, SQUARES, WIDTH = 51, 0.02658, 1.31801, 0.08198, 0.93894, 0.33121
 

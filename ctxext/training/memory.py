@@ -197,7 +197,7 @@ def return_freed_memory(*, above: int = 2**20) -> bool:
     blocks of ``above`` bytes and more become mappings of their own. The price is that the system has to hand out and
     clear their pages again and again: from 1 MiB on, a step of 4K tokens takes up to 60 percent longer, one of 16K
     tokens 7 percent (measured). From twice the size of a layer's hidden states on, most of the memory goes
-    back for little of the price, see docs/results/training-cpu.md. Call it at the start of a program that trains on
+    back for little of the price, see docs/evidence/training-cpu.md. Call it at the start of a program that trains on
     the CPU, unless there is memory to spare; on CUDA, whose memory is torch's own business, it is not needed.
 
     Args:

@@ -1,7 +1,7 @@
 """Train the table of positions and nothing else: the whole table, or its new rows only.
 
 The weights around an extended table have never seen its new rows. To train these alone, and nothing else, costs least
-(it gained an embedding model of LongEmbed's 15 points, and a tiny BERT of ours nothing: docs/results/masked.md): the
+(it gained an embedding model of LongEmbed's 15 points, and a tiny BERT of ours nothing: docs/evidence/masked.md): the
 rows that were learned stay where the method put them, bit for bit, and so does every other weight. With ``tile`` and
 ``hierarchical``, whose first rows are the learned ones, a text that fitted before is read exactly as before.
 

@@ -1,4 +1,4 @@
-"""``docs/results/compare_searches.py``: every search keeps to its passes, and what is finished is not done again."""
+"""``scripts/studies/compare_searches.py``: every search keeps to its passes, and what is finished is not done again."""
 
 from __future__ import annotations
 

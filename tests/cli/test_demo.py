@@ -227,7 +227,7 @@ def test_what_it_says_follows_what_it_measured() -> None:
 
 
 def test_what_is_stored_of_the_play_is_what_its_page_says() -> None:
-    page = (Path(__file__).parents[2] / "docs/results/demo.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/evidence/demo.md").read_text(encoding="utf-8")
     for name, label in (("self_extend", "Self-Extend"), ("yarn", "YaRN")):
         assert re.search(rf"^\| \*Edward III\* \| {label} .2 \|.*\| {re.escape(PLAY[name])} \|", page, re.M)
 

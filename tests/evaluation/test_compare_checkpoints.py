@@ -1,4 +1,4 @@
-"""``docs/results/compare_checkpoints.py``: its losses are stock transformers', and what is read is not read again."""
+"""``scripts/studies/compare_checkpoints.py``: its losses are stock transformers', and what is read is not read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/results/zero_shot.py`` on a tiny checkpoint: what it prints and keeps; only what is missing is done."""
+"""``scripts/studies/zero_shot.py`` on a tiny checkpoint: what it prints and keeps; only what is missing is done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokeniz
     for name in ("one", "two"):
         lines = [f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)]
         (tmp_path / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
-    arguments = [str(ROOT / "docs/results/zero_shot.py"), "checkpoint", "-t", "one.txt", "-t", "two.txt", "-o", "study"]
+    arguments = [
+        str(ROOT / "scripts/studies/zero_shot.py"),
+        "checkpoint",
+        "-t",
+        "one.txt",
+        "-t",
+        "two.txt",
+        "-o",
+        "study",
+    ]
     first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path)
     assert first.returncode == 0, first.stderr
     assert "1 methods, 2 texts, 12 jobs" in first.stdout

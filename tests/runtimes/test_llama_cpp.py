@@ -236,6 +236,6 @@ def test_a_real_llama_cpp_computes_what_export_calls_exact(shape: str, tmp_path:
     bench = Bench(shape, tmp_path, Converter(Path(TREE).resolve()))
     found = [proof for name, method in methods_for(shape).items() for proof in bench.prove(name, method)]
     stored = {(p["method"], p["way"]): p["exact"] for p in PROOFS if p["shape"] == shape}
-    assert {(proof.method, proof.way): proof.exact for proof in found} == stored, "docs/results/runtimes are old"
+    assert {(proof.method, proof.way): proof.exact for proof in found} == stored, "docs/evidence/runtimes are old"
     for proof in found:
         assert not proof.exact or proof.right, proof

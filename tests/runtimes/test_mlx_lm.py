@@ -191,5 +191,5 @@ def test_a_real_mlx_lm_computes_what_export_calls_exact(shape: str, tmp_path: Pa
     main(tmp_path / "found.json", shapes=shape, only="")
     found = json.loads((tmp_path / "found.json").read_text())["proofs"]
     stored = {proof["method"]: proof["exact"] for proof in PROOFS if proof["shape"] == shape}
-    assert {proof["method"]: proof["exact"] for proof in found} == stored, "docs/results/runtimes are old"
+    assert {proof["method"]: proof["exact"] for proof in found} == stored, "docs/evidence/runtimes are old"
     assert all(math.isfinite(proof["error"]) for proof in found if proof["exact"])

@@ -1,7 +1,7 @@
 """vLLM's own numbers for what ``export`` says, against the methods' mathematics; and, slow, its engine itself.
 
 ``tests/runtimes/vllm.json`` holds what the rotary classes and the length check of vLLM's source made of configs and
-flags, in float64 (``vllm_numbers.py``), ``docs/results/runtimes/vllm.json`` what its engine computed of tiny
+flags, in float64 (``vllm_numbers.py``), ``docs/evidence/runtimes/vllm.json`` what its engine computed of tiny
 models (``scripts/vllm_proof.py``).
 """
 

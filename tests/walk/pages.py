@@ -25,8 +25,8 @@ Line = dict[str, Any]
 HEADER = """\
 # Every model type
 
-Made by `python -m tests.walk.run --markdown docs/results/architectures.md --coverage
-docs/results/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}: every type that the
+Made by `python -m tests.walk.run --markdown docs/evidence/architectures.md --coverage
+docs/evidence/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}: every type that the
 installed transformers knows as a language model (causal, masked, sequence-to-sequence, speech-to-text) or as an encoder
 of text, at a tiny size with random weights. A type that is a decoder and an encoder-decoder is walked as both.
 
@@ -214,7 +214,7 @@ def natural(line: Line, groups: list[str]) -> list[dict[str, Any]]:
 
 
 def pages(lines: list[Line]) -> dict[str, str]:
-    """The files docs/results/architectures*, by what follows that word in their names."""
+    """The files docs/evidence/architectures*, by what follows that word in their names."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     date, own = datetime.date.today().isoformat(), natives(lines)
     named = {group: sorted(_names(lines, group)) for group in GROUPS}
@@ -264,7 +264,7 @@ def _shown(types: list[str]) -> str:
 
 
 def coverage(lines: list[Line]) -> str:
-    """docs/results/coverage.md, which docs/models.md shows."""
+    """docs/evidence/coverage.md, which docs/guides/models.md shows."""
     said = textwrap.fill(COVERAGE.format(**counts(lines)), 120, break_on_hyphens=False)
     return f"{said}\n"
 

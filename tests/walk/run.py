@@ -7,8 +7,8 @@ still do not, saved, reloaded by a process that never imports ctxext, compared (
 where there is no stock form), reloaded by ``ctxext.load``, compared, unpatched bit for bit. A refusal counts only when
 it is a ``CtxextError`` with its reason.
 
-    python -m tests.walk.run --jobs 2 --markdown docs/results/architectures.md \
-        --coverage docs/results/coverage.md
+    python -m tests.walk.run --jobs 2 --markdown docs/evidence/architectures.md \
+        --coverage docs/evidence/coverage.md
 
 Finished types are kept in a JSONL file and not walked again until the code changes; Ctrl-C loses nothing but the types
 in progress.
@@ -196,7 +196,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes; each brings one of stock transformers with it.")] = 2,
     results: Annotated[Path, typer.Option(help="Where finished types are kept.")] = Path("runs/walk.jsonl"),
     markdown: Annotated[Path | None, typer.Option(help="Write the page here, and its tables beside it.")] = None,
-    coverage: Annotated[Path | None, typer.Option(help="Write the block of docs/models.md here.")] = None,
+    coverage: Annotated[Path | None, typer.Option(help="Write the block of docs/guides/models.md here.")] = None,
 ) -> None:
     """Walk the model types, print the table, exit with 1 if anything is wrong."""
     chosen = types.split(",") if types else model_types()
