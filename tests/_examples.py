@@ -1,4 +1,4 @@
-"""Examples that fail, in docs/guides/troubleshooting.md: each is run here, and ends in the error that the page prints."""
+"""Examples that fail, in docs/guides/troubleshooting.md: each is run, and ends in the error that the page prints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Searches of rotary frequencies at equal passes: LongRoPE's genetic one, and the grid of `ctxext choose`.
 
-    python scripts/studies/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 -o out
+    python scripts/studies/compare_searches.py CHECKPOINT -t train.parquet --held-out other.parquet --target 512 -o out
     python scripts/studies/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 \
         --search longrope-ga --search grid --seed 0 --passes 224 -o out
 

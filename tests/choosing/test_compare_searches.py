@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
-from docs.results import compare_searches
-from docs.results.compare_searches import Genetic, Problem
+from scripts.studies import compare_searches
+from scripts.studies.compare_searches import Genetic, Problem
 from tests._models import byte_model, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 

@@ -1,4 +1,4 @@
-"""``scripts/studies/compare_checkpoints.py``: its losses are stock transformers', and what is read is not read again."""
+"""``scripts/studies/compare_checkpoints.py``: its losses are stock transformers', and nothing is read twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
-from docs.results import compare_checkpoints
+from scripts.studies import compare_checkpoints
 from tests._models import byte_model
 
 LENGTH = 640
