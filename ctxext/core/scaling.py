@@ -1,7 +1,7 @@
 """Read the positions of a config: its rope dicts, trained length and scaling, in the forms that were published.
 
-All verbs and commands take the trained window of a checkpoint from here. ``docs/guides/methods.md`` has the table of what
-each published form means.
+All verbs and commands take the trained window of a checkpoint from here. ``docs/guides/methods.md`` has the table of
+what each published form means.
 """
 
 from __future__ import annotations
