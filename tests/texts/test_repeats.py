@@ -14,7 +14,7 @@ from ctxext.errors import InvalidParameterError
 from ctxext.measuring.statistics import students_quantile
 from ctxext.texts.repeats import MEAN, SLOPE, SQUARES, START, STRING, TEXTS, WIDTH, Repeats, far_repeats, repeats_of
 
-MEASURED = Path(__file__).parents[2] / "docs" / "results" / "need.csv"
+MEASURED = Path(__file__).parents[2] / "docs" / "evidence" / "need.csv"
 
 
 def counted(ids: list[int], window: int, last: int) -> float:
