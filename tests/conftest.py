@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave two of three cases of a slow test with many cases to the night: the first, the fourth and so on stay.
+    """Leave three of four cases of a slow test with many cases to the night: the first, the fifth and so on stay.
 
     The records stay whole: they hold what commands give to the last digit.
     """
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault(test, []).append(item)
     for same in cases.values():
         for number, item in enumerate(same):
-            if len(same) > 3 and number % 3:
+            if len(same) > 3 and number % 4:
                 item.add_marker(pytest.mark.nightly)
 
 
