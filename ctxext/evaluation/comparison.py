@@ -21,7 +21,15 @@ from ctxext.measuring.loss import Window
 from ctxext.measuring.loss_table import LossTable, Verdict
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods, require_reached
-from ctxext.measuring.statistics import CURVE, ENOUGH_DOCUMENTS, Bucket, PairedDifference, bucketed, edges_for
+from ctxext.measuring.statistics import (
+    CURVE,
+    ENOUGH_DOCUMENTS,
+    Bucket,
+    PairedDifference,
+    bucketed,
+    document_difference,
+    edges_for,
+)
 from ctxext.measuring.survey import LossJob, ProcessGroup, PromptJob, Survey
 from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, tail_windows, window_of
 from ctxext.methods import Method
@@ -254,8 +262,8 @@ class Comparison(Survey[LossJob | PromptJob]):
         scores = []
         for length in self.lengths_of(reading):
             end, whole = ends[length], wholes[length]
-            bucket = Bucket(self.last_stretch(length), length, end.tokens(name), end.mean(name))
-            score = Score(length=length, end=bucket, whole=Bucket(0, length, whole.tokens(name), whole.mean(name)))
+            stretch = end.bucket(name, self.last_stretch(length), length)
+            score = Score(length=length, end=stretch, whole=whole.bucket(name, 0, length))
             if length > self.trained_length:
                 pairs = zip(end.losses(name), end.losses(TRUNCATED), strict=True)
                 score = replace(
@@ -319,18 +327,23 @@ def _series(table: LossTable, readings: Sequence[Reading], trained: int, length:
     """Yield the losses of readings by position; of the truncations, the best one is chosen for each bucket."""
     edges, fine = edges_for(trained, length), min(CURVE, length - trained)
     curve_edges = edges_for(trained, length, inside=min(fine, trained), beyond=fine)
-    inside = table.span(0, trained)
-    beyond = [table.span(start, stop) for start, stop in itertools.pairwise(edges[1:])]
-    plain = torch.stack([*inside.losses(UNPATCHED)])
+    plain = torch.stack([*table.span(0, trained).losses(UNPATCHED)])
+    parts = [slice(start, stop) for start, stop in itertools.pairwise(edges[1:])]
+    beyond = [table.span(part.start, part.stop) for part in parts]
+    best = [torch.stack([*part.losses(TRUNCATED)]) for part in beyond]
+    truncated = torch.cat([plain, *best], dim=1)  # inside the window nothing is dropped
     for reading in readings:
         name = reading.name
-        losses = torch.cat([torch.stack([*part.losses(name)]) for part in (inside, *beyond)], dim=1)
+        losses = truncated if name == TRUNCATED else torch.stack([*table.losses(name)])
         yield Series(
             name=name,
             buckets=bucketed(losses, edges),
             curve=bucketed(losses, curve_edges),
             in_window_ratio=math.exp((losses[:, :trained].double() - plain.double()).mean().item()),
-            versus_truncation=tuple(part.difference(name) for part in beyond),
+            versus_truncation=tuple(
+                document_difference([*losses[:, part]], [*baseline], baselines=len(table.windows))
+                for part, baseline in zip(parts, best, strict=True)
+            ),
             dynamic=reading.dynamic,
             seconds=0.0,
             windows=tuple(part.window for part in beyond) if name == TRUNCATED else (),

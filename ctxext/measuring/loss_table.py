@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.statistics import Bucket, PairedDifference, document_difference
 from ctxext.measuring.truncation import TRUNCATED, best_window, window_name, window_of
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
@@ -89,6 +89,11 @@ class LossTable:
     def mean(self, name: str) -> float:
         """Return the mean loss, every token weighing the same."""
         return torch.cat(list(self.losses(name))).double().mean().item()
+
+    def bucket(self, name: str, start: int, stop: int) -> Bucket:
+        """Return the mean loss of a reading as that of the positions ``start <= i < stop``, which the table holds."""
+        losses = torch.cat(list(self.losses(name)))
+        return Bucket(start, stop, len(losses), losses.double().mean().item())
 
     def difference(self, name: str, other: str = TRUNCATED) -> PairedDifference:
         """Return the loss of a reading minus that of another, by default the best truncation.
