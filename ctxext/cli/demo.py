@@ -31,11 +31,11 @@ from ctxext.measuring.checkpoint import Checkpoint, checked_device
 from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
+from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
-from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference
+from ctxext.measuring.statistics import PairedDifference, check_finite
 from ctxext.measuring.survey import Answer, Job, Survey
-from ctxext.measuring.truncation import best_window
 from ctxext.methods import saved_class
 from ctxext.progress import StageBar, status, terminal
 from ctxext.quantities import duration
@@ -304,15 +304,14 @@ class Demo(Survey[ReadAndAnswer]):
     def result(self) -> DemoResult:
         """Put the finished jobs together."""
         lines, found = self.journal.finished(), self.losses()
-        ends = {job.reader.window: [found[job.key]] for job in self.jobs if job.reader.window}
-        window = best_window(ends)
+        table = LossTable.of({job.reader.reading.name: [found[job.key]] for job in self.jobs})
         rows = [
             TextReading(
                 name=job.reader.reading.name,
                 label=job.name,
                 is_method=job.reader.window is None,
                 end=found[job.key].mean().item(),
-                difference=document_difference([found[job.key]], ends[window], baselines=len(ends)),
+                difference=table.difference(job.reader.reading.name),
                 answer=lines[job.key]["reply"],
                 margin=lines[job.key]["margin"],
                 seconds=lines[job.key]["seconds"],
@@ -324,7 +323,7 @@ class Demo(Survey[ReadAndAnswer]):
             length=self.length,
             distance=self.passage.distance,
             text=self.passage.text.name,
-            window=window,
+            window=table.window,
             rows=tuple(rows),
             provenance=self.with_extensions(provenance_of(self.checkpoint, self.corpus)).to_dict(),
         )
