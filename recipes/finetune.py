@@ -99,12 +99,11 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
     # 1. The texts, which may be too short for a sequence, then the model, extended, and its adapter.
     data, training = settings.data, settings.training
-    documents = TokenisedDocuments.read(
-        data.train, load_tokenizer(settings), split=data.split, column=data.column, tokens=data.tokens
-    )
+    tokenizer = load_tokenizer(settings)
+    documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
     sequences_of(settings, documents)
-    loaded = load_base(settings, arguments.device)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    loaded = load_base(settings, arguments.device, tokenizer=tokenizer)
+    model = loaded.model
     measured = BeforeAndAfter(loaded, settings)
     ctxext.patch(model, settings.extension.method, **settings.extension.arguments())
     description = ctxext.describe(model)

