@@ -23,7 +23,7 @@ from ctxext.core.architecture import CHECKS
 from ctxext.core.code import source_of_home
 from ctxext.core.published import published_json, published_text
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.saved import GUARD, extended_texts, saved_extension, saved_method, saved_sides
+from ctxext.core.saved import extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import (
     CHUNKED,
     FOREIGN_KEYS,
@@ -36,6 +36,7 @@ from ctxext.core.scaling import (
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError, shown
 from ctxext.methods.parameters import is_number
+from ctxext.rope_types import GUARD
 
 UNFIT = (*FAILURES, StrictDataclassError)
 """Errors in which code ends when a value is of another kind than it takes for granted."""

@@ -18,7 +18,7 @@ from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import SIDES, Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
-from ctxext.rope_types import GUARD as GUARD
+from ctxext.rope_types import GUARD
 from ctxext.spec import Description, Extension, ExtensionArguments
 from ctxext.version import __version__
 

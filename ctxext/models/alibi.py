@@ -15,11 +15,12 @@ from ctxext.caches.layout_mask import LayoutMask, layout_of
 from ctxext.caches.records import cache_argument
 from ctxext.core.architecture import Architecture, unknown_length
 from ctxext.core.edits import Edits
-from ctxext.core.saved import GUARD, GUARDED_FIELD
+from ctxext.core.saved import GUARDED_FIELD
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
+from ctxext.rope_types import GUARD
 from ctxext.spec import AlibiSpec, Extension, ExtensionArguments
 
 

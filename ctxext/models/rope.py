@@ -25,7 +25,7 @@ from ctxext.core.rotary import (
     find_sites,
     survey,
 )
-from ctxext.core.saved import GUARD, guarded_field
+from ctxext.core.saved import guarded_field
 from ctxext.core.scaling import Scaling, of_layers, scaling_of
 from ctxext.core.stored_form import StoredForm, checked_lengths
 from ctxext.core.subject import Subject
@@ -36,6 +36,7 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models.rope_replaced import replace_rotation
+from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
 

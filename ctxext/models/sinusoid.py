@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ctxext.core.architecture import refuse_attention_choices
 from ctxext.core.code import rotates_by_table
 from ctxext.core.edits import Edits
-from ctxext.core.saved import GUARD, GUARDED, guarded_field
+from ctxext.core.saved import GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.files import digest
@@ -31,6 +31,7 @@ from ctxext.models.table_rows import (
     values_of,
     weight_of,
 )
+from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
 EXAMPLE = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # spec for listing the usable methods
