@@ -25,7 +25,7 @@ def test_provenance_is_complete(path: Path) -> None:
     assert provenance["command"].startswith(f"python scripts/make_golden.py {path.stem} ")
     assert provenance["definitions"]
     assert {"python", "torch"} <= provenance["versions"].keys()
-    assert not re.search(r'"/|"~|/home/|/work/|/tmp/', text), "a path of the machine that made it"
+    assert not re.search(r'"/|"~|/(home|work|tmp)/', text), "a path of the machine that made it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
