@@ -51,12 +51,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_171,
+    "lines of ctxext/": 52_205,
     "lines that importing the verb pulls in": 4_498,
     "files that importing the verb pulls in": 24,
-    "lines of the core": 6_075,
+    "lines of the core": 6_076,
     "files of the core": 31,
-    "lines that eval perplexity pulls in": 21_192,
+    "lines that eval perplexity pulls in": 21_210,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 28,
