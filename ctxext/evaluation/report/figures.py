@@ -113,6 +113,7 @@ def paneled(name: str, title: str, panels: Sequence[Panel], *, across: int = 4, 
     """Return a figure of panels, row by row, with at most ``across`` of them in a row."""
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
     widths = [panel.size[0] for panel in rows[0]]
+    above = 0.3 * len(_wrapped(title, sum(widths)))
 
     def draw(figure: Any) -> None:
         grid = figure.subplots(len(rows), len(rows[0]), squeeze=False, width_ratios=widths)
@@ -122,7 +123,7 @@ def paneled(name: str, title: str, panels: Sequence[Panel], *, across: int = 4, 
     return Figure(
         name=name,
         title=title,
-        size=(sum(widths), sum(max(panel.size[1] for panel in row) for row in rows) + 0.3),
+        size=(sum(widths), sum(max(panel.size[1] for panel in row) for row in rows) + above),
         draw=draw,
         caption=caption,
         alternative=". ".join(panel.words for panel in panels),
@@ -142,11 +143,15 @@ def saved_figure(file: Path | BytesIO, size: tuple[float, float], title: str) ->
 
     with matplotlib.rc_context(STYLE):
         canvas = figure.Figure(figsize=size, layout="constrained")
-        lines = textwrap.fill(title, int(9.5 * size[0]), break_on_hyphens=False)
-        canvas.suptitle(lines, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        canvas.suptitle("\n".join(_wrapped(title, size[0])), x=0.012, ha="left", fontsize=12, fontweight="bold")
         yield canvas
         _without_formulas(canvas)
         canvas.savefig(file, dpi=160, format="png")
+
+
+def _wrapped(title: str, width: float) -> list[str]:
+    """Return the lines of a title over a figure so many inches wide."""
+    return textwrap.wrap(title, int(9.5 * width), break_on_hyphens=False) or [""]
 
 
 def _without_formulas(figure: Any) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.report.figures import paneled
 from ctxext.laboratory.encodings.cope import CoPE
 from ctxext.laboratory.encodings.kerple import KERPLE
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
@@ -284,3 +288,24 @@ def test_what_does_not_turn_is_not_drawn_at_some_number_of_turns() -> None:
     still = next(line for line in turns.get_lines() if "nope" in str(line.get_label()))
     assert still.get_label() == "nope: no pair turns"
     assert np.isnan(np.asarray(still.get_ydata(), dtype=float)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(known_methods()))
+def test_no_label_lies_outside_of_the_picture(name: str) -> None:
+    """Matrices keep their shape, so that a title of two lines pushed the label below them out of the canvas."""
+    drawn = picture_of(known_methods()[name].example(LLAMA), PictureRequest())
+    whole = paneled(drawn.kind, drawn.sentence, drawn.panels, across=drawn.across)
+    outside: list[str] = []
+
+    def measured(figure: Any) -> None:
+        whole.draw(figure)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+                box = label.get_window_extent()
+                if label.get_text() and (min(box.x0, box.y0) < 0 or box.y1 > figure.bbox.y1):
+                    outside.append(label.get_text())
+
+    replace(whole, draw=measured).save(BytesIO())
+    assert outside == []
