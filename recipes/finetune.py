@@ -107,7 +107,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     measured = BeforeAndAfter(loaded, settings)
     ctxext.patch(model, settings.extension.method, **settings.extension.arguments())
     description = ctxext.describe(model)
-    if settings.data.positions == "packed":
+    if settings.data.positions == "packed" or settings.data.short_share:
         require_separate(model)
     table = None if settings.table is None else TrainedTable(model, only_new=settings.table == "new_rows")
     if table is None:
@@ -128,7 +128,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         kinds = data.retrieval_kinds
         sequences = RetrievalSequences(sequences, tokenizer, share=data.retrieval, kinds=kinds, seed=settings.seed)
     if data.masked is not None:
-        shift = shift_of(model) if data.positions == "pose" else None
+        shift = shift_of(model) if data.positions in ("pose", "randomized") else None
         sequences = MaskedSequences(sequences, tokenizer, share=data.masked, seed=settings.seed, shift=shift)
 
     # 3. Training.

@@ -133,8 +133,9 @@ class RetrievalSequences(DerivedSequences):
         """Build ids and labels of the same length with insertions, question and answer; return None without room."""
         ids, labels = item["input_ids"], item["labels"]
         jumps = (item["position_ids"].diff() != 1).nonzero().flatten().tolist()
-        border = jumps[0] + 1 if jumps else len(ids)
-        pieces = [(self.front, border), (border, len(ids))] if jumps else [(self.front, border)]
+        is_skipwise = len(jumps) == 1  # positions drawn at random jump everywhere, and their text is one piece
+        border = jumps[0] + 1 if is_skipwise else len(ids)
+        pieces = [(self.front, border), (border, len(ids))] if is_skipwise else [(self.front, border)]
         columns = {"input_ids": [ids[: self.front]], "labels": [labels[: self.front]]}
         for number, (start, stop) in enumerate(pieces):
             is_last = number == len(pieces) - 1
@@ -150,7 +151,7 @@ class RetrievalSequences(DerivedSequences):
             columns["input_ids"] += [*inserted(ids[start:kept], needles, places), tail]
             columns["labels"] += [*inserted(labels[start:kept], silent[:-1], places), silent[-1], tail[quiet:]]
         joined = {name: torch.cat(parts) for name, parts in columns.items()}
-        if jumps:  # the token behind the border may continue text that was replaced
+        if is_skipwise:  # the token behind the border may continue text that was replaced
             joined["labels"][border] = IGNORED
         return joined
 

@@ -97,6 +97,42 @@ def test_positions_are_drawn_anew_and_an_item_depends_on_its_number_alone(docume
     assert gaps[0] != gaps[1] != gaps[2]
 
 
+def test_randomized_positions_reach_the_whole_window(documents: TokenisedDocuments) -> None:
+    found, plain = sequences(documents, positions="randomized", count=400), sequences(documents, count=400)
+    at = torch.stack([found[index]["position_ids"] for index in range(400)])
+    assert bool((at.diff() > 0).all()), "in ascending order, none twice"
+    # The i-th of n numbers drawn from 0 to N - 1 without replacement is at i (N + 1) / (n + 1) - 1 on average.
+    expected = torch.arange(1, LENGTH + 1) * (TARGET + 1) / (LENGTH + 1) - 1
+    assert (at.double().mean(0) - expected).abs().max() < 5 * at.double().std(0).max() / 20
+    assert (int(at.min()), int(at.max())) == (0, TARGET - 1)
+    same = sequences(documents, positions="randomized", count=9)
+    for index in (8, 3):
+        assert torch.equal(same[index]["position_ids"], found[index]["position_ids"])
+        assert torch.equal(found[index]["input_ids"], plain[index]["input_ids"]), "the text is that of consecutive ones"
+        assert torch.equal(found[index]["labels"], plain[index]["labels"])
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+def test_a_short_share_is_read_as_texts_of_the_old_length(documents: TokenisedDocuments, method: str) -> None:
+    short = 16
+    found = sequences(documents, count=8, short_share=0.25, short_length=short)
+    assert [found.is_short(index) for index in range(8)] == [False, False, False, True] * 2
+    assert found[0]["position_ids"].tolist() == list(range(LENGTH))
+    item, whole = found[3], sequences(documents, count=8)[3]
+    model = ctxext.patch(tiny(vocab_size=257), method, target_length=64, trained_length=short).eval()
+    total, count = 0.0, 0
+    for start in range(0, LENGTH, short):
+        text = whole["input_ids"][start : start + short].clone()
+        text[0] = whole["input_ids"][0]  # the tokenizer's prefix stands in front of each
+        logits = model(text[None], use_cache=False).logits[0, :-1].double()
+        total -= float(logits.log_softmax(-1).gather(1, text[1:, None]).sum().detach())
+        count += len(text) - 1
+    batch = {name: value[None] for name, value in item.items() if name != "index"}
+    assert model(**batch, use_cache=False).loss.item() == pytest.approx(total / count, abs=1e-5)
+    with pytest.raises(InvalidParameterError, match=r"trained length, 41 tokens, and finds sequences of 41"):
+        sequences(documents, short_share=0.1, short_length=LENGTH)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_jump_in_the_positions_is_not_taken_for_packing(documents: TokenisedDocuments, attention: str) -> None:
     """The model sees all of the past: as with an explicit mask, and not as with none."""
