@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import Band, Piece, RopeSpec, Sinks
+from ctxext.methods.remap import Band, Piece, RemapMethod, Sinks
+from ctxext.spec import RopeSpec
 
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 

@@ -393,14 +393,14 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
     order = [(step.moment.name, step.do.__module__.removeprefix("ctxext.")) for step in steps.steps()]
     assert order == [
         ("CHECK", "caches.continuous"),
-        ("OWN_CONFIG", "core.own_config"),
+        ("OWN_CONFIG", "models.own_config"),
         ("PARTS", "models.sides"),
         ("METHOD", "attention.heads"),
         ("METHOD", "models.sides"),
         ("MODULES", "caches.continuous"),
         ("MODULES", "caches.generation"),
         ("MODULES", "checkpoints.limits"),
-        ("REPLICAS", "core.replicas"),
+        ("REPLICAS", "core.override"),
         ("CONFIG", "checkpoints.limits"),
         ("CONFIG", "checkpoints.limits"),
         ("CONFIG", "core.patching"),

@@ -28,8 +28,7 @@ from ctxext.files import digest
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.base import without_autocast
 from ctxext.methods import method_class
-from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import Carried, EncodingSpec, Pairs
+from ctxext.methods.encoding import Carried, Encoding, EncodingMethod, EncodingSpec, Pairs
 
 ENCODING = "ctxext_encoding"
 """The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""

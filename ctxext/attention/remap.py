@@ -21,8 +21,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.kernels.step import StepPlan, attend_step, plan_step, takes_kernel, takes_step
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import PIECE, Band, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod
+from ctxext.spec import PIECE, RopeSpec
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces reads the values of position_ids, which one compiled, exported or traced graph cannot "

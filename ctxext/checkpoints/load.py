@@ -34,16 +34,15 @@ from ctxext.checkpoints.source import (
     read_any_config,
 )
 from ctxext.core.edits import Edits
-from ctxext.core.old_form import drop_old_form
 from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
-from ctxext.core.refusals import building, running_code
 from ctxext.core.saved import (
     already_extended,
     arguments_in_place_of,
     arguments_of,
     checked_extension,
     differences,
+    drop_old_form,
     extended_texts,
     plain_config,
     saved_extension,
@@ -65,6 +64,7 @@ from ctxext.errors import (
 from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models import architecture_of, find_architecture
+from ctxext.models.refusals import building, running_code
 from ctxext.models.table_rows import put_weights
 from ctxext.spec import ExtensionArguments
 

@@ -19,9 +19,9 @@ from ctxext.checkpoints.card import MODEL_CARD, write_card
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import REMOTE_MODULE
-from ctxext.core.as_configured import require_as_patched
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import own_defaults
+from ctxext.core.rotary import require_as_patched
 from ctxext.core.saved import put_old_form, saved_sides
 from ctxext.core.subject import Subject, base_model, unwrapped
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError

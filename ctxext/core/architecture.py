@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ctxext import registry
-from ctxext.core.code import why_absent
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import scaling_of, stated_length
 from ctxext.core.subject import Subject
@@ -23,7 +23,7 @@ class Architecture(ABC):
 
     Class attributes of a family:
         name: Name of the family in lists.
-        positions: Kind of positions, as in ``refusals.refuse_other_positions``.
+        positions: Kind of positions, as in ``models/refusals.py``.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family without
             one overrides ``matches``.
     """
@@ -73,7 +73,9 @@ class Architecture(ABC):
 ARCHITECTURES: dict[str, type[Architecture]] = {}
 """Families by name, rotary models first, which are the most; the room of families fills it before the first look."""
 CHECKS: list[Callable[[Subject, str], None]] = []
-"""Checks of a model against its config and its kind of positions, each of which may raise; ``refusals`` adds them."""
+"""Checks of a model against its config and its kind of positions, each of which may raise; ``models/`` adds them."""
+EXPLANATIONS: list[Callable[[PreTrainedModel], str]] = []
+"""Reasons why no family matches a model; ``models/`` adds the one there is."""
 
 
 def find_architecture(subject: Subject) -> Architecture | None:
@@ -94,7 +96,7 @@ def architecture_of(subject: Subject) -> Architecture:
         return family
     raise IncompatibleError(
         f"{type(subject.model).__name__} ({subject.kind}) has no positions that ctxext can extend: "
-        f"{why_absent(subject.model)}. Known families: {', '.join(ARCHITECTURES)}."
+        f"{' '.join(explain(subject.model) for explain in EXPLANATIONS)}. Known families: {', '.join(ARCHITECTURES)}."
     )
 
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
 from ctxext.core.edits import Edits
-from ctxext.core.old_form import write_old_form
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import (
     checked_trained_length,
@@ -21,6 +20,7 @@ from ctxext.core.saved import (
     saved_form,
     saved_sides_form,
     untested_versions,
+    write_old_form,
 )
 from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
 from ctxext.core.steps import ExtendedPart, Moment, Step, Work, described, register, run, steps

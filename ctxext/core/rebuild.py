@@ -22,8 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.core.edits import Edits, own_attributes
-from ctxext.core.old_form import drop_old_form
-from ctxext.core.saved import without_guard
+from ctxext.core.saved import drop_old_form, without_guard
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CtxextError, IncompatibleError

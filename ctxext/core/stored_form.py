@@ -1,7 +1,7 @@
 """Store a method in a config from which transformers, or ctxext, rebuilds a model that rotates as the method says.
 
 The forms are transformers' own rope types where one can express the method. Where none can, the form is the rope type
-of ``rope_type``, which programs without ctxext refuse.
+of ``own_form``, which programs without ctxext refuse.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ctxext.core.own_form import method_rope_parameters, with_base
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rope_type import method_rope_parameters, with_base
 from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
 from ctxext.core.scaling import CHUNKED, REFUSALS, heads_of, max_length_of
 from ctxext.core.subject import Subject

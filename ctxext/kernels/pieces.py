@@ -33,7 +33,7 @@ from ctxext.kernels.base import AttentionBackend, Call, Need, runs_triton, witho
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.regions import FADING, FULL, rectangles, tiles
-from ctxext.spec import PositionMap, Region
+from ctxext.methods.remap import PositionMap, Region
 
 TILE = 1 << 15
 """Rows of queries (one per head) that a CPU merges at once. The fewer tiles, the fewer operations, each of which waits

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.methods.remap import RemapMethod, Tokens
+from ctxext.methods.remap import Band, Piece, RemapMethod, Tokens
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Band, Piece, RopeSpec
+from ctxext.spec import RopeSpec
 
 SHARE = 0.2
 """Share of the key-value groups that read far, where nothing else is given."""

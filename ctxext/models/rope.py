@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from ctxext.attention.remapped_layers import as_it_rotates, install_pieces, require_remappable
+from ctxext.attention.windows import window_fields, window_note
 from ctxext.caches.dynamic import follow_length
-from ctxext.core import refusals as refusals  # adds its checks to those of all families
 from ctxext.core.architecture import Architecture, unknown_length
-from ctxext.core.as_configured import require_as_configured
 from ctxext.core.edits import Edits
-from ctxext.core.latent import score_form
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
@@ -23,18 +21,19 @@ from ctxext.core.rotary import (
     LatentSpec,
     ProportionalSpec,
     find_sites,
+    require_as_configured,
     survey,
 )
 from ctxext.core.saved import guarded_field
 from ctxext.core.scaling import Scaling, of_layers, scaling_of
-from ctxext.core.stored_form import StoredForm, checked_lengths
+from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
-from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.models.latent import score_form
 from ctxext.models.rope_replaced import replace_rotation
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
@@ -77,7 +76,8 @@ class Rope(Architecture):
         before = {}
         if method.dynamic:
             before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
-        form = score_form(subject, method, sites, windows)
+        find = score_form if hasattr(text, "qk_rope_head_dim") else find_stored_form
+        form = find(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
         form.rebuild.apply(edits)
         for path in dict.fromkeys(site.path for site in form.sites):

@@ -8,16 +8,16 @@ from typing import Any
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.attention.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
+from ctxext.attention.windows import window_fields, window_note
 from ctxext.core.architecture import unknown_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
+from ctxext.core.own_form import unrotated_rope_parameters, with_base
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rope_type import unrotated_rope_parameters, with_base
 from ctxext.core.rotary import RotaryPlace
 from ctxext.core.scaling import CHUNKED, REFUSALS
 from ctxext.core.subject import Subject
-from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.source import read_any_config
-from ctxext.core.refusals import foreign_fields
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS
+from ctxext.models.refusals import foreign_fields
 from tests._models import tiny
 from tests.walk.tiny import TRAINED_LENGTH
 

@@ -31,8 +31,7 @@ from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
 from ctxext.kernels import BACKENDS, Call, Layout, named, select
 from ctxext.methods import known_methods
-from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import EncodingSpec
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec
 from ctxext.training.lora import attach_lora, encodings
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
@@ -410,7 +409,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs, PairScore
+from ctxext.methods.encoding import EncodingSpec, PairScore, Pairs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,12 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import METHODS
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod, Sinks
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
+from ctxext.spec import RopeSpec
 from tests._models import RECENT, logits, tiny, tokens
 from tests._remap import dense_attention, relative_positions, weights
 from tests.walk.tiny import TRAINED_LENGTH

@@ -14,10 +14,10 @@ import ctxext
 from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.core.architecture import trained_length_of
-from ctxext.core.refusals import lost_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS
+from ctxext.models.refusals import lost_fields
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 from tests._famous import PUBLISHED

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausa
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.core.old_form import OLD_GUARD
 from ctxext.core.rotary import find_sites
-from ctxext.core.saved import with_old_form
+from ctxext.core.saved import OLD_GUARD, with_old_form
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod

@@ -19,11 +19,10 @@ from ctxext.kernels.reference import Reference
 from ctxext.kernels.step import attend_step, plan_step, takes_kernel
 from ctxext.methods.dpe import DPE
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import Piece, PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Piece, PositionMap
 from tests._products import crossed, some
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 from tests._steps import launches

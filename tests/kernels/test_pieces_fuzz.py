@@ -13,11 +13,11 @@ from torch import Tensor
 from ctxext.kernels import Call, Layout, named
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.spec import RopeSpec
 from tests.kernels.cases import error
 
 

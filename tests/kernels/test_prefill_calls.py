@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ctxext.kernels import Call, Layout, base, named, sdpa
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import PositionMap, RemapMethod
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import PositionMap, RopeSpec
+from ctxext.spec import RopeSpec
 from tests._fake_cuda import CUDA, load_guard
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 32768, 32, 8, 128

@@ -21,7 +21,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.core.architecture import CHECKS
 from ctxext.core.code import source_of_home
-from ctxext.core.published import published_json, published_text
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.saved import extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import (
@@ -30,6 +29,8 @@ from ctxext.core.scaling import (
     REFUSALS,
     heads_of,
     is_windowed,
+    published_json,
+    published_text,
     rope_dicts,
     same_rope,
 )
