@@ -403,7 +403,6 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("REPLICAS", "core.override"),
         ("CONFIG", "checkpoints.limits"),
         ("CONFIG", "checkpoints.limits"),
-        ("CONFIG", "core.patching"),
         ("SAVING", "checkpoints.adapters"),
         ("CACHES", "caches.records"),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxext.core.scaling import all_windowed, is_windowed, layer_types, of_layers
+from ctxext.core.scaling import all_windowed, is_windowed, layer_types, stated_window
 from ctxext.errors import IncompatibleError, InvalidParameterError
 
 
@@ -21,7 +21,7 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
     """
     if choice not in (None, "keep", "lift"):
         raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
-    window = _window(config)
+    window = stated_window(config)
     if window is None or not all_windowed(config):
         if choice == "lift":
             raise IncompatibleError(
@@ -51,7 +51,7 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
 
 def window_note(config: Any, target_length: int | None) -> str | None:
     """Return a sentence about windows that stay, None if there are none; arguments as for ``window_fields``."""
-    window = _window(config)
+    window = stated_window(config)
     if window is None:
         return None
     if all_windowed(config) and _reaches(window, target_length):
@@ -66,18 +66,11 @@ def window_note(config: Any, target_length: int | None) -> str | None:
 def window_of(config: Any) -> int | None:
     """Return the number of tokens in the window of layers that have one; None if no layer has one."""
     kinds = layer_types(config)
-    return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
+    return (
+        None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else stated_window(config)
+    )
 
 
 def _reaches(window: int, target_length: int | None) -> bool:
     """Return whether the last token of a text of this length sees the first one."""
     return target_length is not None and window >= target_length
-
-
-def _window(config: Any) -> int | None:
-    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
-        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(window)

@@ -23,7 +23,7 @@ from ctxext.core.saved import (
     write_old_form,
 )
 from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
-from ctxext.core.steps import ExtendedPart, Moment, Step, Work, described, register, run, steps
+from ctxext.core.steps import ExtendedPart, Moment, Work, described, run, steps
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import PatchStateError
 from ctxext.methods import Method
@@ -169,6 +169,10 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
         state = Patched(work.method, work.extension, edits, work.sides)
         edits.set(base.config, "ctxext", state.saved_form())
         run(work, Moment.CONFIG, Moment.CONFIG)
+        if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended
+            edits.set(base.config, "_name_or_path", EXTENDED_IN_MEMORY)
+        for part in [part.subject for part in work.sides.values()] or [work.subject]:
+            write_old_form(part.config, edits, of_any_type=True)
         base._ctxext = state
         run(work, Moment.SAVING, Moment.CACHES)
     return model
@@ -221,18 +225,6 @@ def extend_positions(work: Work) -> None:
             refuse_shrinking(carried, work.method.target_length(known_length))
     request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)
     work.extension = architecture.apply(subject, work.method, request, edits)
-
-
-def _write_config(work: Work) -> None:
-    """Put the old form beside the extension, and take the path to the plain checkpoint out of the config."""
-    config = work.subject.config
-    if getattr(config, "_name_or_path", ""):  # where the model lies unextended
-        work.edits.set(config, "_name_or_path", EXTENDED_IN_MEMORY)
-    for part in [part.subject for part in work.sides.values()] or [work.subject]:
-        write_old_form(part.config, work.edits, of_any_type=True)
-
-
-register(Step(Moment.CONFIG, _write_config))
 
 
 def unpatch(model: ModelT) -> ModelT:

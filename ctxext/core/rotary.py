@@ -1,6 +1,7 @@
 """Find the rotary frequencies of a model, read what they are before an extension, and prove what they are after it.
 
-The proof compares cos and sin of the live module with the method's mathematics in float64.
+The first proof compares live modules with those that the config builds: methods start from the config. The second one
+compares cos and sin of the live module with the method's mathematics in float64.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refuse configs that contradict themselves, the file that they were read from, or the model that was built from them.
 
 The loader checks a config before a model is built from it, where transformers would fail without naming a field.
-``core/architecture.py`` runs the rest before a model is extended, as soon as a family of models has imported this file.
+``core/architecture.py`` runs the rest before a model is extended.
 """
 
 from __future__ import annotations
@@ -381,13 +381,13 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, li
         CheckpointError: with each lost field, and the value that was built instead.
     """
     _refuse_idle_scaling(config, place)
-    unstated = unstated_base(published, config)
+    unstated = unstated_base(published, config) if published else None
     if unstated is not None and unstated[0] == "rope_parameters":  # readers of rope_scaling take their own default
         raise CheckpointError(
             f"The config.json of {place} has rope_parameters without rope_theta, for which transformers takes "
             f"{unstated[1]}. Write the base that the weights were trained with into rope_parameters."
         )
-    lost = lost_fields(published, config)
+    lost = lost_fields(published, config) if published else []
     if lost and live:
         try:
             again = type(config).from_dict(copy.deepcopy(published))

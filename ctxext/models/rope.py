@@ -25,7 +25,7 @@ from ctxext.core.rotary import (
     survey,
 )
 from ctxext.core.saved import guarded_field
-from ctxext.core.scaling import Scaling, of_layers, scaling_of
+from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
@@ -69,7 +69,8 @@ class Rope(Architecture):
         target = method.target_length(trained_length)
         if layers.both_ways:
             _require_order(subject, method, sites[0].spec)
-        windows = window_fields(text, request.sliding_window, target)
+        has_window = request.sliding_window is not None or stated_window(text) is not None
+        windows = window_fields(text, request.sliding_window, target) if has_window else {}
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(subject, site) for site in sites]
             require_remappable(subject, method, sites[0], places, layers)
@@ -211,7 +212,7 @@ def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    window = window_note(text, method.target_length(spec.trained_length))
+    window = None if stated_window(text) is None else window_note(text, method.target_length(spec.trained_length))
     notes += [window] if window else []
     if layers.failure:
         notes.append(
