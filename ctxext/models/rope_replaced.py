@@ -12,11 +12,11 @@ from ctxext.attention.windows import window_fields, window_note
 from ctxext.core.architecture import unknown_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
-from ctxext.core.own_form import unrotated_rope_parameters, with_base
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import RotaryPlace
 from ctxext.core.scaling import CHUNKED, REFUSALS
+from ctxext.core.stored_form import unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
