@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.core.architecture import refuse_attention_choices
+from ctxext.core.code import names_of
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
@@ -30,7 +31,6 @@ from ctxext.models.table_rows import (
     values_of,
     weight_of,
 )
-from ctxext.models.unknown import rotates_by_table
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
@@ -102,6 +102,14 @@ def sinusoid_of(table: Tensor, first: int) -> Sinusoid | None:
 def remaker_of(module: nn.Module) -> str | None:
     """Return the name of the method that recomputes the module's table for a longer text; None without one."""
     return next((name for name in REMAKERS if callable(getattr(type(module), name, None))), None)
+
+
+def rotates_by_table(model: nn.Module) -> bool:
+    """Return whether a model rotates by a table of sinusoids, which other models add to their input."""
+    code = names_of(type(model))
+    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
+    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
+    return any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs)
 
 
 @dataclass

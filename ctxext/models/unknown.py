@@ -12,15 +12,7 @@ from torch import nn
 
 from ctxext.core.architecture import EXPLANATIONS
 from ctxext.core.code import names_of, own_bases, source_of
-
-
-def rotates_by_table(model: nn.Module) -> bool:
-    """Return whether a model rotates by a table of sinusoids, which other models add to their input."""
-    code = names_of(type(model))
-    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
-    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
-    return any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs)
-
+from ctxext.models.sinusoid import rotates_by_table
 
 TABLE = re.compile(r"pos|wpe")
 BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")
