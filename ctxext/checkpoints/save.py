@@ -22,7 +22,7 @@ from ctxext.checkpoints.source import REMOTE_MODULE
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import require_as_patched
-from ctxext.core.saved import put_old_form, saved_sides
+from ctxext.core.saved import extended_texts, put_old_form, saved_sides
 from ctxext.core.subject import Subject, base_model, unwrapped
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import whole_files
@@ -169,7 +169,7 @@ def _require_unchanged(model: PreTrainedModel) -> None:
 def _save_whole(model: PreTrainedModel, directory: Path, module: dict[str, Any], saving: dict[str, Any]) -> None:
     edits = Edits()
     try:
-        put_old_form(model.config, edits)
+        put_old_form(extended_texts(model.config), edits)
         for name, value in module.items():
             edits.set(model.config, name, value)
             (directory / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")

@@ -16,11 +16,11 @@ from ctxext.core.saved import (
     checked_trained_length,
     choices,
     describe_saved,
+    put_old_form,
     saved_extension,
     saved_form,
     saved_sides_form,
     untested_versions,
-    write_old_form,
 )
 from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
 from ctxext.core.steps import ExtendedPart, Moment, Work, described, run, steps
@@ -171,8 +171,8 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
         run(work, Moment.CONFIG, Moment.CONFIG)
         if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended
             edits.set(base.config, "_name_or_path", EXTENDED_IN_MEMORY)
-        for part in [part.subject for part in work.sides.values()] or [work.subject]:
-            write_old_form(part.config, edits, of_any_type=True)
+        texts = [part.subject.text for part in work.sides.values()] or [work.subject.text]
+        put_old_form(texts, edits, of_any_type=True)
         base._ctxext = state
         run(work, Moment.SAVING, Moment.CACHES)
     return model

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
@@ -351,29 +351,23 @@ PASS_OVER_SCALING = frozenset({"nemotron"})
 def with_old_form(config: Any) -> Any:
     """Return a copy of an extended config with the fields of transformers 4 that its own class reads too."""
     copied = copy.deepcopy(config)
-    put_old_form(copied, Edits())
+    put_old_form(extended_texts(copied), Edits())
     return copied
 
 
-def put_old_form(config: Any, edits: Edits) -> None:
-    """Write the fields of transformers 4 that its class reads too into a config, until ``edits`` is undone."""
-    for text in extended_texts(config):
-        write_old_form(text, edits, of_any_type=False)
-
-
-def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
-    """Put the old form beside the new one in the text part of an extended config.
+def put_old_form(texts: Iterable[Any], edits: Edits, *, of_any_type: bool = False) -> None:
+    """Put the old form beside the new one in the text parts of an extended config, until ``edits`` is undone.
 
     ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
     ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
     programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
     """
-    text = text_of(config)
-    drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
-    for name, value in old_form(text, of_any_type=of_any_type).items():
-        # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
-        # the object's own dictionary.
-        edits.set_unchecked(text, name, value)
+    for text in map(text_of, texts):
+        drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
+        for name, value in old_form(text, of_any_type=of_any_type).items():
+            # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
+            # the object's own dictionary.
+            edits.set_unchecked(text, name, value)
 
 
 def drop_old_form(text: Any, edits: Edits | None = None) -> None:
