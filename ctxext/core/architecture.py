@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -111,15 +111,22 @@ def trained_length_of(subject: Subject) -> int | None:
     return stated_length(subject.text) if architecture is None else architecture.trained_length(subject)
 
 
-def unknown_length(subject: Subject) -> IncompatibleError:
-    """Return the error for a model whose trained length neither the user nor its config states."""
-    return IncompatibleError(
-        f"The config of this {subject.kind} does not state the trained length. Pass trained_length (--trained-length)."
-    )
+def required_length(subject: Subject, request: ExtensionArguments) -> int:
+    """Return the trained length that the user or else the config states.
+
+    Raises:
+        IncompatibleError: if neither states one.
+    """
+    if request.trained_length is None:
+        raise IncompatibleError(
+            f"The config of this {subject.kind} does not state the trained length. Pass trained_length "
+            f"(--trained-length)."
+        )
+    return int(request.trained_length)
 
 
-def refuse_attention_choices(request: ExtensionArguments, leaves: str) -> None:
-    """Raise ``InvalidParameterError`` for a choice about attention that the extension ``leaves`` to the model."""
-    for name in ("sliding_window", "attention"):
+def refuse_choices(request: ExtensionArguments, names: Iterable[str], reason: str) -> None:
+    """Raise ``InvalidParameterError`` for the first of the named arguments of ``patch`` that was given."""
+    for name in names:
         if (given := getattr(request, name)) is not None:
-            raise InvalidParameterError(f"{name}={given!r}: {leaves} attention to the model. Leave {name} out.")
+            raise InvalidParameterError(f"{name}={given!r}: {reason}. Leave {name} out.")

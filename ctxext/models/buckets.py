@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.core.architecture import Architecture, unknown_length
+from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
 from ctxext.models.table_rows import follow_fields, put_weights, weight_of
@@ -77,14 +77,9 @@ class Buckets(Architecture):
                 f"This {kind} has a learned score for each of {table.num_embeddings} buckets of relative distances "
                 f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
-        for name in ("sliding_window", "scaling", "attention"):
-            if getattr(request, name) is not None:
-                raise InvalidParameterError(
-                    f"{name}={getattr(request, name)!r}: this {kind} has only buckets of relative distances. "
-                    f"Leave {name} out."
-                )
-        if (trained_length := request.trained_length) is None:
-            raise unknown_length(subject)
+        reason = f"this {kind} has only buckets of relative distances"
+        refuse_choices(request, ("sliding_window", "scaling", "attention"), reason)
+        trained_length = required_length(subject, request)
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(

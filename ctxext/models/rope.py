@@ -11,7 +11,7 @@ import torch
 from ctxext.attention.remapped_layers import as_it_rotates, install_pieces, require_remappable
 from ctxext.attention.windows import window_fields, window_note
 from ctxext.caches.dynamic import follow_length
-from ctxext.core.architecture import Architecture, unknown_length
+from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
@@ -28,7 +28,7 @@ from ctxext.core.saved import guarded_field
 from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
@@ -53,8 +53,7 @@ class Rope(Architecture):
     def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         text = subject.text
         places, layers = survey(subject)
-        if (trained_length := request.trained_length) is None:
-            raise unknown_length(subject)
+        trained_length = required_length(subject, request)
         require_as_configured(subject, places, trained_length)
         if not isinstance(method, RopeMethod):
             if isinstance(method, BiasMethod | EncodingMethod):
@@ -63,7 +62,9 @@ class Rope(Architecture):
                 f"This {subject.kind} has rotations, which method {method.name!r} does not extend. "
                 f"Take a method for rotations, such as yarn or self_extend."
             )
-        _refuse_attention(method, request)
+        if not isinstance(method, RemapMethod):
+            way = "Choose its kernel with model.set_attn_implementation(...)"
+            refuse_choices(request, ("attention",), f"method {method.name!r} leaves attention to the model. {way}")
         scaling = scaling_of(subject.config)
         sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
         target = method.target_length(trained_length)
@@ -112,15 +113,6 @@ class Rope(Architecture):
 
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         Rebuild(subject, original).apply(edits)
-
-
-def _refuse_attention(method: RopeMethod, request: ExtensionArguments) -> None:
-    """Refuse an attention backend of ctxext for a method that leaves attention to the model."""
-    if request.attention is not None and not isinstance(method, RemapMethod):
-        raise InvalidParameterError(
-            f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its "
-            f"kernel with model.set_attn_implementation(...), and leave attention out here."
-        )
 
 
 def _require_order(subject: Subject, method: RopeMethod, spec: RopeSpec) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.core.architecture import refuse_attention_choices
+from ctxext.core.architecture import refuse_choices
 from ctxext.core.code import names_of
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED, guarded_field
@@ -249,7 +249,9 @@ def _checked(subject: Subject, method: Method, request: ExtensionArguments) -> R
         IncompatibleError: if it does not.
         InvalidParameterError: if the request makes a choice without effect here.
     """
-    refuse_attention_choices(request, "other sinusoids in the input leave")
+    refuse_choices(
+        request, ("sliding_window", "attention"), "other sinusoids in the input leave attention to the model"
+    )
     reason = _why_not(method)
     if reason is None and isinstance(method, RopeMethod):
         return method
