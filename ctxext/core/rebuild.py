@@ -105,7 +105,7 @@ class Rebuild:
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
         """The whole model, on the meta device."""
-        return without_weights(self.subject.model, self.config)
+        return without_weights(type(self.subject.model), self.config)
 
     def rotary_config(self, path: str) -> Any:
         """Return the config that transformers gives to the rotary module at ``path``.
@@ -167,22 +167,18 @@ class Rebuild:
                 edits.delete(rotary, name)  # transformers caches it from the config that the module saw first
 
 
-def without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build the model's class from a copy of ``config`` on the meta device."""
-    with torch.inference_mode(False), torch.device("meta"), restoring():
-        return type(model)(as_loaded(config))
+def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """Build a class of models from a copy of ``config`` on the meta device.
 
-
-def as_loaded(config: Any) -> Any:
-    """Return a copy of a config with dtypes as ``from_pretrained`` sets them: ``save_pretrained`` leaves names.
-
-    The activation of Apertus makes a tensor of the config's dtype.
+    The copy has dtypes as ``from_pretrained`` sets them, in place of the names that ``save_pretrained`` leaves: the
+    activation of Apertus makes a tensor of the config's dtype.
     """
     config = copy.deepcopy(config)
     for part in {id(part): part for part in (config, text_of(config))}.values():
         if isinstance(dtype := vars(part).get("dtype"), str):
             part.dtype = getattr(torch, dtype)
-    return config
+    with torch.inference_mode(False), torch.device("meta"), restoring():
+        return kind(config)
 
 
 def _is_plain(value: object) -> bool:
