@@ -66,9 +66,8 @@ def window_note(config: Any, target_length: int | None) -> str | None:
 def window_of(config: Any) -> int | None:
     """Return the number of tokens in the window of layers that have one; None if no layer has one."""
     kinds = layer_types(config)
-    return (
-        None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else stated_window(config)
-    )
+    has_window = not kinds or any(is_windowed(kind) or kind == "attention" for kind in kinds)
+    return stated_window(config) if has_window else None
 
 
 def _reaches(window: int, target_length: int | None) -> bool:
