@@ -103,6 +103,7 @@ class Edits:
     def undo(self, *, keep: int = 0) -> None:
         """Restore old values, newest first, but for the ``keep`` oldest; after an interrupt, call this again."""
         while len(self._entries) > keep:
+            # Restore, then forget: an interrupt in between repeats the restoration, instead of losing an entry.
             self._restore(*self._entries[-1])
             self._entries.pop()
 
@@ -112,6 +113,7 @@ class Edits:
             for registry in (*BEFORE, *AFTER):
                 getattr(owner, registry).pop(HOOK, None)
         elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
+            # The old object itself, because optimizers and tied weights hold on to it.
             owner._parameters[name] = _followed(old, owner._parameters.get(name))
         elif unchecked:
             if old is _Absent.ABSENT:

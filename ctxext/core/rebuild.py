@@ -73,6 +73,7 @@ def reread(config: Any) -> Any:
     Raises:
         REFUSALS: if the class does not accept the fields.
     """
+    # A config class may convert fields only when it reads a file, so a copy in memory would not be what a reload reads.
     with tempfile.TemporaryDirectory() as directory:
         config.to_json_file(Path(directory) / "config.json")
         return type(config).from_pretrained(directory)
@@ -129,6 +130,7 @@ class Rebuild:
 
     def changes(self, before: Rebuild) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield ``(module path, attribute, old value, new value)`` of plain attributes that differ from ``before``."""
+        # Compare two rebuilt models: the live one may also differ by changes of its user, which have to stay.
         olds = dict(before.whole.named_modules())
         for path, module in self.whole.named_modules():
             for name, new in own_attributes(module).items():
@@ -154,6 +156,7 @@ class Rebuild:
         for path, name, _, value in self.changes(before):
             edits.set(model.get_submodule(path), name, value)
         for name in self.fields:
+            # The value as it was read back, which the class may have converted.
             edits.set(text, name, getattr(self.text, name))
         for path, rotary in subject.rotaries:
             if rotary.config is not text:  # a changed copy of the text config, made when it was built
@@ -161,6 +164,8 @@ class Rebuild:
                 if config.to_dict() == before.rotary_config(path).to_dict():
                     continue
                 edits.set(rotary, "config", config)
+            # Tensors of the whole rebuilt model are on the meta device, so this module alone is built again, with
+            # numbers.
             for name, buffer in self.rotary(path).named_buffers(recurse=False):
                 edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
             for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:

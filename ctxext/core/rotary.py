@@ -113,6 +113,7 @@ class RotaryPlace:
             position_ids = position_ids[None].expand(3, -1, -1)
         with running(type(rotary)):
             out = rotary(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+            # Llama 4 returns one complex tensor, cos + i sin, instead of a pair.
             if isinstance(out, Tensor):
                 out = (out.real, out.imag)
             cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
@@ -137,6 +138,7 @@ class RotaryPlace:
             if width not in layouts:
                 return f"at length {length} it rotates {width} dimensions, and the method gives {half} frequencies."
             worst = math.inf
+            # A config does not name the layout. The module is right if it agrees with one of them.
             for laid_out in layouts[width]:
                 allowed = scale * (COS_ERROR + PHASE_ERROR * laid_out)  # what the rounding of float32 may cause
                 errors = ((cos - scale * laid_out.cos()) / allowed, (sin - scale * laid_out.sin()) / allowed)
@@ -260,6 +262,8 @@ def find_places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
     text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
     for path, module in subject.rotaries:
         layers = getattr(text, "layer_types", None)
+        # A changed copy of the text config has its class and layer types. Any other config belongs to another part of
+        # the model, which a change of the text config would not reach.
         is_copy = type(module.config) is type(text) and getattr(module.config, "layer_types", None) == layers
         if module.config is not text and not is_copy:  # some models hand changed copies to their modules
             elsewhere.append(path)
@@ -281,6 +285,8 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
         )
     is_proportional = parameters.get("rope_type") == "proportional"
     unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
+    # Build a module from the config without its scaling: the frequencies of the live one may be scaled already, and
+    # only the class knows how many dimensions it rotates.
     rotary = Rebuild(subject, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
     live, inv_freq = subject.model.get_submodule(place.path), getattr(rotary, f"{place.prefix}inv_freq")
     if inv_freq.shape != getattr(live, f"{place.prefix}inv_freq").shape:
@@ -323,8 +329,9 @@ def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> 
     rotary = Rebuild(subject).rotary(place.path)
     length = trained_length
     if parameters.get("rope_type") == "dynamic":
+        # Dynamic types scale nothing up to max_position_embeddings, so ask at a length inside.
         length = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
-    place.output(rotary, torch.tensor([0, length - 1]))  # longrope switches to its set for long texts
+    place.output(rotary, torch.tensor([0, length - 1]))  # the call makes longrope switch to its set for long texts
     inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
     scale = float(getattr(rotary, f"{place.prefix}attention_scaling", 1.0))
     unscaled = rotating(plain, Frequencies(plain_inv_freq(plain)))

@@ -99,6 +99,7 @@ def _fields(
     for site, form in zip(sites, forms, strict=True):
         rope = site.rescaled(rope, _on_scores(site.spec, form) if isinstance(site.spec, LatentSpec) else form)
     fields = {"rope_parameters": rope, **windows}
+    # vLLM and SGLang would apply dual chunk attention on top of the extension.
     if getattr(text, CHUNKED, None):
         fields[CHUNKED] = None
     # Configs with an empty head_dim, as of the published Mixtral-8x7B: transformers computes this quotient for plain
@@ -141,14 +142,19 @@ def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterat
         yield f"stock rope_type {name!r}{changed}", plain_forms
     if not method.is_table:
         if not plain_forms:
+            # Without rope_theta first: ctxext needs none outside its own entry. Some models read it under every rope
+            # type.
             ours = [method_rope_parameters(method, spec) for spec in specs]
             description = f"rope_type {ROPE_NAME!r}, which only ctxext loads"
             yield description, ours
             yield description, [with_base(form) for form in ours]
         if isinstance(method, RemapMethod):
+            # Remapping keeps the frequencies, so the rope dict may stay as it is. Then it cannot keep out programs
+            # without ctxext, and another field of the config has to (``is_guarded_elsewhere``).
             ropes = [site.rope_dict(text) for site in sites]
             yield AS_TRAINED, [{key: rope[key] for key in SCALING_KEYS & rope.keys()} for rope in ropes]
         return
+    # longrope divides each plain frequency by its own factor, so it can hold any frequencies at all.
     tables = [
         as_longrope(site.spec, site.mathematics(method)(site.spec.trained_length), method.factor) for site in sites
     ]

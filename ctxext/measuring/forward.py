@@ -140,6 +140,7 @@ def logits_of_answers(
         asked = reader.cache
         logits.append(
             [
+                # The last token of the request predicts the first of the answer; nothing follows its last token.
                 torch.cat([first, run(answer[:-1], behind=asked, last=False)]) if answer.shape[0] > 1 else first
                 for answer in answers
             ]
@@ -278,6 +279,7 @@ def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> i
     if cached is None:
         return weights + tokens * (layer + scores)
     cache = 2 * layers * key_heads * head_dim * size * tokens
+    # A layer of the cache grows by a copy, and a mask exists as booleans and as numbers.
     grown, mask = cache // layers, cached * tokens * (1 + max(4, size))
     return weights + cached * (layer + scores) + cache + grown + mask + 2 * tokens * hidden * size
 

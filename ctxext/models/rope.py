@@ -77,13 +77,17 @@ class Rope(Architecture):
             require_remappable(subject, method, sites[0], places, layers)
         before = {}
         if method.dynamic:
+            # Texts inside the trained window keep the live frequencies bit for bit; the formula may round some to a
+            # neighbour.
             before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
         find = score_form if hasattr(text, "qk_rope_head_dim") else find_stored_form
         form = find(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
+        # Everything above may refuse the model; the first edit is here.
         form.rebuild.apply(edits)
         for path in dict.fromkeys(site.path for site in form.sites):
             rotary = subject.model.get_submodule(path)
+            # model.bfloat16() would round the frequencies too: 0.7 rad of phase error at position 4096.
             edits.set(rotary, "_apply", PinnedApply(rotary))
         if method.dynamic:
             follow_length(subject, form, before, edits)
@@ -95,6 +99,8 @@ class Rope(Architecture):
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if form.is_guarded_elsewhere:
+            # The stored rope dict is that of the plain model, so an invalid value of another field has to stop programs
+            # without ctxext.
             field = guarded_field(subject, "would load it without the extension")
             original[field] = getattr(subject.config, field)
             edits.set_unchecked(subject.config, field, GUARD)

@@ -19,7 +19,7 @@ eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 @eval_app.callback()
 def main() -> None:
-    """Measure what a context is worth, with truncation beside it.
+    """Measure the value of a longer context against truncation.
 
     [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
     """
