@@ -128,7 +128,7 @@ def test_a_backend_computes_in_the_dtype_of_its_tensors(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", ["alibi", *ENCODINGS])
 def test_the_recipe_takes_a_step(name: str) -> None:
     """A bfloat16 model, an adapter whose own weights are float32, autocast: as the recipe trains."""
     torch.manual_seed(0)
