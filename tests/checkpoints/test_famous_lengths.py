@@ -1,20 +1,15 @@
-"""Every published config: its lengths against its documentation, its frequencies against the published formulas.
-
-The formulas are written here a second time, in float64 and from the raw JSON: Peng et al. 2023 (YaRN, with the ramp and
-temperature of its authors' code), Ding et al. 2024 (LongRoPE), the code of Llama 3.1, Chen et al. 2023 (linear).
-"""
+"""Every published config: its lengths against its documentation, its frequencies against the published formulas."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ctxext
 from ctxext.checkpoints.inspect import Inspection, inspect_checkpoint
@@ -23,6 +18,7 @@ from ctxext.errors import CheckpointError, CtxextError
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from tests._famous import PUBLISHED, Rope, able, famous_checkpoint, famous_config, famous_model
+from tests._formulas import Spectrum, spectrum
 
 # Read only with the code that the checkpoint brings along, or by no transformers 5 any more.
 REFUSED = {name for name, entry in PUBLISHED.items() if entry.method in ("own code", "outdated")}
@@ -121,13 +117,6 @@ def _check_llama_cpp(flags: dict[str, str], name: str) -> None:
 # Frequencies
 
 
-class Expected(NamedTuple):
-    """Frequencies in radians per token, and what cos and sin are multiplied by."""
-
-    inv_freq: Tensor
-    scale: float
-
-
 def raw_rope(config: dict[str, Any], rope: Rope) -> dict[str, Any]:
     """The rope dict of config.json, with the fields that stand beside it; empty where it has none."""
     text = config.get("text_config", config)
@@ -137,69 +126,9 @@ def raw_rope(config: dict[str, Any], rope: Rope) -> dict[str, Any]:
     return {field: text[field] for field in beside if field in text} | found
 
 
-def plain(rope: Rope) -> Tensor:
-    pairs = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64)
-    return rope.base ** (-pairs / rope.rotary_dim)
-
-
-def yarn(rope: Rope, said: dict[str, Any]) -> Expected:
-    factor, original, dim = said["factor"], said["original_max_position_embeddings"], rope.rotary_dim
-
-    def dimension(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
-
-    low, high = dimension(said.get("beta_fast") or 32), dimension(said.get("beta_slow") or 1)
-    if said.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-    inv_freq = plain(rope) * (1 - ramp) + plain(rope) / factor * ramp
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1
-
-    scale = said.get("attention_factor")
-    if scale is None:
-        over, under = said.get("mscale"), said.get("mscale_all_dim")
-        scale = temperature(over) / temperature(under) if over and under else temperature(1)
-    return Expected(inv_freq, scale)
-
-
-def llama3(rope: Rope, said: dict[str, Any]) -> Expected:
-    inv_freq, original = plain(rope), said["original_max_position_embeddings"]
-    turns = original * inv_freq / (2 * math.pi)
-    low, high = said["low_freq_factor"], said["high_freq_factor"]
-    between = ((turns - low) / (high - low) if high > low else (turns > low).double()).clamp(0, 1)
-    return Expected(inv_freq * between + inv_freq / said["factor"] * (1 - between), 1.0)
-
-
-def longrope(rope: Rope, said: dict[str, Any], length: int) -> Expected:
-    original = said["original_max_position_embeddings"]
-    factors = said["long_factor" if length > original else "short_factor"]
-    scale = said.get("long_mscale" if length > original else "short_mscale")
-    if scale is None:
-        stretch = said["max_position_embeddings"] / original
-        scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return Expected(plain(rope) / torch.tensor(factors, dtype=torch.float64), scale)
-
-
-def expected(name: str, rope: Rope, length: int) -> Expected:
-    said = raw_rope(famous_config(name), rope)
-    if rope.rope_type == "yarn":
-        return yarn(rope, said | ({"attention_factor": 1.0} if name in UNTEMPERED else {}))
-    if rope.rope_type == "llama3":
-        return llama3(rope, said)
-    if rope.rope_type == "longrope":
-        return longrope(rope, said, length)
-    if rope.rope_type == "linear":
-        return Expected(plain(rope) / said["factor"], 1.0)
-    if rope.rope_type == "dynamic" and "alpha" in said:  # Hunyuan: another base at every length
-        base = rope.base * said["alpha"] ** (rope.rotary_dim / (rope.rotary_dim - 2))
-        return Expected(plain(rope._replace(base=base)), 1.0)
-    if rope.rope_type == "proportional":  # Gemma 4: the fastest quarter of the pairs turns, the others stand still
-        turning = torch.arange(rope.rotary_dim // 2) < said["partial_rotary_factor"] * rope.rotary_dim / 2
-        return Expected(plain(rope) * turning, 1.0)
-    return Expected(plain(rope), 1.0)
+def expected(name: str, rope: Rope, length: int) -> Spectrum:
+    said = raw_rope(famous_config(name), rope) | {"rope_type": rope.rope_type, "rope_theta": rope.base}
+    return spectrum(said | ({"attention_factor": 1.0} if name in UNTEMPERED else {}), rope.rotary_dim, length)
 
 
 def rotary_of(name: str) -> nn.Module:
@@ -214,13 +143,13 @@ def rotary_of(name: str) -> nn.Module:
     return type(found[0])(found[0].config)
 
 
-def computed(rotary: nn.Module, rope: Rope, length: int) -> Expected:
+def computed(rotary: nn.Module, rope: Rope, length: int) -> Spectrum:
     """What a rotary module does in a text of ``length`` tokens."""
     if rope.rope_type == "longrope":  # it chooses among its sets while it computes
         cos, sin = (one[0].double() for one in rotary(torch.zeros(1), torch.tensor([[0, 1, length - 1]])))
-        return Expected(torch.atan2(sin[1], cos[1])[: rope.rotary_dim // 2], float(cos[0, 0]))
+        return Spectrum(torch.atan2(sin[1], cos[1])[: rope.rotary_dim // 2], float(cos[0, 0]))
     prefix = "" if rope.layer_type is None else f"{rope.layer_type}_"
-    return Expected(getattr(rotary, f"{prefix}inv_freq").double(), getattr(rotary, f"{prefix}attention_scaling"))
+    return Spectrum(getattr(rotary, f"{prefix}inv_freq").double(), getattr(rotary, f"{prefix}attention_scaling"))
 
 
 @pytest.mark.parametrize("name", able(name for name in NATIVE if PUBLISHED[name].ropes))
