@@ -6,7 +6,6 @@ llama_cpp_python 0.3.36 vendors (conversion/base.py, src/llama-context.cpp, ggml
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shlex
@@ -39,21 +38,13 @@ from ctxext.runtimes.vllm import CLASSES, REMAPPED
 from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, TRAINED
+from tests._formulas import spectrum
 from tests._models import FOR_LLAMA, tiny
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 TARGET = 4 * TRAINED
 PLAIN = SPEC.base ** (-np.arange(0, 16, 2) / 16)
 Spectrum = tuple[np.ndarray, float]
-
-
-def yarn_ramp(original: float, fast: float, slow: float, truncate: bool) -> np.ndarray:
-    """1 where a frequency is divided, in the indices of pairs."""
-    low, high = (16 * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(SPEC.base)) for turns in (fast, slow))
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 15)
-    return np.clip((np.arange(8) - low) / max(high - low, 0.001), 0, 1)
 
 
 def vllm(config: dict[str, Any], made: Export) -> Spectrum:
@@ -65,30 +56,13 @@ def vllm(config: dict[str, Any], made: Export) -> Spectrum:
     kind, factor = rope["rope_type"], rope.get("factor", 1.0)
     promised = longest if kind in ("yarn", "llama3", "longrope") else longest * factor
     assert serve <= promised, "vLLM refuses a --max-model-len above what it derives"
-    plain = rope["rope_theta"] ** (-np.arange(0, 16, 2) / 16)
-    if kind == "default":
-        return plain, 1.0
     if kind == "linear":
         assert longest * factor < 1e9, "vLLM makes a table of so many rows before it serves anything"
-        return plain / factor, 1.0
-    original = rope.get("original_max_position_embeddings")
     if kind == "dynamic":
         stretch = factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
         return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0
-    if kind == "llama3":
-        turns = original * plain / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = np.clip((turns - low) / (high - low), 0, 1)
-        return plain * keep + plain / factor * (1 - keep), 1.0
-    if kind == "yarn":
-        divided = yarn_ramp(original, rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("truncate", True))
-        usual = 0.1 * math.log(factor) + 1
-        return plain / factor * divided + plain * (1 - divided), rope.get("attention_factor", usual)
-    assert kind == "longrope"
-    stretch = longest / original
-    usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    which = "long" if serve > original else "short"
-    return plain / np.array(rope[f"{which}_factor"]), rope.get(f"{which}_mscale", usual)
+    found = spectrum(rope | {"max_position_embeddings": longest}, 16, serve)
+    return found.inv_freq.numpy(), found.scale
 
 
 def llama_cpp(flags: dict[str, str], gguf: dict[str, Any]) -> Spectrum:
@@ -96,18 +70,19 @@ def llama_cpp(flags: dict[str, str], gguf: dict[str, Any]) -> Spectrum:
     overrides = dict(item.split("=", 1) for item in flags.get("--override-kv", "").split(",") if item)
     gguf = gguf | {key.partition(".")[2]: float(value.partition(":")[2]) for key, value in overrides.items()}
     base = float(flags.get("--rope-freq-base", gguf.get("rope.freq_base", 10000.0)))
-    plain = base ** (-np.arange(0, 16, 2) / 16)
     factor = float(flags.get("--rope-scale", gguf.get("rope.scaling.factor", 1.0)))
     kind = flags.get("--rope-scaling", gguf.get("rope.scaling.type", "linear"))
-    if kind in ("linear", "none"):
-        return plain / (factor if kind == "linear" else 1.0), 1.0
     stored = gguf.get("rope.scaling.original_context_length", gguf["context_length"])
-    original = float(flags.get("--yarn-orig-ctx", stored))
+    rope = {"type": kind, "rope_theta": base, "factor": factor}
+    rope["original_max_position_embeddings"] = float(flags.get("--yarn-orig-ctx", stored))
     # src/llama-context.cpp:116: the flags or hparams, which src/llama-model.cpp never fills from the GGUF.
-    fast, slow = (float(flags.get(f"--yarn-beta-{name}", default)) for name, default in (("fast", 32), ("slow", 1)))
-    divided = yarn_ramp(original, fast, slow, truncate=True)
-    scale = (0.1 * math.log(factor) + 1) * gguf.get("rope.scaling.attn_factor", 1.0)
-    return plain / factor * divided + plain * (1 - divided), scale
+    rope |= {
+        f"beta_{name}": float(flags[f"--yarn-beta-{name}"])
+        for name in ("fast", "slow")
+        if f"--yarn-beta-{name}" in flags
+    }
+    found = spectrum(rope, 16)
+    return found.inv_freq.numpy(), found.scale * (gguf.get("rope.scaling.attn_factor", 1.0) if kind == "yarn" else 1.0)
 
 
 def converted(config: dict[str, Any]) -> dict[str, Any]:
@@ -583,47 +558,6 @@ def test_a_package_that_a_model_needs_is_named() -> None:
         extended_config(config, "yarn", factor=4.0)
 
 
-# rope, max_position_embeddings and the window of published checkpoints; None of them was written by ctxext.
-LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
-    "Qwen2.5, YaRN as its card says": ({"type": "yarn", "factor": 4.0, "original": 32768}, 32768, 131072),
-    "Qwen3, YaRN as its card says": ({"type": "yarn", "factor": 4.0, "original": 32768}, 40960, 131072),
-    "Yarn-Mistral-7b-128k": ({"type": "yarn", "factor": 16.0, "original": 8192}, 32768, 131072),
-    "Yarn-Llama-2-7b-64k": ({"type": "yarn", "factor": 16.0, "original": 4096}, 65536, 65536),
-    "DeepSeek-V3": ({"type": "yarn", "factor": 40.0, "original": 4096}, 163840, 163840),
-    "vicuna-7b-v1.5-16k": ({"type": "linear", "factor": 4.0}, 4096, 16384),
-    "Llama-3.1-8B": (LLAMA31 | {"factor": 8.0, "original": 8192}, 131072, 131072),
-    "Llama-3.2-1B": (LLAMA31 | {"factor": 32.0, "original": 8192}, 131072, 131072),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_checkpoints_are_served_at_their_whole_window(name: str) -> None:
-    rope, longest, window = PUBLISHED[name]
-    rope = {"rope_type": rope.get("type"), **{k: v for k, v in rope.items() if k not in ("type", "original")}} | (
-        {"original_max_position_embeddings": rope["original"]} if "original" in rope else {}
-    )
-    shape = SHAPE | {"max_position_embeddings": longest}
-    config = LlamaConfig(**shape, rope_parameters=rope | {"rope_theta": 10000.0})
-    made = export_config(config, to="vllm")
-    assert made.by_flag["--max-model-len"] == str(window)
-    vllm(config.to_dict(), made)
-    assert export_config(config, to="llama.cpp").by_flag["-c"] == str(window)
-    assert not any("would otherwise promise" in note for note in made.notes)
-
-
-def test_gemma3_holds_its_extended_length() -> None:
-    from transformers import Gemma3TextConfig
-
-    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
-    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    shape = SHAPE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
-    config = Gemma3TextConfig(**(shape | {"max_position_embeddings": 131072}), rope_parameters=ropes)
-    made = export_config(config, to="vllm")
-    assert made.by_flag["--max-model-len"] == "131072"
-    assert not any("multiplies" in note for note in made.notes), "vLLM excepts Gemma 3"
-
-
 @pytest.mark.slow
 def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_path: Path) -> None:
     """By export and inspect as by load: its entry says 4, its rope parameters 8."""
@@ -661,19 +595,6 @@ def test_bad_input(llama: Path, tmp_path: Path) -> None:
         export(llama, to="vllm")
     with pytest.raises(CheckpointError, match="no such directory"):
         export(tmp_path / "missing", to="vllm")
-
-
-def test_verb_is_public() -> None:
-    assert ctxext.export is export
-    assert ctxext.__all__ == sorted(ctxext.__all__)
-
-
-def test_result_is_frozen(llama: Path, tmp_path: Path) -> None:
-    patch_checkpoint(llama, tmp_path / "long", "pi", factor=4.0)
-    made = export(tmp_path / "long", to="vllm")
-    assert dataclasses.is_dataclass(made)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.exact = False  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("to", RUNTIMES)

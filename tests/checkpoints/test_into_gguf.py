@@ -20,6 +20,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
+from tests._formulas import spectrum
 from tests._gguf import write_gguf
 from tests._models import tiny
 
@@ -32,20 +33,14 @@ FACTORS = [1.0, 1.03, 1.1, 1.7, 2.0, 3.1, 4.4, 5.0]
 OWN = ("llama.context_length", "llama.rope.scaling.")
 
 
-def ramp(low: float, high: float, turns: np.ndarray) -> np.ndarray:
-    """Llama 3.1's: 1 where a frequency is kept, 0 where it is divided in full."""
-    return np.clip((turns - low) / (high - low), 0, 1)
-
-
-def yarn(factor: float) -> np.ndarray:
-    fast, slow = (HALF * math.log(TRAINED / (2 * math.pi * n)) / math.log(10000.0) for n in (32, 1))
-    divided = np.clip((np.arange(HALF) - max(math.floor(fast), 0)) / (math.ceil(slow) - max(math.floor(fast), 0)), 0, 1)
-    return PLAIN / factor * divided + PLAIN * (1 - divided)
+def scaled_by(kind: str, factor: float, **more: Any) -> np.ndarray:
+    """Return the frequencies of a published scaling."""
+    rope = {"type": kind, "factor": factor, "original_max_position_embeddings": TRAINED}
+    return spectrum(rope | more, 2 * HALF).inv_freq.numpy()
 
 
 def llama3(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
-    keep = ramp(low, high, TRAINED * PLAIN / (2 * math.pi))
-    return PLAIN * keep + PLAIN / factor * (1 - keep)
+    return scaled_by("llama3", factor, low_freq_factor=low, high_freq_factor=high)
 
 
 # Method, its parameters, and the frequencies and scale that it stands for, in float64.
@@ -53,7 +48,7 @@ EXTENSIONS: dict[str, tuple[dict[str, Any], np.ndarray, float]] = {
     "pi": ({"factor": 4.0}, PLAIN / 4, 1.0),
     "ntk": ({"factor": 4.0}, (10000.0 * 4 ** (16 / 14)) ** (-np.arange(HALF) / HALF), 1.0),
     "abf": ({"factor": 4.0, "base": 5e5}, 5e5 ** (-np.arange(HALF) / HALF), 1.0),
-    "yarn": ({"factor": 4.0}, yarn(4.0), 0.1 * math.log(4) + 1),
+    "yarn": ({"factor": 4.0}, scaled_by("yarn", 4.0), 0.1 * math.log(4) + 1),
     "llama3": ({"factor": 4.0}, llama3(4.0), 1.0),
     "ntk_by_parts": ({"factor": 4.0}, llama3(4.0, 1.0, 32.0), 1.0),
     "longrope": (
@@ -245,7 +240,7 @@ def test_divisors_that_are_not_the_checkpoints(model: LlamaForCausalLM, llama: P
 
 def test_a_method_and_a_gguf_file_are_enough(plain_gguf: Path, tmp_path: Path) -> None:
     made = export(plain_gguf, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
-    assert same_divisors(tmp_path / "out.gguf", yarn(4.0))
+    assert same_divisors(tmp_path / "out.gguf", scaled_by("yarn", 4.0))
     assert made.exact
     with pytest.raises(CheckpointError, match=r"give a method and --gguf .* OUT\.gguf"):
         export(plain_gguf, to="llama.cpp", gguf=(plain_gguf, tmp_path / "other.gguf"))

@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers import (
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from tests._formulas import spectrum
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -56,48 +56,10 @@ def scaled(kind: str, **changes: Any) -> PreTrainedModel:
     return tiny(max_position_embeddings=LENGTH, rope_parameters=dict(SCALED[kind]), **changes)
 
 
-# The published formulas once more, in float64, sharing no code with ctxext or transformers.
-
-
-def plain(base: float) -> list[float]:
-    return [base ** (-i / PAIRS) for i in range(PAIRS)]
-
-
-def llama3_trained() -> tuple[list[float], float]:
-    found = []
-    for frequency in plain(5e5):
-        wavelength = 2 * math.pi / frequency
-        if wavelength < ORIGINAL / 4:
-            found.append(frequency)
-        elif wavelength > ORIGINAL / 1:
-            found.append(frequency / 8)
-        else:
-            smooth = (ORIGINAL / wavelength - 1) / (4 - 1)
-            found.append((1 - smooth) * frequency / 8 + smooth * frequency)
-    return found, 1.0
-
-
-def yarn_trained() -> tuple[list[float], float]:
-    def dimension(turns: float) -> float:
-        return 2 * PAIRS * math.log(ORIGINAL / (turns * 2 * math.pi)) / (2 * math.log(1.5e5))
-
-    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), 2 * PAIRS - 1)
-    found = []
-    for i, frequency in enumerate(plain(1.5e5)):
-        ramp = min(max((i - low) / (high - low), 0), 1)
-        found.append(frequency / 8 * ramp + frequency * (1 - ramp))
-    return found, 0.1 * math.log(8) + 1
-
-
-TRAINED: dict[str, Callable[[], tuple[list[float], float]]] = {
-    "llama3": llama3_trained,
-    "yarn": yarn_trained,
-    "linear": lambda: ([frequency / 8 for frequency in plain(1e4)], 1.0),
-    "longrope": lambda: (
-        [frequency / (1.0 + i) for i, frequency in enumerate(plain(1e4))],
-        math.sqrt(1 + math.log(8) / math.log(ORIGINAL)),
-    ),
-}
+def trained_by(kind: str) -> tuple[list[float], float]:
+    """Return the frequencies and the scale that the weights of a scaled checkpoint know, by the published formula."""
+    found = spectrum(SCALED[kind] | {"max_position_embeddings": LENGTH}, 2 * PAIRS, LENGTH)
+    return found.inv_freq.tolist(), found.scale
 
 
 def extended_by_yarn(trained: list[float]) -> list[float]:
@@ -129,7 +91,7 @@ def test_the_obvious_call_extends_the_frequencies_that_the_weights_know(kind: st
     model = scaled(kind)
     before = logits(model, tokens())
     ctxext.patch(model, "yarn", factor=2, trained_length=LENGTH)
-    trained, scale = TRAINED[kind]()
+    trained, scale = trained_by(kind)
     inv_freq, found = rotation(model)
     torch.testing.assert_close(inv_freq, torch.tensor(extended_by_yarn(trained)).double(), rtol=1e-6, atol=0)
     assert found == pytest.approx(scale * (0.1 * math.log(2) + 1), rel=1e-6)
@@ -148,7 +110,7 @@ def test_the_obvious_call_extends_the_frequencies_that_the_weights_know(kind: st
 @pytest.mark.parametrize(("method", "slowest"), [("pi", 0.5), ("ntk", 0.5), ("dynamic_ntk", 1 / 3)])
 def test_every_method_starts_from_them(kind: str, method: str, slowest: float) -> None:
     model = scaled(kind)
-    trained, scale = TRAINED[kind]()
+    trained, scale = trained_by(kind)
     within = logits(model, tokens(LENGTH))
     ctxext.patch(model, method, factor=2, trained_length=LENGTH)
     if method == "dynamic_ntk" and kind != "longrope":  # which has other frequencies for the texts of 64 tokens
