@@ -187,8 +187,7 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
 
     The first probe is induction: up to 512 random tokens, then the same tokens again. The second hides facts in up to
     2,048 tokens and asks for them at the end. The score, from 0 to 1, is the attention of each group's best query head
-    to the earlier occurrence of the same tokens. No answer is sampled and no weight is changed: each seed takes one
-    pass per probe.
+    to the earlier occurrence of the same tokens. No answer is sampled: each seed takes one pass per probe.
 
     Args:
         model: an unextended causal language model of transformers, or a wrapper around one. It is left unchanged, bit

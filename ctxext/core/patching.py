@@ -148,9 +148,7 @@ def patch(
 def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:
     """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
-    Args:
-        arguments: Arguments of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved.
-            A side that is not named remains plain.
+    ``arguments`` may name the sides of an encoder-decoder, as they were saved. A side that is not named remains plain.
     """
     work = Work(Subject.of(model), arguments, Edits())
     base = work.subject.model

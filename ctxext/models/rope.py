@@ -18,13 +18,7 @@ from ctxext.core.latent import score_form
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import (
-    UNSEEN,
-    LatentSpec,
-    ProportionalSpec,
-    find_sites,
-    survey,
-)
+from ctxext.core.rotary import UNSEEN, LatentSpec, ProportionalSpec, find_sites, survey
 from ctxext.core.saved import guarded_field
 from ctxext.core.scaling import Scaling, of_layers, scaling_of
 from ctxext.core.stored_form import StoredForm, checked_lengths
