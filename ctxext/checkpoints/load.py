@@ -119,7 +119,7 @@ def load(
     auto_class: Any = None,
     **loading: Any,
 ) -> Any:
-    """Load a checkpoint extended: by ``method``, or as it was saved. Adapter directories bring their extension along.
+    """Load a checkpoint and extend it, by ``method`` or as it was saved. Adapter directories restore their extension.
 
     The config is extended before the weights are read, so that meta-device, quantised and sharded loading build the
     right model from the start. Weights are read from safetensors (or GGUF) only, and remote code runs only where
@@ -127,18 +127,18 @@ def load(
 
     Args:
         path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
-        method: Method, see ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is
-            restored. An adapter of a plain model is put on its base, and both are extended.
+        method: method, see ``ctxext.patch``; None restores the extension in the checkpoint or adapter. An adapter of a
+            plain model is loaded onto its base, and the result is extended.
         factor: See ``ctxext.patch``.
         target_length: See ``ctxext.patch``.
         trained_length: See ``ctxext.patch``.
         sliding_window: See ``ctxext.patch``.
         scaling: See ``ctxext.patch``.
         attention: See ``ctxext.patch``.
-        base: for an adapter: the base checkpoint, where it is not where the adapter says; or a model in memory that is
-            extended as the adapter's was, which then carries the adapter, as one more where it is a PEFT model. The
-            weights of an encoding that were saved with the adapter take the place of those in memory. With a method
-            that has a parameter of this name (``abf``), that parameter.
+        base: for an adapter, the base checkpoint if it has moved; or a model in memory with the same extension, to
+            which the adapter is added (an additional one, if it is a PEFT model already). Weights of an encoding that
+            were saved with the adapter replace those in memory. With a method that has a parameter of this name
+            (``abf``), that parameter.
         auto_class: the class to load with, or its name in transformers, such as ``"AutoModelForCausalLM"``; default
             is the class that the checkpoint was saved from (``architectures`` in its config), so that a classifier
             keeps its head and a vision-language model its vision.

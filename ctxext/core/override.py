@@ -23,8 +23,7 @@ from ctxext.errors import IncompatibleError
 class ForwardOverride:
     """Replacement of ``module.forward``; an object, not a closure, so that deepcopy and pickle carry it along.
 
-    Args:
-        inner: an earlier replacement of the class's forward (by accelerate's hooks, for example), None without one.
+    ``inner`` is an earlier replacement of the class's forward (by accelerate's hooks, for example), None without one.
     """
 
     module: nn.Module

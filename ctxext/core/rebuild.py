@@ -82,10 +82,8 @@ def reread(config: Any) -> Any:
 class Rebuild:
     """The model that transformers would build from a live model's config with changed fields, saved and read back.
 
-    The model is built on first use, and ``apply`` alone changes the live model.
-
-    Args:
-        fields: new values of fields in the text part of its config; none for the model as it is now.
+    ``fields`` has new values of fields in the text part of its config. The model is built on first use, and ``apply``
+    alone changes the live model.
 
     Raises:
         AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, if the config's class

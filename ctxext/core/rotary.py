@@ -138,7 +138,6 @@ class RotaryPlace:
             if width not in layouts:
                 return f"at length {length} it rotates {width} dimensions, and the method gives {half} frequencies."
             worst = math.inf
-            # A config does not name the layout. The module is right if it agrees with one of them.
             for laid_out in layouts[width]:
                 allowed = scale * (COS_ERROR + PHASE_ERROR * laid_out)  # what the rounding of float32 may cause
                 errors = ((cos - scale * laid_out.cos()) / allowed, (sin - scale * laid_out.sin()) / allowed)

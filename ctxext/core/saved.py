@@ -90,10 +90,9 @@ def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
 
 
 def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return what the ``config.ctxext`` of an encoder-decoder holds.
+    """Return the ``config.ctxext`` of an encoder-decoder.
 
-    Args:
-        sides: by name, the encoder first: where its config lies in the whole one, and its own saved form.
+    Each side, the encoder first, has the place of its config in the whole config, and its own saved form.
     """
     held = {name: saved | {"place": place} for name, (place, saved) in sides.items()}
     first = next(iter(held.values()))

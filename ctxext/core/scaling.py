@@ -43,11 +43,7 @@ SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield each rope dict of a text config with its layer type, None if one dict serves all layers.
-
-    Args:
-        text: Text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
-    """
+    """Yield each rope dict of a text config, or of its ``rope_parameters``, with its layer type (None for all)."""
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
     labels = getattr(text, "_rope_type_labels", None) or getattr(text, "layer_types", None) or ()

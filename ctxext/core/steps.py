@@ -70,11 +70,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of every extension that it applies to.
-
-    Args:
-        undo: Function that unpatching calls with the model before the journal is undone.
-    """
+    """One step of every extension that it applies to; unpatching calls ``undo`` before the journal is undone."""
 
     moment: Moment
     do: Callable[[Work], None]

@@ -198,15 +198,11 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
         lengths = checked_lengths(form.method, site.spec)
         if form.rope_type(site) == ROPE_TYPE and form.method.dynamic:
             lengths = lengths[:1]  # DynamicForward computes the longer lengths
-        lengths = [
-            *lengths,
-            lengths[-1],
-        ]  # longrope of transformers keeps its long frequencies, so check the call after a long one too
+        # longrope of transformers keeps its long frequencies, so check the call after a long one too.
+        lengths = [*lengths, lengths[-1]]
         try:
             problem = site.disagreement(rotary, site.mathematics(form.method), lengths)
-        except (
-            IncompatibleError
-        ) as error:  # transformers 5.17 raises on the second long text with longrope per layer type
+        except IncompatibleError as error:  # transformers 5.17: on a second long text, with longrope per layer type
             return str(error)
         if problem:
             return problem

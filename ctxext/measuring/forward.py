@@ -236,8 +236,7 @@ def follows_length(causal: PreTrainedModel) -> bool:
 def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callable[[int], int]:
     """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
 
-    Args:
-        trained_length: tokens up to which a stock rope type leaves positions as they are; 0 where that is not known.
+    Up to ``trained_length`` tokens, 0 if unknown, a stock rope type leaves positions as they are.
     """
     patched = patched_state(causal)
     if patched is not None:
@@ -289,10 +288,7 @@ def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int 
 
     The uncached pass is preferred: it gives the same losses, is two to three times as fast on a CPU, and with a fused
     attention kernel it often takes less memory than a cache of all layers. Pieces help where scores of all queries and
-    keys would exist, or where few heads have keys of their own.
-
-    Args:
-        budget: bytes for weights and pass; None for no limit.
+    keys would exist, or where few heads have keys of their own. ``budget`` is in bytes, None for no limit.
 
     Raises:
         InvalidParameterError: not even pieces of 256 tokens fit.

@@ -282,7 +282,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
 
     Args:
         name: one of ``ctxext.methods()``.
-        factor: target_length / trained_length, at least 1; left out, the method's default.
+        factor: target_length / trained_length, at least 1; by default the method's own.
         **parameters: the method's own parameters.
 
     Raises:

@@ -508,10 +508,8 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
     """Raise if a config asks for a kind of positions that the built model does not have.
 
     Checkpoints with code of their own may use a model type of transformers. The class of that type takes their weights
-    and ignores fields that it does not know. A model that was built from its own code passes.
-
-    Args:
-        kind: Kind of positions of the model: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
+    and ignores fields that it does not know. A model that was built from its own code passes. ``kind`` is "rotary",
+    "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
         IncompatibleError: with the field and the way out.

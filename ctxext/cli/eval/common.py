@@ -140,11 +140,7 @@ class Session:
 
 
 class Asking(Session):
-    """Measurement of things that are hidden in a text and asked for at several lengths, by several readings.
-
-    Attributes:
-        document: Text to hide things in; None for repeated noise.
-    """
+    """Measurement of needles in a text, or in repeated noise, at several lengths and by several readings."""
 
     def __init__(
         self, asked: ReaderOptions, haystack: HaystackOptions, source: SourceOptions, results: OutputOptions
