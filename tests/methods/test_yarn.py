@@ -22,12 +22,6 @@ from ctxext.spec import RopeSpec
 LLAMA_2 = RopeSpec(rotary_dim=128, base=1e4, trained_length=4096)
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("yarn", YaRN)
-    matches_golden("yarn_pose", YaRN)
-    matches_golden("yarn_gpt_oss", YaRN)
-
-
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(("fast", "slow"), [(32, 1), (16, 0.5)])
 @pytest.mark.parametrize("blend", ["frequency", "wavelength"])
