@@ -70,7 +70,8 @@ def vllm(config: dict[str, Any], made: Export) -> Spectrum:
     if kind == "dynamic":
         stretch = factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
         return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0
-    found = spectrum(rope | {"max_position_embeddings": longest}, 16, serve)
+    read = {name: value for name, value in rope.items() if kind == "yarn" or name != "attention_factor"}
+    found = spectrum(read | {"max_position_embeddings": longest}, 16, serve)
     return found.inv_freq.numpy(), found.scale
 
 

@@ -14,7 +14,6 @@ import mypy.api
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import ctxext
@@ -57,11 +56,6 @@ def unpatched(loaded: PreTrainedModel, before: State, plain: Path) -> None:
 def described(model: PreTrainedModel) -> list[str]:
     """What is said of it, but for where a trainer finds its like: a model that was saved extended, where it lies."""
     return [line for line in str(ctxext.describe(model)).splitlines() if "ctxext.training.reference" not in line]
-
-
-def input_file(directory: Path) -> Path:
-    save_file({"input_ids": tokens()}, directory / "inputs.safetensors")
-    return directory / "inputs.safetensors"
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from tests.walk.check import Stock, check_model, walked_methods
 from tests.walk.tiny import TRAINED_LENGTH
 
 RIGHT = ["t5", "mt5", "umt5", "switch_transformers"]
-LONG = 6 * TRAINED_LENGTH  # twice what T5's last bucket holds
 
 
 def patched(model_type: str = "t5", **arguments: Any) -> PreTrainedModel:

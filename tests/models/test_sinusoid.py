@@ -87,9 +87,6 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     return tiny_model(tiny_config(case.model_type, **(case.changes | changes)), loader=AsClass(name))
 
 
-STORED = "PegasusForConditionalGeneration"  # whose table is among the weights
-
-
 @dataclass(frozen=True)
 class AsClass:
     """What ``tiny_model`` takes for an Auto class."""
