@@ -148,3 +148,10 @@ def logits(model: Any, inputs: Tensor, **arguments: Any) -> Tensor:
     """Logits of one forward pass without a cache."""
     result: Tensor = model(inputs, use_cache=False, **arguments).logits
     return result
+
+
+@torch.no_grad()
+def both_sides(model: Any, length: int = 6 * TRAINED_LENGTH) -> Tensor:
+    """Logits of an encoder-decoder that reads a text and writes it; twice what T5's last bucket holds."""
+    result: Tensor = model(input_ids=tokens(length), decoder_input_ids=tokens(length)).logits
+    return result

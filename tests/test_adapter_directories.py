@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,18 +75,6 @@ def test_whole_weights_and_an_adapter_in_one_directory_are_refused(
     for attempt in attempts:
         with pytest.raises(CheckpointError, match=rf"whole model \({weights}\) and an adapter .* Is it merged already"):
             attempt()
-
-
-@pytest.mark.slow
-def test_what_the_refusal_says_helps(plain: Path, tmp_path: Path) -> None:
-    model = adapted(plain, "yarn")
-    expected = logits(model, tokens())
-    model.save_pretrained(tmp_path / "both")
-    model.merge_and_unload().save_pretrained(tmp_path / "both")
-    shutil.copytree(tmp_path / "both", tmp_path / "merged")
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "merged" / name).unlink()
-    assert torch.allclose(logits(ctxext.load(tmp_path / "merged").eval(), tokens()), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

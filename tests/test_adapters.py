@@ -187,17 +187,6 @@ def test_names_that_no_adapter_can_have(name: Any, adapter: tuple[Path, Tensor])
 
 
 @pytest.mark.slow
-def test_bases_that_are_extended_themselves(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
-    directory, expected = adapter
-    extended(base_of(plain)).save_pretrained(tmp_path / "same")
-    assert torch.equal(logits(ctxext.load(directory, base=tmp_path / "same"), tokens()), expected)
-    ctxext.patch(base_of(plain), "pi", factor=4).save_pretrained(tmp_path / "other")
-    said = r"trained on another extension than its base .* has: method 'yarn' there, 'pi' here.*Give the right base"
-    with pytest.raises(CheckpointError, match=said):
-        ctxext.load(directory, base=tmp_path / "other")
-
-
-@pytest.mark.slow
 def test_a_base_whose_windows_were_treated_otherwise(tmp_path: Path) -> None:
     """All its layers have a window, which can be lifted or kept under the same frequencies."""
     before, after = "lift", "keep"

@@ -33,6 +33,7 @@ from tests._checkpoints import try_only
 from tests._famous import PUBLISHED, Rope, able, famous_checkpoint, famous_config, famous_model
 from tests._formulas import Spectrum, spectrum
 from tests._models import RECENT
+from tests._products import some
 
 # Read only with the code that the checkpoint brings along, or by no transformers 5 any more.
 REFUSED = {name for name, entry in PUBLISHED.items() if entry.method in ("own code", "outdated")}
@@ -280,7 +281,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", able(STRUCTURES))
+@pytest.mark.parametrize("name", some(STRUCTURES, "google/gemma-3-1b-pt"))
 def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], Path]) -> None:
     found, window = inspect_checkpoint(place(name)), PUBLISHED[name].window
     assert (found.extended, found.longest, found.window_caps) == (None, window, name in WINDOWED)
