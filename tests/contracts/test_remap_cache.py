@@ -37,10 +37,10 @@ from tests.contracts.test_remap import (
     TWO_KINDS,
     error,
     every_method,
+    every_pair,
     example,
     extended,
     model_of,
-    pairs,
     patched,
     require_equal,
     target,
@@ -91,7 +91,7 @@ def require_few(cache: DynamicCache, length: int) -> None:
 
 
 @pytest.mark.slow
-@pairs()
+@every_pair
 def test_passes_of_any_size_are_one_pass(cls: type[RemapMethod], model_type: str) -> None:
     """In a growing cache and in a static one, a padded row beside a full one; cropped, copied and reordered."""
     kind = KINDS[model_type]
@@ -467,7 +467,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pairs()
+@every_pair
 def test_generate_writes_the_same_with_any_cache_and_whoever_stands_beside(
     cls: type[RemapMethod], model_type: str
 ) -> None:
