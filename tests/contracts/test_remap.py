@@ -126,12 +126,12 @@ def name_of(value: Any) -> str | None:
     return value.name if isinstance(value, type) else None
 
 
-def pairs(others: Any = pytest.mark.nightly) -> Any:
-    """Every method on a Llama, and Self-Extend on every structure; the ``others`` are like one of them."""
-    cases = [pytest.param(*pair, marks=[others] * (pair in NIGHTLY)) for pair in PAIRS]
-    return pytest.mark.parametrize(("cls", "model_type"), cases, ids=name_of)
-
-
+# Every method on a Llama, and Self-Extend on every structure; the others are like one of them.
+every_pair = pytest.mark.parametrize(
+    ("cls", "model_type"),
+    [pytest.param(*pair, marks=[pytest.mark.nightly] * (pair in NIGHTLY)) for pair in PAIRS],
+    ids=name_of,
+)
 every_method = pytest.mark.parametrize("cls", REMAPS.values(), ids=REMAPS)
 every_kind = pytest.mark.parametrize("model_type", some(KINDS, "llama", *DISTINCT))
 
@@ -202,7 +202,7 @@ def outcome(model: PreTrainedModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return out.logits.detach(), torch.cat(gradients)
 
 
-@pairs()
+@every_pair
 def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
     cls: type[RemapMethod], model_type: str
 ) -> None:
@@ -249,7 +249,7 @@ def readings(model: PreTrainedModel, rows: Tensor, keep: Tensor, *, static: bool
 
 
 @pytest.mark.slow
-@pairs()
+@every_pair
 def test_inside_the_window_every_bit_stays(cls: type[RemapMethod], model_type: str) -> None:
     require_every_bit(cls, tiny(model_type, **KINDS[model_type].changes), static=model_type not in CARRYING)
 
@@ -379,7 +379,7 @@ def test_checkpointed_layers_have_the_same_gradients(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pairs()
+@every_pair
 def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(
     cls: type[RemapMethod], model_type: str, tmp_path: Path
 ) -> None:

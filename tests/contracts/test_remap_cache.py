@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,10 +37,10 @@ from tests.contracts.test_remap import (
     TWO_KINDS,
     error,
     every_method,
+    every_pair,
     example,
     extended,
     model_of,
-    pairs,
     patched,
     require_equal,
     target,
@@ -90,7 +91,7 @@ def require_few(cache: DynamicCache, length: int) -> None:
 
 
 @pytest.mark.slow
-@pairs()
+@every_pair
 def test_passes_of_any_size_are_one_pass(cls: type[RemapMethod], model_type: str) -> None:
     """In a growing cache and in a static one, a padded row beside a full one; cropped, copied and reordered."""
     kind = KINDS[model_type]
@@ -150,9 +151,9 @@ def test_few_keys_are_held_in_passes_of_any_size(made: Any, steps: list[int]) ->
 @every_bound
 def test_rows_that_begin_at_different_slots_keep_their_own_first_tokens(made: Any, padding: list[int]) -> None:
     """The second row is inside the window when the first one could drop keys, and later drops its own."""
-    reading = Reading(made(), 220, padding)
-    reading.read(150, *[1] * 25, 20, *[1] * 5)
-    assert held(reading.cache)[1][0][1] < 200
+    reading = Reading(made(), 260, padding)
+    reading.read(150, *[1] * 25, 20, 50, *[1] * 5)
+    assert held(reading.cache)[1][0][1] < 250
     for change, rows in OF_ROWS:
         other = copy.copy(reading)
         other.cache, other.rows = copy.deepcopy(reading.cache), rows
@@ -169,11 +170,11 @@ def test_it_is_cropped_as_far_as_it_still_holds_what_is_seen_and_refused_beyond(
     reading.crop(torch.tensor(20))  # a tensor, as transformers 5.17 decodes assisted
     reading.read(7, *[1] * 13, 30)
     before = held(reading.cache)
-    with pytest.raises(IncompatibleError, match=r"cropped by up to \d+ tokens, found 100.*the first 4 and the newest"):
+    with pytest.raises(IncompatibleError, match=r"found 100.*the first 4 and the newest") as refusal:
         reading.cache.crop(-100)
-    assert held(reading.cache)[0] == before[0], "a refused crop takes nothing from the heads that hold all"
-    if len(before) == 2:
-        assert reading.cache.get_seq_length() == 180
+    assert held(reading.cache) == before, "a refused crop takes nothing"
+    reading.crop(int(re.findall(r"cropped by up to (\d+) tokens", str(refusal.value))[0]))
+    reading.read(1, 3)
     reading.empty()
     reading.read(130, 1, 20)
 
@@ -466,7 +467,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pairs()
+@every_pair
 def test_generate_writes_the_same_with_any_cache_and_whoever_stands_beside(
     cls: type[RemapMethod], model_type: str
 ) -> None:
