@@ -69,6 +69,7 @@ registry.filled_by(
             "caches.generation",
             "caches.records",
             "attention.attend",
+            "attention.encodings",
             "attention.heads",
             "models",
             "checkpoints.adapters",

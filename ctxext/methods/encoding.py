@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from ctxext.methods.base import Method
 from ctxext.spec import EncodingSpec, OwnAttention, Pairs, PairScore, ScoreForm
 
+ENCODING = "ctxext_encoding"
+"""The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
+
 EncodingForm = Literal["added", "columns", "places", "rows", "own"]
 
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.caches.records import cache_argument
+from ctxext.core.subject import cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods.longrope import LongRoPE
 from tests._models import RECENT, logits, tiny, tokens
