@@ -68,6 +68,7 @@ registry.filled_by(
             "caches.generation",
             "caches.records",
             "attention.attend",
+            "attention.encodings",
             "attention.heads",
             "models",
             "checkpoints.adapters",

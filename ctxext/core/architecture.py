@@ -14,7 +14,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.scaling import scaling_of, stated_length
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import Method
+from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.spec import Extension, ExtensionArguments
 
 
@@ -24,12 +24,15 @@ class Architecture(ABC):
     Class attributes of a family:
         name: Name of the family in lists.
         positions: Kind of positions, as in ``models/refusals.py``.
+        positions: Kind of positions, as in ``refusals.refuse_other_positions``.
+        methods: Kind of the methods that are made for such positions.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family without
             one overrides ``matches``.
     """
 
     name: ClassVar[str]
     positions: ClassVar[str] = "table"
+    methods: ClassVar[type[Method]] = RopeMethod
     decoder_class: ClassVar[type[nn.Module]]
 
     def matches(self, subject: Subject) -> bool:
@@ -39,6 +42,10 @@ class Architecture(ABC):
     def holds(self, decoder: nn.Module) -> bool:
         """Return whether a decoder of the family's class has its positions; the config of some asks for others."""
         return True
+
+    def method_names(self) -> list[str]:
+        """Return the names of the methods that are made for the positions of this family."""
+        return [name for name, method in METHODS.items() if issubclass(method, self.methods)]
 
     @abstractmethod
     def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:

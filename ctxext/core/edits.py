@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -78,6 +79,19 @@ class Edits:
             raise TypeError(f"{type(owner).__name__}.{name} is not a weight. Call set() instead.")
         self._entries.append((owner, name, old, False))
         owner._parameters[name] = weight
+
+    def replace_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights of a model under all their names; a value that is a parameter is used itself."""
+        names = dict(model.named_parameters(remove_duplicate=False))
+        for name, value in weights.items():
+            old = names[name]
+            with torch.inference_mode(False):
+                new = value.clone() if value.is_inference() else value
+                if not isinstance(new, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=old.requires_grad)
+            for alias in [alias for alias, weight in names.items() if weight is old]:  # tied, or shared by two modules
+                path, _, leaf = alias.rpartition(".")
+                self.replace_weight(model.get_submodule(path), leaf, new)
 
     def attach(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """Add ``module`` to ``owner`` under a free name, or under the name that it already has; undo deletes it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -67,6 +68,11 @@ class Method(ABC):
     @property
     def says_target(self) -> bool:
         """True if a parameter other than ``factor`` sets the target length."""
+        return False
+
+    @classmethod
+    def reads_weights(cls, parameters: Mapping[str, Any]) -> bool:
+        """Return whether a method with these parameters reads the weights of its model before positions change."""
         return False
 
     def fitted_length(self, trained_length: int, length: int) -> int:

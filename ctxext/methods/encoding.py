@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from ctxext.methods.base import Method
 
+ENCODING = "ctxext_encoding"
+"""The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
+
 EncodingForm = Literal["added", "columns", "places", "rows", "own"]
 ScoreForm = Literal["none", "columns", "places", "rows", "own"]
 """Form in which an encoding's term of the scores reaches a kernel: see ``PairScore``."""

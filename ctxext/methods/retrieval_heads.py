@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -133,6 +134,10 @@ class RetrievalHeads(RemapMethod):
     def exact_length(self, rope: RopeSpec) -> int:
         near, far = self.near_method.exact_length(rope), self.far_method
         return near if far is None else min(near, far.exact_length(rope))
+
+    @classmethod
+    def reads_weights(cls, parameters: Mapping[str, Any]) -> bool:
+        return not isinstance(parameters.get("heads"), list | tuple)
 
     @classmethod
     def example(cls: Any, rope: RopeSpec) -> Any:

@@ -16,7 +16,7 @@ from ctxext.caches.records import cache_argument
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED_FIELD
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
@@ -65,6 +65,7 @@ class AlibiArchitecture(Architecture):
     """
 
     positions: ClassVar[str] = "alibi"
+    methods: ClassVar[type[Method]] = BiasMethod
     attention_class: ClassVar[type[nn.Module]]
     forward_class: ClassVar[type[AlibiForward]]
     length_field: ClassVar[str]

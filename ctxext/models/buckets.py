@@ -20,7 +20,8 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
-from ctxext.models.table_rows import follow_fields, put_weights, weight_of
+from ctxext.models.buckets import buckets_of
+from ctxext.models.table_rows import follow_fields, weight_of
 from ctxext.spec import BucketSpec, Extension, ExtensionArguments
 
 FIELD = "relative_attention_max_distance"
@@ -105,7 +106,7 @@ class Buckets(Architecture):
         _prove(rebuild, spec, new)
         sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
         rebuild.apply(edits)
-        put_weights(subject.model, sharper, edits)
+        edits.replace_weights(subject.model, sharper)
         follow_fields(subject.model, rebuild.whole, fields, edits)
         for path, module, _ in _tables(subject.model):
             if (live := getattr(module, FIELD)) != new:

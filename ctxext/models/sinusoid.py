@@ -152,6 +152,9 @@ class Sinusoids(TableArchitecture):
     def matches(self, subject: Subject) -> bool:
         return twins_of(subject.model).has_sinusoids and not rotates_by_table(subject.model)
 
+    def method_names(self) -> list[str]:
+        return usable_methods()
+
     def tables(self, subject: Subject) -> list[PositionTable]:
         return twins_of(subject.model).sinusoids
 

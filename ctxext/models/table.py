@@ -129,6 +129,7 @@ class LearnedTable(TableArchitecture):
     """
 
     name: ClassVar[str] = "table"
+    methods: ClassVar[type[Method]] = TableMethod
 
     def matches(self, subject: Subject) -> bool:
         return twins_of(subject.model).has_learned

@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ctxext.caches.records import cache_argument, cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
-from ctxext.core.subject import base_model
+from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.measuring.head import require_head
 from ctxext.methods.parameters import checked_tokens

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ctxext
 from ctxext.attention.alibi import AlibiAttend
 from ctxext.attention.attend import Backends
-from ctxext.attention.encodings import ENCODING, EncodingAttend
+from ctxext.attention.encodings import EncodingAttend
 from ctxext.attention.remap import HeadPieces, RemapAttend
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.travelling import Travelling
@@ -22,7 +22,7 @@ from ctxext.kernels import BACKENDS, Call, Layout, flex, named
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import BiasMethod, known_methods
 from ctxext.methods.base import Method
-from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.encoding import ENCODING, EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
 from ctxext.training.lora import attach_lora

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import ctxext
-from ctxext.attention.encodings import ENCODING
 from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
 from ctxext.kernels import BACKENDS, Call, Layout, named, select
 from ctxext.methods import known_methods
-from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec
+from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, EncodingSpec
 from ctxext.training.lora import attach_lora, encodings
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens

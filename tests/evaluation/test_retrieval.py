@@ -29,7 +29,7 @@ from ctxext.evaluation.ruler.tasks import TASKS
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import from_json, provenance_of
-from ctxext.measuring.readings import find_readers
+from ctxext.measuring.readers import find_readers
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import read_documents
 from tests._programs import command

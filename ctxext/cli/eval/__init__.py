@@ -26,6 +26,6 @@ def main() -> None:
 
 
 for _found in pkgutil.iter_modules(__path__):
-    if _found.name != "common":
+    if _found.name not in ("asking", "common"):  # the drivers of the commands
         _module = importlib.import_module(f"{__name__}.{_found.name}")
         eval_app.command(_found.name.replace("_", "-"), cls=StrictCommand)(getattr(_module, _found.name))

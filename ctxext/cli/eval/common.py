@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -12,25 +11,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ctxext.cli.options import HaystackOptions, Measurement, OutputOptions, ReaderOptions, SourceOptions
+from ctxext.cli.options import Measurement, OutputOptions, SourceOptions
 from ctxext.files import digest
 from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.report.page import Page
-    from ctxext.evaluation.trials import TrialReport
     from ctxext.measuring.checkpoint import Checkpoint
     from ctxext.measuring.journal import Journal
     from ctxext.measuring.provenance import Provenance
     from ctxext.measuring.readings import Reader
-    from ctxext.measuring.survey import Job, Prompt, Survey
+    from ctxext.measuring.survey import Job, Survey
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
-    from ctxext.texts.haystack import Haystack
 
 Result = TypeVar("Result", bound=Measurement)
-Drawn = TypeVar("Drawn", bound="Prompt")
-Asked = TypeVar("Asked", bound="TrialReport")
 
 
 @runtime_checkable
@@ -160,7 +155,7 @@ class Asking(Session):
     @functools.cached_property
     def readers(self) -> tuple[Reader, ...]:
         """The readings that are asked, the references first; see ``find_readers``."""
-        from ctxext.measuring.readings import find_readers
+        from ctxext.measuring.readers import find_readers
 
         return find_readers(self.checkpoint, reference=self.reference, **self._asked.arguments())
 

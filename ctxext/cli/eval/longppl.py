@@ -69,7 +69,8 @@ def longppl(
     from ctxext.core.patching import describe
     from ctxext.evaluation import longppl as evaluation
     from ctxext.evaluation.longppl import longppl_page
-    from ctxext.measuring.readings import chosen_methods, factors_for, known_trained_length
+    from ctxext.measuring.readers import factors_for
+    from ctxext.measuring.readings import chosen_methods, known_trained_length
 
     if keys.keys is not None and not keys.keys.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {keys.keys.parent}", param_hint="--keys")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctxext.cli.eval.common import Asking
+from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxext.cli.eval.common import Asking
+from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,
