@@ -211,7 +211,12 @@ def test_the_numbers_of_a_cell_by_hand(text: Path, monkeypatch: pytest.MonkeyPat
     """The model that a job trained is read again: its losses by block, its shares, and what each extension changes."""
     trained: list[Any] = []
     real = LabJob._answer
-    monkeypatch.setattr(LabJob, "_answer", lambda job, model, *rest: trained.append(model) or real(job, model, *rest))
+
+    def kept(job: LabJob, model: Any, *rest: Any) -> Any:
+        trained.append(model)
+        return real(job, model, *rest)
+
+    monkeypatch.setattr(LabJob, "_answer", kept)
     read = byte_text(list(read_documents([text])), 8 * TINY.length, TINY.windows)
     on_text, on_puzzles = (
         LabJob.of(task, subjects()["rope"], 0, TINY, own).ask().values["readings"]
