@@ -63,7 +63,6 @@ from ctxext.errors import (
     unwritable,
 )
 from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
-from ctxext.models import architecture_of, find_architecture
 from ctxext.models.refusals import building, running_code
 from ctxext.spec import ExtensionArguments
 

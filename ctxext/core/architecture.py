@@ -24,7 +24,6 @@ class Architecture(ABC):
     Class attributes of a family:
         name: Name of the family in lists.
         positions: Kind of positions, as in ``models/refusals.py``.
-        positions: Kind of positions, as in ``refusals.refuse_other_positions``.
         methods: Kind of the methods that are made for such positions.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family without
             one overrides ``matches``.

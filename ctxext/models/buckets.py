@@ -20,7 +20,6 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
-from ctxext.models.buckets import buckets_of
 from ctxext.models.table_rows import follow_fields, weight_of
 from ctxext.spec import BucketSpec, Extension, ExtensionArguments
 

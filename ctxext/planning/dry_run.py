@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxext.caches.records import cache_argument, cache_in
+from ctxext.caches.records import cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import base_model, cache_argument

@@ -1,4 +1,4 @@
-"""The driver of the commands that hide things in a text and ask for them: passkeys, RULER's tasks, questions."""
+"""Session of the commands that hide needles in a text and ask for them: passkeys, RULER's tasks, questions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ Asked = TypeVar("Asked", bound="TrialReport")
 
 
 class Asking(Session):
-    """Measurement of things that are hidden in a text and asked for at several lengths, by several readings.
-
-    Attributes:
-        document: Text to hide things in; None for repeated noise.
-    """
+    """Measurement of needles in a text, or in repeated noise, at several lengths and by several readings."""
 
     def __init__(
         self, asked: ReaderOptions, haystack: HaystackOptions, source: SourceOptions, results: OutputOptions
