@@ -71,7 +71,7 @@ def index_that_turns(rope: RopeSpec, turns: float) -> float:
     wanted = math.log(2 * math.pi * turns / rope.trained_length)
     after = min(max(int((logarithms > wanted).sum()), 1), len(logarithms) - 1)
     step = float(logarithms[after] - logarithms[after - 1])
-    return after if step == 0 else after - 1 + (wanted - float(logarithms[after - 1])) / step
+    return float(after) if step == 0 else after - 1 + (wanted - float(logarithms[after - 1])) / step
 
 
 def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half"]:

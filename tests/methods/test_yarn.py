@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import InvalidParameterError
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.dynamic_yarn import DynamicYaRN
+from ctxext.methods.formulas import index_that_turns
 from ctxext.methods.ntk_by_parts import NTKByParts
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
@@ -189,3 +190,28 @@ def test_frequencies_that_are_all_zero_are_refused(method: RopeMethod) -> None:
     rope = RopeSpec(rotary_dim=8, base=10000.0, trained_length=4096, inv_freq=(0.0,) * 4)
     with pytest.raises(InvalidParameterError, match="no pair of dimensions turns"):
         method.frequencies(rope, 8192)
+
+
+@pytest.mark.parametrize(
+    ("turns_of_pairs", "turns", "index"),
+    [
+        ((64, 16, 2, 0.5), 32.0, 0.5),
+        ((64, 16, 2, 0.5), 8.0, 1 + 1 / 3),  # 16 is twice 8, and 8 = 2^3 times 2
+        ((64, 16, 2, 0.5), 1.0, 2.5),
+        ((64, 16, 2, 0.5), 128.0, -0.5),
+        ((64, 16, 2, 0.5), 0.25, 3.5),
+        ((64, 16, 32, 2), 8.0, 2 + 1 / 3),  # the first slow pair counts: the third is as the second
+        ((4, 4, 4, 4), 2.0, 3.0),
+    ],
+)
+def test_the_pair_that_turns_so_often_among_scaled_frequencies(
+    turns_of_pairs: tuple[float, ...], turns: float, index: float
+) -> None:
+    scaled = tuple(each * 2 * math.pi / 4096 for each in turns_of_pairs)
+    rope = RopeSpec(rotary_dim=8, base=10000.0, trained_length=4096, inv_freq=scaled)
+    assert index_that_turns(rope, turns) == pytest.approx(index)
+
+
+def test_one_scaled_pair_has_no_other_to_measure_by() -> None:
+    with pytest.raises(InvalidParameterError, match="rotary_dim"):
+        index_that_turns(RopeSpec(rotary_dim=2, base=10000.0, trained_length=4096, inv_freq=(0.5,)), 1.0)
