@@ -63,12 +63,12 @@ registry.filled_by(
     tuple(
         f"{__name__}.{room}"
         for room in (
-            "core.own_config",
-            "core.replicas",
+            "core.override",
             "caches.continuous",
             "caches.generation",
             "caches.records",
             "attention.attend",
+            "attention.encodings",
             "attention.heads",
             "models",
             "checkpoints.adapters",
@@ -102,7 +102,7 @@ def _imported(module: str, name: str) -> typing.Any:
 
 def _rope_type(function: str, *arguments: typing.Any, **more: typing.Any) -> typing.Any:
     """Call a function that computes a rope type of ctxext; only a model of such a type needs its module."""
-    return _imported("core.rope_type", function)(*arguments, **more)
+    return _imported("core.stored_form", function)(*arguments, **more)
 
 
 # Before any checkpoint is read. Partial functions of a module can be pickled with a model that keeps one.

@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import ctxext
+from ctxext.attention.windows import window_of
 from ctxext.checkpoints.export import read_extended
-from ctxext.core.windows import window_of
 from ctxext.errors import CtxextError
 from ctxext.runtimes.mlx_lm import TABLE, form_of
 from scripts.proof import TARGET, distance, log_probabilities, patched_as, some_tokens, tiny_of, write_table

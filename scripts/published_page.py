@@ -1,4 +1,4 @@
-"""The table docs/tables/published-configs.csv, from tests/famous.json."""
+"""The table of docs/guides/published-configs.md, from tests/famous.json."""
 
 from __future__ import annotations
 

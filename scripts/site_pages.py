@@ -1,17 +1,14 @@
 """What the documentation site (mkdocs.yml) shows beyond the pages of docs/.
 
-Four things, for which mkdocs calls the functions here (its hooks):
+Three things, for which mkdocs calls the functions here (its hooks):
 
 * README.md is the site's first page; CONTRIBUTING.md, CHANGELOG.md and examples/README.md are pages, too.
-* A link to a table that lies beside a page, alone on its line (``[All parameters](tables/parameters.csv)``), is shown
-  as that table. With a fragment (``tables/commands.csv#ctxext-patch``) it is the rows whose first cell has that name.
 * A link that leaves docs/ leads to a page that shows the file, or what the folder holds. Such pages are not searched.
 * Formulas become MathML, which browsers draw without a script.
 """
 
 from __future__ import annotations
 
-import csv
 import html
 import posixpath
 import re
@@ -28,9 +25,8 @@ HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".json": "json", ".toml": "toml"}
 FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-TABLE = re.compile(r"^\[[^\]]+\]\(([^)\s#]+\.csv)(?:#([^)\s]+))?\)$", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
-BLOCK = re.compile(r"^<!-- /?\w+ -->$", re.MULTILINE)
+BLOCK = re.compile(r"^<!-- /?[\w./-]+ -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -39,8 +35,6 @@ def on_files(files: Files, config: Any) -> Files:
 
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     texts |= {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
-    for table in (file for file in files if file.src_uri.endswith(".csv")):
-        texts[f"docs/{table.src_uri}"] = (ROOT / "docs" / table.src_uri).read_text(encoding="utf-8")
     shown: set[str] = set()
     for origin, text in texts.items():
         for part in FENCED.split(text)[::2]:
@@ -55,13 +49,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put tables in the place of their links, and let links lead to pages of the site."""
+    """Let links lead to pages of the site."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
     origin = {place: name for name, place in PAGES.items()}.get(uri, f"docs/{uri}")
     parts = FENCED.split(BLOCK.sub("", markdown))
-    parts[::2] = [_with_site_links(_with_tables(part, origin), origin, uri) for part in parts[::2]]
+    parts[::2] = [_with_site_links(part, origin, uri) for part in parts[::2]]
     return "".join(parts)
 
 
@@ -75,30 +69,6 @@ def on_page_content(content: str, **_: Any) -> str:
         return f'<div class="formula">{math}</div>' if alone else math
 
     return FORMULA.sub(drawn, content)
-
-
-def _with_tables(text: str, origin: str) -> str:
-    return TABLE.sub(lambda link: _table(ROOT / _target(origin, link[1]), link[2], origin), text)
-
-
-def _table(path: Path, named: str | None, origin: str) -> str:
-    """Return the rows of a CSV file as a Markdown table, its links made to start from the page's folder."""
-    with path.open(encoding="utf-8", newline="") as file:
-        head, *rows = csv.reader(file)
-    if named is not None:
-        head, rows = head[1:], [row[1:] for row in rows if _slug(row[0]) == named]
-    lines = [head, ["---"] * len(head), *rows]
-    text = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-    folder = posixpath.dirname(path.relative_to(ROOT).as_posix())
-    start = posixpath.dirname(origin) or "."
-
-    def moved(link: re.Match[str]) -> str:
-        target = link[2]
-        if "://" not in target:
-            target = posixpath.relpath(posixpath.normpath(posixpath.join(folder, target)), start)
-        return f"{link[1]}{target}{link[3] or ''}{link[4]}"
-
-    return f"\n{LINK.sub(moved, text)}\n"
 
 
 def _with_site_links(text: str, origin: str, uri: str) -> str:
@@ -142,7 +112,3 @@ def _shown(name: str) -> str:
     if path.suffix == ".md":
         return f"# {name}\n\n````markdown\n{text}\n````\n"
     return f"# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
-
-
-def _slug(cell: str) -> str:
-    return re.sub(r"[^\w\- ]", "", cell.lower()).replace(" ", "-")

@@ -3,9 +3,8 @@
     python scripts/update_readme.py            # rewrite
     python scripts/update_readme.py --check    # exit 1 if a block is not what the code and the results say
 
-A block stands between ``<!-- name -->`` and ``<!-- /name -->``. Tables of many rows are files of their own, in
-docs/tables/, which pages link to. An error that a page prints stands in a block of text behind the example that ends
-in it.
+A block is between ``<!-- name -->`` and ``<!-- /name -->``. A block named by a CSV file, relative to the page, holds
+the file as a table. The error that an example ends in follows it in a block of text.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import inspect
-import io
 import json
 import os
 import re
@@ -44,22 +42,17 @@ from tests._examples import with_errors
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "evidence"
 ENCODINGS = ROOT / "docs" / "concepts"
-TABLES = ROOT / "docs" / "tables"
 CONFIGS = ROOT / "recipes" / "configs"
-COLUMNS = {"runs_by_formula": "programs"} | dict.fromkeys(
-    ("runs_on_llama_cpp", "runs_on_mlx_lm", "runs_on_vllm"), "model types"
-)
 FACTOR = "target_length / trained_length"
+BLOCK = r"^<!-- ([\w.-][\w./-]*) -->$"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 
 def pages() -> list[Path]:
-    """What is read in the root, and the pages of docs/; docs/evidence is what was measured, and has no blocks."""
+    """Return the pages in the root and in docs/ that may have blocks."""
     return [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md", "examples/README.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "docs" / "guides").rglob("*.md")),
-        *sorted(ENCODINGS.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     ]
 
 
@@ -67,58 +60,41 @@ def pages() -> list[Path]:
 def blocks() -> dict[str, tuple[str, Path]]:
     """Return the text of every block by its name, with the folder that links in it start from."""
     counted = (RESULTS / "coverage.md").read_text().partition("\n\n")[0]
-    measured = {"coverage": (counted, RESULTS)}
-    made = {"commands": commands_markdown()}
-    for name, markdown in runtimes().items():
-        table, _, sentences = markdown.partition("\n\n")
-        label = f"[Each method on {len(rows_of(table)[0]) - 1} {COLUMNS[name]}]"
-        made[name] = f"{label}(docs/tables/{_file_name(name)}.csv)\n\n{sentences}"
-    return measured | {name: (text, ROOT) for name, text in made.items()}
-
-
-@cache
-def runtimes() -> dict[str, str]:
-    """Return what each runtime makes of each method, by the name of its block: a table, and sentences behind it."""
-    return {
+    made = {
+        "commands": commands_markdown(),
+        "encodings": markdown_of(encoding_rows()),
+        "lab_methods": methods_markdown(method_rows(to_train=True)),
+        "methods": methods_markdown(method_rows()),
+        "parameters": markdown_of(parameter_rows()),
+        "published_configs": markdown_of(published_rows()),
+        "recipes": markdown_of(recipe_rows()),
         "runs_by_formula": by_formula_markdown(),
         "runs_on_llama_cpp": llama_cpp_markdown(),
         "runs_on_mlx_lm": mlx_lm_markdown(),
         "runs_on_vllm": vllm_markdown(),
+        "settings": markdown_of(setting_rows()),
     }
+    return {"coverage": (counted, RESULTS)} | {name: (text, ROOT) for name, text in made.items()}
 
 
-def _file_name(block: str) -> str:
-    return block.replace("_", "-")
+def block(name: str, page: Path) -> tuple[str, Path]:
+    """Return the text of one block of a page, with the folder that links in it start from.
+
+    Raises:
+        ValueError: if nothing fills a block of this name.
+    """
+    if name.endswith(".csv"):
+        with (page.parent / name).open(encoding="utf-8", newline="") as file:
+            return markdown_of(list(csv.reader(file))), (page.parent / name).parent
+    if name not in blocks():
+        raise ValueError(f"{page.name} has a block {name!r}; known are {', '.join(blocks())}.")
+    return blocks()[name]
 
 
-@cache
-def tables() -> dict[str, str]:
-    """Return the text of every CSV file of docs/tables/ by its name; links in its cells start from that folder."""
-    rows = {
-        "commands": command_rows(),
-        "encodings": encoding_rows(),
-        "lab-methods": rows_of(methods_markdown(method_rows(to_train=True))),
-        "methods": rows_of(methods_markdown(method_rows())),
-        "parameters": parameter_rows(),
-        "published-configs": published_rows(),
-        "recipes": recipe_rows(),
-        "settings": setting_rows(),
-    }
-    rows |= {_file_name(name): rows_of(markdown.partition("\n\n")[0]) for name, markdown in runtimes().items()}
-    return {name: csv_text(table) for name, table in rows.items()}
-
-
-def csv_text(rows: list[list[str]]) -> str:
-    """Return a table as a CSV file."""
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(rows)
-    return file.getvalue()
-
-
-def rows_of(markdown: str) -> list[list[str]]:
-    """Return the cells of a Markdown table, without the line below its head."""
-    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.splitlines()]
-    return [[cell.strip().replace(r"\|", "|") for cell in line] for line in (lines[0], *lines[2:])]
+def markdown_of(rows: list[list[str]]) -> str:
+    """Return rows as a Markdown table, the first row as its head."""
+    head, *rest = ([cell.replace("|", r"\|") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
 
 
 def arguments_of(documented: Any) -> dict[str, str]:
@@ -202,8 +178,8 @@ def encoding_rows() -> list[list[str]]:
     told = told_on()
     lines = [["method", "what it does", "explained on", "file"]]
     for name, kind in known_methods().items():
-        pages = ", ".join(f"[{page.stem}](../encodings/{page.name})" for page in told.get(name, ())) or "-"
-        file = f"[{Path(_file(kind)).name}](../../{_file(kind)})" if _file(kind) else "-"
+        pages = ", ".join(f"[{page.stem}](docs/concepts/{page.name})" for page in told.get(name, ())) or "-"
+        file = f"[{Path(_file(kind)).name}]({_file(kind)})" if _file(kind) else "-"
         lines.append([f"`{name}`", kind.summary, pages, file])
     return lines
 
@@ -234,7 +210,7 @@ def _yaml(value: Any) -> str:
 
 
 def commands_markdown() -> str:
-    """Every command of ``ctxext``, with what it does and an example; its options are a table."""
+    """Every command of ``ctxext``, with what it does, an example and its options."""
     return "\n\n".join(_command_markdown(name, command) for name, command in _commands(get_command(app), "ctxext"))
 
 
@@ -251,19 +227,18 @@ def _command_markdown(name: str, command: Any) -> str:
     shown = [part.partition(": ")[2] for part in paragraphs if part.startswith("[bold]Example")]
     lines = [f"### `{name}`", "", paragraphs[0], ""]
     lines += ["```bash", *shown, "```", ""] if shown else []
-    return "\n".join([*lines, f"[Options](docs/tables/commands.csv#{name.replace(' ', '-')})"])
+    return "\n".join([*lines, markdown_of(option_rows(command))])
 
 
-def command_rows() -> list[list[str]]:
-    """Return every argument and option of every command, as ``--help`` explains them."""
-    lines = [["command", "argument or option", "default", "meaning"]]
-    for name, command in _commands(get_command(app), "ctxext"):
-        shown = [one for one in command.params if not one.hidden and one.name != "help"]
-        for kind in ("argument", "option"):
-            for one in (one for one in shown if one.param_type_name == kind):
-                flags = [one.metavar or one.name.upper()] if kind == "argument" else [*one.opts, *one.secondary_opts]
-                words = ", ".join(f"`{flag}`" for flag in flags)
-                lines.append([name, words, _default(one), f"{one.help or ''}{_choices(command, one.name)}"])
+def option_rows(command: Any) -> list[list[str]]:
+    """Return every argument and option of a command, as ``--help`` explains them."""
+    lines = [["argument or option", "default", "meaning"]]
+    shown = [one for one in command.params if not one.hidden and one.name != "help"]
+    for kind in ("argument", "option"):
+        for one in (one for one in shown if one.param_type_name == kind):
+            flags = [one.metavar or one.name.upper()] if kind == "argument" else [*one.opts, *one.secondary_opts]
+            words = ", ".join(f"`{flag}`" for flag in flags)
+            lines.append([words, _default(one), f"{one.help or ''}{_choices(command, one.name)}"])
     return lines
 
 
@@ -308,7 +283,7 @@ def recipe_rows() -> list[list[str]]:
         method = yaml.safe_load(path.read_text(encoding="utf-8"))["extension"]["method"]
         family = path.stem.replace(f"-{method}", "-*")
         key = (family, header["Hardware"], _short(header["Memory"]), _short(header["Time"]))
-        rows.setdefault(key, []).append(f"[{method}](../../{path.relative_to(ROOT)})")
+        rows.setdefault(key, []).append(f"[{method}]({path.relative_to(ROOT)})")
     lines = [["config", "method (`*`)", "hardware", "memory", "time"]]
     return lines + [[f"`{family}`", ", ".join(links), *rest] for (family, *rest), links in rows.items()]
 
@@ -320,16 +295,9 @@ def _short(text: str) -> str:
 
 
 def filled(page: Path, text: str) -> str:
-    """Return ``text`` of ``page`` with every block in it replaced, links made to start from the page's folder.
-
-    Raises:
-        ValueError: if the page has a block that nothing fills.
-    """
-    known = blocks()
-    for name in re.findall(r"^<!-- (\w+) -->$", text, re.MULTILINE):
-        if name not in known:
-            raise ValueError(f"{page.name} has a block {name!r}; known are {', '.join(known)}.")
-        content, home = known[name]
+    """Return ``text`` of ``page`` with every block in it replaced, links made to start from the page's folder."""
+    for name in re.findall(BLOCK, text, re.MULTILINE):
+        content, home = block(name, page)
         moved = LINK.sub(lambda link, home=home: f"{link[1]}{_from(page.parent, home, link[2])}", content.rstrip())
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = pattern.sub(lambda match, moved=moved: f"{match[1]}{moved}\n{match[2]}", text)
@@ -347,11 +315,11 @@ def made() -> dict[Path, str]:
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
     place = ROOT / "ctxext" / "methods" / "listed.json"
     filled_in[place] = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
-    return filled_in | {TABLES / f"{name}.csv": text for name, text in tables().items()}
+    return filled_in
 
 
 def main(check: Annotated[bool, typer.Option(help="only say whether they are current")] = False) -> None:
-    """Fill the blocks of README.md and docs/, and write docs/tables/."""
+    """Fill the blocks of README.md and docs/."""
     for path, text in made().items():
         current = path.is_file() and path.read_text(encoding="utf-8") == text
         if check and not current:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ctxext.methods import known_methods
 from tests._tokenizer import make_tokenizer
 
 TRAINED = 256
@@ -39,3 +42,16 @@ def save_reader(directory: str) -> None:
     shape = SHAPE | {"vocab_size": 257, "max_position_embeddings": 2048}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
     make_tokenizer(bos=True).save_pretrained(directory)
+
+
+def try_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let ``inspect`` try these methods only: each takes time, and which of them apply is another test's matter."""
+    known = {name: known_methods()[name] for name in names}
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: known)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit what a JSON file holds in place."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")

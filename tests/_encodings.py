@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ctxext.kernels import Layout, named, sdpa
-from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import Carried, EncodingSpec, Pairs
+from ctxext.methods.encoding import Carried, Encoding, EncodingMethod, EncodingSpec, Pairs
 
 SPEC = EncodingSpec(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2, trained_length=12)
 SCALE = 0.3

@@ -47,11 +47,13 @@ def command(*arguments: object) -> Result:
     return result
 
 
-def ran(arguments: Sequence[str], place: Path) -> subprocess.CompletedProcess[str]:
-    """What ``python ARGUMENTS`` said, run in the folder ``place``."""
+def ran(arguments: Sequence[str], place: Path, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """What ``python ARGUMENTS`` said, run in the folder ``place``, with ``typed`` as its standard input."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     words = [sys.executable, *arguments]
-    return subprocess.run(words, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        words, input=typed, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def killed_at(line: int, arguments: Sequence[str], place: Path) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import Band, Piece, RopeSpec, Sinks
+from ctxext.core.subject import Subject
+from ctxext.kernels.pieces import RotationForm
+from ctxext.methods.remap import Band, Piece, RemapMethod, Sinks
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.spec import RopeSpec
+from tests.walk.tiny import TRAINED_LENGTH
 
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 
@@ -111,3 +120,108 @@ def dense_scores(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     return scores.masked_fill(apart[..., 0].isnan(), -torch.inf)
+
+
+def spec_of(model: PreTrainedModel) -> RopeSpec:
+    """What a model without an extension rotates by, in the layers that reach far."""
+    rotary = next(module for _, module in Subject(model).rotaries)
+    buffers = dict(rotary.named_buffers())
+    inv_freq = buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
+    return RopeSpec(2 * len(inv_freq), 1e4, TRAINED_LENGTH, tuple(inv_freq.double().tolist()))
+
+
+class Dense:
+    """Dense attention in float64, in the signature that transformers calls.
+
+    Layers that rotate and have no window attend by the positions of a method, the others by their own.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: RemapMethod, form: RotationForm, *, both_ways: bool) -> None:
+        self.method, self.form, self.both_ways, self.remapped = method, form, both_ways, set[int]()
+        self.rope = spec_of(model)
+        self.inv_freq = torch.tensor(self.rope.inv_freq, dtype=torch.float64) * (-1 if form.backwards else 1)
+
+    def __call__(
+        self,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scaling: float | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        is_whole = sliding_window is None and getattr(module, "layer_type", "full_attention") == "full_attention"
+        reaches = is_whole and getattr(module, "use_rope", True)
+        if reaches:
+            self.remapped.add(getattr(module, "layer_idx", 0))
+        seen = (mask[..., : k.shape[2]] == 0).expand(len(q), 1, q.shape[2], k.shape[2])[:, 0]
+        rows, shared, first = [], q.shape[1] // k.shape[1], getattr(module, "layer_idx", 0) * k.shape[1]
+        inputs = [self.unrotated(x.double()) if reaches else x.double() for x in (q, k)]
+        how: dict[str, Any] = {"scale": q.shape[3] ** -0.5 if scaling is None else scaling, "softcap": softcap}
+        for row, visible in enumerate(seen):
+            slots = visible.any(0).nonzero()[:, 0]  # of tokens; no query sees padding
+            visible = visible[slots][:, slots, None]
+            outs = []
+            for group in range(k.shape[1]):
+                heads = slice(group * shared, (group + 1) * shared)
+                apart, weight, inv_freq = self.positions(first + group, len(slots), reaches)
+                tensors = [x[row, at][:, slots] for x, at in zip(inputs, (heads, slice(group, group + 1)), strict=True)]
+                tensors = [
+                    tensors[0] * self.sharpness(len(slots)),
+                    tensors[1],
+                    v[row, group : group + 1, slots].double(),
+                ]
+                sinks = None if s_aux is None else s_aux.double()[heads]
+                apart = apart.masked_fill(~visible, torch.nan)
+                outs.append(dense_attention(*tensors, apart, inv_freq, weight=weight, sinks=sinks, **how))
+            out = torch.cat(outs)
+            rows.append(out.new_zeros(*q[row].shape[:2], v.shape[3]).index_copy(1, slots, out))
+        return torch.stack(rows).to(q.dtype).transpose(1, 2).contiguous(), None
+
+    def positions(self, group: int, length: int, reaches: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Relative positions of a group of heads, how much each pair counts, and the frequencies of both."""
+        if not reaches:
+            places = torch.arange(length, dtype=torch.float64)
+            return (places[:, None] - places)[..., None], None, self.inv_freq[:0]
+        by = self.method
+        if isinstance(by, RetrievalHeads) and group not in by.heads:
+            by = by.near_method
+        target = by.target_length(TRAINED_LENGTH)
+        apart = relative_positions(by, self.rope, target, length, both_ways=self.both_ways)
+        return apart, weights(by, self.rope, target, both_ways=self.both_ways)[:length, :length], self.inv_freq
+
+    def sharpness(self, length: int) -> float:
+        """Of tokens that all see the whole text: one temperature for all of them."""
+        if self.method.temperature != "logn" or not self.both_ways:
+            return 1.0
+        return max(1.0, math.log(length) / math.log(TRAINED_LENGTH))
+
+    def unrotated(self, x: Tensor) -> Tensor:
+        """Queries or keys before the model rotated each by its slot, with what rotates in front, in halves."""
+        pairs = len(self.inv_freq)
+        start = x.shape[-1] - 2 * pairs if self.form.tail else 0
+        part, rest = x[..., start : start + 2 * pairs], torch.cat([x[..., :start], x[..., start + 2 * pairs :]], -1)
+        if self.form.interleaved:
+            part = part.unflatten(-1, (pairs, 2)).transpose(-1, -2).flatten(-2)
+        angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * self.inv_freq
+        a, b = part.chunk(2, -1)
+        return torch.cat([a * angles.cos() + b * angles.sin(), b * angles.cos() - a * angles.sin(), rest], -1)
+
+
+@contextlib.contextmanager
+def dense(
+    model: PreTrainedModel, method: RemapMethod, form: RotationForm | None = None, *, both_ways: bool = False
+) -> Iterator[Dense]:
+    """A model without an extension, with dense attention by the positions of a method."""
+    oracle = Dense(model, method, form or RotationForm(), both_ways=both_ways)
+    AttentionInterface.register("oracle", oracle)
+    AttentionMaskInterface.register("oracle", eager_mask)
+    before, model.config._attn_implementation_internal = model.config._attn_implementation, "oracle"
+    try:
+        yield oracle
+    finally:
+        model.config._attn_implementation_internal = before

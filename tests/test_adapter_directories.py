@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
 from ctxext.measuring.checkpoint import load_checkpoint
+from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
-from tests._tokenizer import make_tokenizer
 
 
 def adapted(plain: Path, method: str | None) -> Any:
@@ -55,18 +53,6 @@ def test_with_the_config_of_its_base_it_is_an_adapter(method: str, plain: Path, 
         patch_checkpoint(tmp_path, tmp_path.parent / "out", "yarn", factor=4)
 
 
-def test_one_of_a_plain_base_is_measured_as_an_adapter(plain: Path, tmp_path: Path) -> None:
-    base = Path(shutil.copytree(plain, tmp_path / "base"))
-    model, place = adapted(base, None), tmp_path / "adapter"
-    expected = logits(model, tokens())
-    model.save_pretrained(place)
-    model.config.save_pretrained(place)
-    for directory in (base, place):
-        make_tokenizer(bos=True).save_pretrained(directory)
-    found = load_checkpoint(str(place), device="cpu", dtype="fp32").model
-    assert torch.equal(logits(found, tokens()), expected)
-
-
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("method", ["yarn", None])
 def test_whole_weights_and_an_adapter_in_one_directory_are_refused(
@@ -89,18 +75,6 @@ def test_whole_weights_and_an_adapter_in_one_directory_are_refused(
     for attempt in attempts:
         with pytest.raises(CheckpointError, match=rf"whole model \({weights}\) and an adapter .* Is it merged already"):
             attempt()
-
-
-@pytest.mark.slow
-def test_what_the_refusal_says_helps(plain: Path, tmp_path: Path) -> None:
-    model = adapted(plain, "yarn")
-    expected = logits(model, tokens())
-    model.save_pretrained(tmp_path / "both")
-    model.merge_and_unload().save_pretrained(tmp_path / "both")
-    shutil.copytree(tmp_path / "both", tmp_path / "merged")
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "merged" / name).unlink()
-    assert torch.allclose(logits(ctxext.load(tmp_path / "merged").eval(), tokens()), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +119,7 @@ UNREACHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_an_adapter_that_does_not_reach_what_it_asks_for_is_refused(name: str, tmp_path: Path) -> None:
     saved, changed, says = UNREACHED[name]
     place = lora_on(tmp_path / "adapter", tiny(num_hidden_layers=2), **{"target_modules": ["q_proj", "v_proj"]} | saved)
-    path = place / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    rewrite(place / "adapter_config.json", lambda config: config.update(changed))
     model = ctxext.patch(tiny(num_hidden_layers=2), "yarn", factor=2)
     names = [key for key, _ in model.named_modules()]
     with pytest.raises(CheckpointError, match=f"does not fit this LlamaForCausalLM: .*{says}"):

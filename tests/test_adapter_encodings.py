@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import ctxext
 from ctxext.checkpoints.adapters import ENCODING_FILE, EXTENSION_FILE
@@ -21,31 +21,28 @@ from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.training import ExtensionCallback
 from ctxext.training.lora import attach_lora
+from tests._checkpoints import rewrite
 from tests._models import logits, tokens
+from tests._peft import base_of, lora
 from tests._products import crossed
 
 ENCODINGS = sorted(name for name, kind in known_methods().items() if issubclass(kind, EncodingMethod))
 SOME = ["t5_bias", "fox", "learned", "path"]
 
 
-def base_of(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory).eval()
-
-
-def lora(**more: Any) -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **more)
+small = partial(lora, r=2, task_type=None, target_modules=["q_proj"], init_lora_weights=False)
 
 
 def patched_then_wrapped(base: Any, method: str, **more: Any) -> Any:
-    return get_peft_model(ctxext.patch(base, method, factor=4), lora(**more)).eval()
+    return get_peft_model(ctxext.patch(base, method, factor=4), small(**more)).eval()
 
 
 def wrapped_then_patched(base: Any, method: str, **more: Any) -> Any:
-    return ctxext.patch(get_peft_model(base, lora(**more)), method, factor=4).eval()
+    return ctxext.patch(get_peft_model(base, small(**more)), method, factor=4).eval()
 
 
 def patched_inside(base: Any, method: str) -> Any:
-    wrapper = get_peft_model(base, lora())
+    wrapper = get_peft_model(base, small())
     ctxext.patch(wrapper.get_base_model(), method, factor=4)
     return wrapper.eval()
 
@@ -93,10 +90,7 @@ def test_an_adapter_without_its_encoding_is_refused(method: str, plain: Path, tm
     with pytest.raises(CheckpointError, match=rf"without its {ENCODING_FILE}"):
         ctxext.load(tmp_path / "adapter")
     # As an earlier version saved it: right only where the base has the encoding already.
-    path = tmp_path / "adapter" / EXTENSION_FILE
-    saved = json.loads(path.read_text())
-    del saved["encoding"]
-    path.write_text(json.dumps(saved))
+    rewrite(tmp_path / "adapter" / EXTENSION_FILE, lambda saved: saved.pop("encoding"))
     with pytest.raises(CheckpointError, match=r"saved without the weights of its encoding .* base="):
         ctxext.load(tmp_path / "adapter")
     loaded = ctxext.load(tmp_path / "adapter", base=tmp_path / "base")
@@ -116,7 +110,7 @@ def test_what_is_in_modules_to_save_is_not_saved_twice(plain: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_several_adapters_of_which_one_holds_the_encoding_itself(plain: Path, tmp_path: Path) -> None:
     model = patched_then_wrapped(base_of(plain), "learned", modules_to_save=["ctxext_encoding"])
-    model.add_adapter("second", lora())
+    model.add_adapter("second", small())
     shaken(model).eval().save_pretrained(tmp_path)
     assert not (tmp_path / ENCODING_FILE).exists()
     for name, place in (("default", tmp_path), ("second", tmp_path / "second")):
@@ -135,7 +129,7 @@ def test_transformers_own_adapters_and_a_state_given(plain: Path, tmp_path: Path
 def test_saved_over_an_adapter_with_an_encoding(plain: Path, tmp_path: Path) -> None:
     """Nothing of the first is taken for the second's."""
     patched_then_wrapped(base_of(plain), "fox").save_pretrained(tmp_path)
-    model = get_peft_model(ctxext.patch(base_of(plain), "yarn", factor=4), lora()).eval()
+    model = get_peft_model(ctxext.patch(base_of(plain), "yarn", factor=4), small()).eval()
     model.save_pretrained(tmp_path)
     assert not (tmp_path / ENCODING_FILE).exists()
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
@@ -145,7 +139,7 @@ def test_saved_over_an_adapter_with_an_encoding(plain: Path, tmp_path: Path) -> 
 def test_an_encoding_of_another_shape(plain: Path, tmp_path: Path) -> None:
     patched_then_wrapped(base_of(plain), "t5_bias").save_pretrained(tmp_path / "one")
     ctxext.patch(base_of(plain), "t5_bias", factor=4, buckets=16)
-    other = get_peft_model(ctxext.patch(base_of(plain), "t5_bias", factor=4, buckets=16), lora())
+    other = get_peft_model(ctxext.patch(base_of(plain), "t5_bias", factor=4, buckets=16), small())
     other.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / ENCODING_FILE).replace(tmp_path / "one" / ENCODING_FILE)
     with pytest.raises(CheckpointError, match=rf"{ENCODING_FILE} does not fit"):

@@ -10,13 +10,21 @@ import pytest
 from scripts.check_ceilings import HOUSE, unexplained
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with a ceiling."""
+    folder = tmp_path_factory.mktemp("house")
+    (folder / HOUSE).parent.mkdir()
+    (folder / HOUSE).touch()
+    for words in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
 def commit(folder: Path, lines: int, message: str) -> None:
-    path = folder / HOUSE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f'CEILINGS = {{"lines": {lines}}}  # {message}\n')
+    (folder / HOUSE).write_text(f'CEILINGS = {{"lines": {lines}}}  # {message}\n')
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "add", "."], cwd=folder, check=True)
-    subprocess.run(["git", *identity, "commit", "-qm", message], cwd=folder, check=True)
+    subprocess.run(["git", *identity, "commit", "-qam", message], cwd=folder, check=True)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +39,10 @@ def commit(folder: Path, lines: int, message: str) -> None:
         (99, "A new method", False),
     ],
 )
-def test_a_raise_names_its_reason(lines: int, message: str, is_refused: bool, tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    commit(tmp_path, 100, "Begin")
-    commit(tmp_path, lines, message)
-    commit(tmp_path, lines, "Another change")
-    sentences = unexplained("HEAD~2..HEAD", tmp_path)
+def test_a_raise_names_its_reason(lines: int, message: str, is_refused: bool, folder: Path) -> None:
+    commit(folder, 100, "Begin")
+    commit(folder, lines, message)
+    commit(folder, lines, "Another change")
+    sentences = unexplained("HEAD~2..HEAD", folder)
     assert len(sentences) == is_refused
     assert all("ceiling of lines" in sentence for sentence in sentences)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import dataclasses
 import importlib
 import inspect
@@ -37,19 +36,17 @@ sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part
 
 from scripts import draw_encodings, site_pages  # noqa: E402
 from scripts.update_readme import (  # noqa: E402
+    BLOCK,
     ENCODINGS,
-    TABLES,
     blocks,
     encoding_rows,
     filled,
     pages,
     parameter_rows,
-    rows_of,
-    tables,
     told_on,
 )
 
-PAGES = [*pages(), *sorted((ROOT / "docs" / "evidence").rglob("*.md"))]
+PAGES = pages()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FOREIGN = {"docker", "lm_eval", "venv", "vllm"}  # programs that are not ours and need not be installed
@@ -80,14 +77,21 @@ def test_what_is_filled_in_is_current(page: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_that_can_be_filled_in_stands_somewhere() -> None:
-    shown = {name for page in pages() for name in re.findall(r"^<!-- (\w+) -->$", text_of(page), re.MULTILINE)}
-    assert shown == set(blocks())
+    shown = {name for page in pages() for name in re.findall(BLOCK, text_of(page), re.MULTILINE)}
+    assert {name for name in shown if not name.endswith(".csv")} == set(blocks())
 
 
-@pytest.mark.slow
-def test_the_tables_are_current() -> None:
-    current = {name: text_of(TABLES / f"{name}.csv") for name in tables()}
-    assert current == tables(), "run python scripts/update_readme.py"
+@by_page
+def test_a_reader_sees_every_table_without_leaving_the_page(page: Path) -> None:
+    assert not re.search(r"^\[[^\]]+\]\([^)\s]+\.csv[^)]*\)$", text_of(page), re.MULTILINE), "name a block by the file"
+
+
+def test_a_block_named_by_a_file_holds_the_rows_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.csv").write_text('name,"what | it is"\n`b c`,[page](../x.md#y)\nd,"1, 2"\n')
+    shown = filled(tmp_path / "page.md", "<!-- a/b.csv -->\n<!-- /a/b.csv -->\n")
+    table = "| name | what \\| it is |\n| --- | --- |\n| `b c` | [page](x.md#y) |\n| d | 1, 2 |"
+    assert shown == f"<!-- a/b.csv -->\n{table}\n<!-- /a/b.csv -->\n"
 
 
 def test_every_table_is_linked() -> None:
@@ -98,13 +102,9 @@ def test_every_table_is_linked() -> None:
 
 def test_every_method_is_in_the_tables() -> None:
     assert len(known_methods()) >= 12
-    shown = text_of(TABLES / "methods.csv") + text_of(TABLES / "lab-methods.csv")
-    assert [name for name in known_methods() if f"\n`{name}`," not in shown] == []
+    shown = text_of(ROOT / "docs" / "guides" / "methods.md")
+    assert [name for name in known_methods() if f"\n| `{name}` | " not in shown] == []
     assert ["`yarn`", "`beta_slow`", "`1.0`"] in [row[:3] for row in parameter_rows()]
-
-
-def test_cells_of_a_markdown_table_are_read() -> None:
-    assert rows_of("| a | b |\n|---|---|\n| `x` | 1 \\| 2 |") == [["a", "b"], ["`x`", "1 | 2"]]
 
 
 def test_every_method_has_its_place_in_the_tour() -> None:
@@ -380,9 +380,7 @@ def test_every_section_of_troubleshooting_has_an_error_and_an_example_without_on
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of ``page`` is called on GitHub, or to the rows of a table with one first cell."""
-    if page.suffix == ".csv":
-        return {site_pages._slug(line.partition(",")[0]) for line in text_of(page).splitlines()}
+    """Return what a link to each heading of ``page`` is called on GitHub."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -444,8 +442,8 @@ def test_the_layout_names_every_room() -> None:
 
 @pytest.mark.slow
 def test_the_glossary_is_of_the_code() -> None:
-    with (TABLES / "glossary.csv").open(encoding="utf-8", newline="") as file:
-        words = re.findall(r"`(\w+)`", "\n".join(row[0] for row in csv.reader(file)))
+    page = text_of(ROOT / "docs" / "guides" / "extending.md").partition("## Glossary")[2]
+    words = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)))
     sources = "\n".join(text_of(path) for path in sorted((ROOT / "ctxext").rglob("*.py")))
     assert len(words) >= 25
     assert [word for word in words if word[0].isupper() and not re.search(rf"^class {word}\b", sources, re.M)] == []

@@ -51,22 +51,22 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_210,
-    "lines that importing the verb pulls in": 4_498,
-    "files that importing the verb pulls in": 24,
-    "lines of the core": 6_076,
-    "files of the core": 31,
-    "lines that eval perplexity pulls in": 21_215,
+    "lines of ctxext/": 52_188,
+    "lines that importing the verb pulls in": 4_119,
+    "files that importing the verb pulls in": 21,
+    "lines of the core": 4_825,
+    "files of the core": 22,
+    "lines that eval perplexity pulls in": 13_618,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
-    "files that one patch enters": 28,
-    "functions that one patch enters": 147,
+    "files that one patch enters": 23,
+    "functions that one patch enters": 133,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 4_881,
-    "lines of tests/": 50_141,
+    "lines of scripts/": 4_815,
+    "lines of tests/": 47_289,
     "parameters of the widest command": 5,
 }
 

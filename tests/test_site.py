@@ -20,19 +20,6 @@ CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 DOCS_PYTHON = Path(os.environ.get("CTXEXT_DOCS", ROOT / ".venv" / "docs" / "bin" / "python"))
 
 
-def test_a_link_to_a_table_is_shown_as_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
-    folder = tmp_path / "docs" / "tables"
-    folder.mkdir(parents=True)
-    (folder / "a.csv").write_text('name,"what | it is"\n`b c`,[page](../x.md#y)\nd,"1, 2"\n')
-    shown = site_pages._with_tables("Before\n\n[All](tables/a.csv)\n\nAfter", "docs/quickstart.md")
-    assert shown == (
-        "Before\n\n\n| name | what \\| it is |\n| --- | --- |\n| `b c` | [page](x.md#y) |\n| d | 1, 2 |\n\n\nAfter"
-    )
-    assert "| [page](../x.md#y) |" in site_pages._with_tables("[One](../tables/a.csv#b-c)", "docs/concepts/README.md")
-    assert site_pages._with_tables("see [All](tables/a.csv)", "docs/quickstart.md") == "see [All](tables/a.csv)"
-
-
 @pytest.mark.parametrize(
     ("origin", "uri", "link", "leads_to"),
     [

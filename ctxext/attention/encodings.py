@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -22,22 +21,16 @@ from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import RotaryPlace, find_places
 from ctxext.core.scaling import heads_of
+from ctxext.core.steps import register_builder
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import digest
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.base import without_autocast
 from ctxext.methods import method_class
-from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import Carried, EncodingSpec, Pairs
-
-ENCODING = "ctxext_encoding"
-"""The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
+from ctxext.methods.encoding import ENCODING, Carried, Encoding, EncodingMethod, EncodingSpec, Pairs
 
 ModelClass = TypeVar("ModelClass", bound=type[PreTrainedModel])
-# PEFT's names (0.21.2, utils/other.py) for what stands behind one of its wrappers, and for the copies of each adapter.
-BEHIND = ("original_module", "base_layer")
-COPIES = "modules_to_save"
 
 
 @dataclass
@@ -244,16 +237,16 @@ def _block_of(decoder: nn.Module, attention: nn.Module) -> nn.Module:
     raise IncompatibleError(f"{type(decoder).__name__} keeps its layers in no list, so its first one is not known.")
 
 
-def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], None]]:
-    """Return the class to load a checkpoint with its encodings by, and the function that gives the model its own class.
+def with_encodings(chosen: Any, config: Any) -> Any:
+    """Return the class that builds a checkpoint with its encodings; ``chosen`` itself for one without encodings.
 
     transformers builds a model, and then reads the weights that the model has; so a model that is built with its
-    encodings gets their weights with all others. For a checkpoint without encodings the class is ``chosen`` itself.
+    encodings gets their weights with all others.
     """
-    saved = (getattr(config, "ctxext", None) or {}).get("method") or {}
+    saved = config.ctxext.get("method") or {}
     kind = method_class(saved["method"]) if "method" in saved else None
     if kind is None or not issubclass(kind, EncodingMethod):
-        return chosen, lambda model: None
+        return chosen
     method, trained_length = kind.from_dict(saved), config.ctxext["trained_length"]
     plain = getattr(chosen, "_model_mapping", {}).get(type(config), chosen)
 
@@ -266,47 +259,9 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
             for owner in _owners(decoder_of(subject, place), method):
                 owner.add_module(ENCODING, _built(method, spec, owner))
 
-    WithEncodings.__name__, WithEncodings.__qualname__, WithEncodings.__module__ = (
-        plain.__name__,
-        plain.__qualname__,
-        plain.__module__,
-    )
-
-    def as_plain(model: Any) -> None:
-        model.__class__ = plain
-
-    return WithEncodings, as_plain
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(WithEncodings, name, getattr(plain, name))
+    return WithEncodings
 
 
-def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, Tensor]:
-    """Return the weights of the encodings on a model, by their names in its ``state_dict`` as if it had no adapters.
-
-    Args:
-        adapter: leave out the encodings of which this adapter holds a copy of its own (``modules_to_save``).
-    """
-    weights: dict[str, Tensor] = {}
-    copied = {name for name, _, holder in _encodings(model) if holder is not None and holder == adapter}
-    for name, encoding, holder in _encodings(model):
-        if holder is None and name not in copied:
-            weights |= {f"{name}.{key}": weight for key, weight in encoding.state_dict(keep_vars=True).items()}
-    return weights
-
-
-def put_encoding_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the encodings on a model these weights, by name as in ``encoding_weights``; dtype and device stay."""
-    held = encoding_weights(model)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            held[name].copy_(weight)
-
-
-def _encodings(model: nn.Module) -> Iterator[tuple[str, Encoding, str | None]]:
-    """Yield each encoding with its name as if there were no adapters, and the adapter whose copy it is."""
-    for path, module in model.named_modules():
-        if isinstance(module, Encoding):
-            parts, holder = path.split("."), None
-            if COPIES in parts:
-                at = parts.index(COPIES)
-                holder = parts[at + 1]
-                del parts[at : at + 2]
-            yield ".".join(part for part in parts if part not in BEHIND), module, holder
+register_builder(with_encodings)

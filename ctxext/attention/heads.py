@@ -183,22 +183,22 @@ def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS) -> HeadS
 
 
 def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: Any = SEEDS) -> HeadScores:
-    """Find the key-value groups whose heads retrieve, by two probes: a repetition, and needles in a text.
+    """Find the key-value groups with retrieval heads, by two probes: a repetition, and needles in a text.
 
-    The first is induction: up to 512 random tokens, then the same tokens again. The second hides facts in up to 2,048
-    tokens and asks for them at the end. Both count the attention to where the same tokens stood before, from 0 to 1, of
-    the best query head of each group. No answer is sampled and no weight is changed: each seed takes one pass a probe.
+    The first probe is induction: up to 512 random tokens, then the same tokens again. The second hides facts in up to
+    2,048 tokens and asks for them at the end. The score, from 0 to 1, is the attention of each group's best query head
+    to the earlier occurrence of the same tokens. No answer is sampled: each seed takes one pass per probe.
 
     Args:
-        model: a transformers model that predicts the next token, or a wrapper around one, without an extension. It is
-            left as it was, bit for bit; in training mode its passes are without dropout.
-        tokenizer: the model's, to hide facts in ``text``.
+        model: an unextended causal language model of transformers, or a wrapper around one. It is left unchanged, bit
+            for bit; in training mode its passes are without dropout.
+        tokenizer: the model's tokenizer, to hide facts in ``text``.
         text: a real text, of a thousand words or more; by default facts are random tokens, hidden in random tokens.
-        seeds: Seeds of everything that is drawn at random; at least one.
+        seeds: seeds of all random tokens; at least one.
 
     Raises:
-        IncompatibleError: the model's attention does not go through transformers' attention interface, it is no model
-            that predicts the next token, or it reads too few tokens.
+        IncompatibleError: the model's attention does not go through transformers' attention interface, the model is not
+            a causal language model, or its window is too short.
         InvalidParameterError: no seeds, a text without a tokenizer, or too short a text.
         PatchStateError: the model is patched.
 

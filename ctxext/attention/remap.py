@@ -21,8 +21,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.kernels.step import StepPlan, attend_step, plan_step, takes_kernel, takes_step
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import PIECE, Band, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod
+from ctxext.spec import PIECE, RopeSpec
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces reads the values of position_ids, which one compiled, exported or traced graph cannot "
@@ -216,6 +216,8 @@ class RemapAttend:
                 f"call it sees {ways[mask.layout.sees]}. Call ctxext.unpatch(model), and patch the model as it is now."
             )
         cached = cache_layer_of(k)
+        # Short texts take the model's own attention, bit for bit, unless a longer one left keys in the cache that were
+        # dropped, or rotated further.
         is_plain = mask.is_plain_before(self.exact_length) and _holds_all(cached)
         if is_plain and not settled_before(cached, mask.layout):
             return attend_as_before(self.implementation, module, q, k, v, mask, given)
@@ -228,6 +230,8 @@ class RemapAttend:
         layout = mask.layout if by_kernel else mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         out = self._all_heads(q, k, v, layout, cached, by_kernel=by_kernel, **how)
         if cached is None:
+            # The keys are not in a known cache layer yet. If the decoder puts them into one, drop keys there after its
+            # call.
             change_later(k, functools.partial(self._drop_unseen, layout=layout))
         self._drop_unseen(cached, layout)
         return out

@@ -27,9 +27,8 @@ from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import RotaryPlace, RotarySite
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import Piece, RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.spec import Piece
 
 KNOWN_ARGUMENTS = frozenset(
     {

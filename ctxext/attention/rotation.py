@@ -20,7 +20,7 @@ from ctxext.core.rotary import RotarySite
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.kernels.pieces import RotationForm, Turn
-from ctxext.spec import PositionMap
+from ctxext.methods.remap import PositionMap
 
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
 ROTATING = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")  # as transformers has them

@@ -17,8 +17,8 @@ from ctxext.errors import InvalidParameterError
 from ctxext.kernels import Layout
 from ctxext.kernels.groups import SplitGroups
 from ctxext.kernels.step import StepPlan, attend_split, plan_split, plan_step
+from ctxext.methods.remap import Piece
 from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.spec import Piece
 
 SHOWN_GROUPS = 24
 """Groups that a note lists."""

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.kernels import Layout
 from ctxext.kernels.groups import HeadGroups, SplitGroups
-from ctxext.spec import Band, Region, Sinks
+from ctxext.methods.remap import Band, Region, Sinks
 
 # Attribute of a tensor with room for more tokens: the number of tokens written to it.
 FILLED = "_ctxext_filled"

@@ -247,9 +247,8 @@ def follow_length(
     method, paths = form.method, dict.fromkeys(site.path for site in form.sites)
     owners = {path: _owner(subject.model, path) for path in paths}
     for owner in owners.values():
-        if not hasattr(
-            owner, "config"
-        ):  # neither a decoder nor its attention, so it is not called with the whole sequence
+        # Neither a decoder nor its attention, so it is not called with the whole sequence.
+        if not hasattr(owner, "config"):
             raise IncompatibleError(
                 f"Method {method.name!r} follows the length of the sequence, but {type(owner).__name__} rotates "
                 f"positions that do not tell this length. Pick a method that is not dynamic."

@@ -55,6 +55,7 @@ class LengthRule:
             declared: the ``ctxext_length`` of the call for this text.
         """
         fitted = self.fitted(length if declared is None else declared)
+        # The first call of a request reserved positions for a longer text. Shorter ones keep these.
         if declared is None and self.by_request and cached is not None and fitted <= cached:
             return cached
         return fitted

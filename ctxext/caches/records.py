@@ -25,10 +25,9 @@ from transformers.masking_utils import create_causal_mask
 from ctxext.core.code import masks_follow_positions
 from ctxext.core.saved import identity
 from ctxext.core.steps import Moment, Step, Work, register
+from ctxext.core.subject import CACHE_ARGUMENTS, cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
 
-# Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
-ARGUMENTS = ("cache", "past_key_values", "layer_past")
 # Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
 PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
@@ -76,15 +75,9 @@ class Filled:
         return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
 
 
-def cache_argument(module: nn.Module) -> str | None:
-    """Return the name under which a module's class takes a cache; None if it takes none."""
-    names = inspect.signature(type(module).forward).parameters
-    return next((name for name in ARGUMENTS if name in names), None)
-
-
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call; None if there is none."""
-    return next((arguments[name] for name in ARGUMENTS if arguments.get(name) is not None), None)
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def _keys_of(cache: Any) -> Any:
@@ -129,7 +122,7 @@ def remember(cache: Any, **changes: Any) -> None:
 
 def returned(output: Any) -> Any:
     """Return the cache in a decoder's output, which it created itself; None if it created none."""
-    name = next((name for name in ARGUMENTS if hasattr(output, name)), None)
+    name = next((name for name in CACHE_ARGUMENTS if hasattr(output, name)), None)
     if name is not None:
         return getattr(output, name)
     parts = output if isinstance(output, tuple) else ()
@@ -381,7 +374,7 @@ def _guard_caches(work: Work) -> None:
     unknown = next((module for module in models if "use_cache" in arguments[module]), None)
     if not taking and unknown is not None:
         raise IncompatibleError(
-            f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
+            f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(CACHE_ARGUMENTS[:2])}. "
             f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
         )
     guards: list[CacheGuard] = []

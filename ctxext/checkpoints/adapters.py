@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.attention.encodings import ENCODING, encoding_weights, put_encoding_weights
+from ctxext.checkpoints.encodings import encoding_weights, put_encoding_weights
 from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
 from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import hidden_beside, read_json, write_whole
+from ctxext.methods.encoding import ENCODING
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -17,7 +17,6 @@ from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
-from ctxext.core.refusals import building, foreign_fields
 from ctxext.core.saved import (
     GUARDED_FIELD,
     already_extended,
@@ -31,6 +30,7 @@ from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import base_model, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
+from ctxext.models.refusals import building, foreign_fields
 from ctxext.rope_types import GUARD
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
@@ -47,23 +47,23 @@ def export(
     progress: Callable[[int, int], None] | None = None,
     **arguments: Any,
 ) -> Export:
-    """Say which flags make another runtime serve an extended checkpoint, and what it cannot express.
+    """Return the flags with which another runtime serves an extended checkpoint, and the limits of that runtime.
 
-    Pick it before deploying: runtimes disagree on rope scaling, and none of them says so when it computes something
-    else. ``exact`` is said only of what was run, or read to be right, in the versions named here. No weights are
-    loaded, nothing is started; only ``gguf`` lets a file be written.
+    Call it before deploying: runtimes disagree on rope scaling, and none of them warns when it computes something else.
+    ``exact`` is claimed only for runtimes and versions that were run, or whose code was read. No weights are loaded and
+    nothing is started; a file is written only with ``gguf``.
 
     Args:
-        checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``ctxext.save``).
-            With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
+        checkpoint: a directory, a name on the hub, or a patched model (treated as if saved by ``ctxext.save``). With
+            ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
         to: the runtime: "llama.cpp", "mlx-lm", "sglang" or "vllm".
-        method: for a checkpoint that is to be served extended while its files stay as they are; as for
-            ``ctxext.patch``. None exports the extension that the checkpoint carries.
-        gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of a copy to write that holds
-            the extension. It says what no flag says, such as searched frequencies.
-        trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
+        method: method for a checkpoint to be served extended without changes to its files, as for ``ctxext.patch``.
+            None exports the extension in the checkpoint.
+        gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of the copy with the extension
+            to write. The copy can hold extensions that no flag expresses, such as searched frequencies.
+        trust_remote_code: permission to run Python code in the checkpoint that its config names.
         progress: called with (bytes copied, bytes to copy) while a copy is written.
-        **arguments: with ``method``, those of ``ctxext.patch``, the method's own parameters included.
+        **arguments: with ``method``, arguments of ``ctxext.patch``, including the method's own parameters.
 
     Raises:
         UnknownNameError: for another target.

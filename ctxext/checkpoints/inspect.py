@@ -11,17 +11,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ctxext.attention.windows import window_fields, window_note
 from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
 from ctxext.checkpoints.export import exports_of
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.core.architecture import trained_length_of
 from ctxext.core.edits import own_attributes
-from ctxext.core.own_config import owns_its_config
 from ctxext.core.patching import describe, patch, unpatch
-from ctxext.core.published import published_json
 from ctxext.core.rebuild import Scalar
-from ctxext.core.refusals import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import (
     already_extended,
@@ -31,8 +29,8 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
 )
+from ctxext.core.scaling import published_json
 from ctxext.core.subject import Subject, text_of
-from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
@@ -40,6 +38,8 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.buckets import Buckets
+from ctxext.models.own_config import owns_its_config
+from ctxext.models.refusals import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext.attention.encodings import building_encodings
 from ctxext.checkpoints.adapters import (
     SavedAdapter,
     base_of,
@@ -33,17 +32,17 @@ from ctxext.checkpoints.source import (
     quantised_beside,
     read_any_config,
 )
+from ctxext.core.architecture import architecture_of, find_architecture
 from ctxext.core.edits import Edits
-from ctxext.core.old_form import drop_old_form
 from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
-from ctxext.core.refusals import building, running_code
 from ctxext.core.saved import (
     already_extended,
     arguments_in_place_of,
     arguments_of,
     checked_extension,
     differences,
+    drop_old_form,
     extended_texts,
     plain_config,
     saved_extension,
@@ -52,6 +51,7 @@ from ctxext.core.saved import (
     without_guard,
 )
 from ctxext.core.scaling import same_rope
+from ctxext.core.steps import class_with_parts
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import (
     CheckpointError,
@@ -63,9 +63,7 @@ from ctxext.errors import (
     unwritable,
 )
 from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
-from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.models import architecture_of, find_architecture
-from ctxext.models.table_rows import put_weights
+from ctxext.models.refusals import building, running_code
 from ctxext.spec import ExtensionArguments
 
 if TYPE_CHECKING:
@@ -119,7 +117,7 @@ def load(
     auto_class: Any = None,
     **loading: Any,
 ) -> Any:
-    """Load a checkpoint extended: by ``method``, or as it was saved. Adapter directories bring their extension along.
+    """Load a checkpoint and extend it, by ``method`` or as it was saved. Adapter directories restore their extension.
 
     The config is extended before the weights are read, so that meta-device, quantised and sharded loading build the
     right model from the start. Weights are read from safetensors (or GGUF) only, and remote code runs only where
@@ -127,18 +125,18 @@ def load(
 
     Args:
         path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
-        method: Method, see ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is
-            restored. An adapter of a plain model is put on its base, and both are extended.
+        method: method, see ``ctxext.patch``; None restores the extension in the checkpoint or adapter. An adapter of a
+            plain model is loaded onto its base, and the result is extended.
         factor: See ``ctxext.patch``.
         target_length: See ``ctxext.patch``.
         trained_length: See ``ctxext.patch``.
         sliding_window: See ``ctxext.patch``.
         scaling: See ``ctxext.patch``.
         attention: See ``ctxext.patch``.
-        base: for an adapter: the base checkpoint, where it is not where the adapter says; or a model in memory that is
-            extended as the adapter's was, which then carries the adapter, as one more where it is a PEFT model. The
-            weights of an encoding that were saved with the adapter take the place of those in memory. With a method
-            that has a parameter of this name (``abf``), that parameter.
+        base: for an adapter, the base checkpoint if it has moved; or a model in memory with the same extension, to
+            which the adapter is added (an additional one, if it is a PEFT model already). Weights of an encoding that
+            were saved with the adapter replace those in memory. With a method that has a parameter of this name
+            (``abf``), that parameter.
         auto_class: the class to load with, or its name in transformers, such as ``"AutoModelForCausalLM"``; default
             is the class that the checkpoint was saved from (``architectures`` in its config), so that a classifier
             keeps its head and a vision-language model its vision.
@@ -201,7 +199,7 @@ def _extended(
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
-        if _scores_heads(arguments):
+        if _reads_weights(arguments):
             return extend(_read_model(place, config, loading, auto_class), arguments)
         extended = extend(model, arguments).config
         if not replaces_weights(model, extended.ctxext):
@@ -275,16 +273,16 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
     return architecture is not None and architecture.replaces_weights(subject, saved)
 
 
-def _scores_heads(arguments: ExtensionArguments | dict[str, ExtensionArguments]) -> bool:
-    """Return whether the method scores a model's heads, or compares their scores with its weights."""
+def _reads_weights(arguments: ExtensionArguments | dict[str, ExtensionArguments]) -> bool:
+    """Return whether the method reads the weights: it scores a model's heads, or compares their scores with them."""
     if not isinstance(arguments, ExtensionArguments):
         return False
     method = arguments.method
     if isinstance(method, str) and is_choice(method):
         method = method_in(method)
-    if method == RetrievalHeads.name:
-        return not isinstance(arguments.parameters.get("heads"), list | tuple)
-    return isinstance(method, RetrievalHeads) and not isinstance(method.heads, tuple)
+    kind = method_class(method) if isinstance(method, str) else type(method)
+    given = vars(method) if isinstance(method, Method) else arguments.parameters
+    return kind is not None and issubclass(kind, Method) and kind.reads_weights(given)
 
 
 def _buildable(extended: Any, config: Any) -> Any:
@@ -355,7 +353,7 @@ def _read_model(
     """
     chosen = model_class(config, auto_class)
     config = config_of(config, chosen)
-    chosen, as_plain = building_encodings(chosen, config) if restored else (chosen, None)
+    built = class_with_parts(chosen, config) if restored else chosen
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
@@ -365,7 +363,7 @@ def _read_model(
     reading = gguf.read_by_transformers() if gguf else contextlib.nullcontext()
     try:
         with restoring(), running_code(f"a {config.model_type}"), reading:
-            loaded = chosen.from_pretrained(place, config=config, **telling, **loading)
+            loaded = built.from_pretrained(place, config=config, **telling, **loading)
     except (OSError, SafetensorError, RecursionError) as error:  # the last of generation_config.json
         raise CheckpointError(f"The weights in {place} cannot be read: {error}{unwritable(error)}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
@@ -375,8 +373,8 @@ def _read_model(
         names = {field.name for method in known_methods().values() for field in fields(method)}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
     model: PreTrainedModel = loaded[0] if telling else loaded
-    if as_plain is not None:
-        as_plain(model)
+    if built is not chosen:
+        model.__class__ = built.__base__
     if telling:
         refuse_lacking(place, model, sorted(loaded[1]["missing_keys"]))
     file = Path(place, loading.get("gguf_file") or "")
@@ -548,7 +546,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     if "chosen" in saved:  # how it was found, for whoever saves it again
         model.config.ctxext["chosen"] = saved["chosen"]
     if (patched := patched_state(model)) is not None:  # what was trained since the extension stays
-        put_weights(model, loaded, patched.edits)
+        patched.edits.replace_weights(model, loaded)
     return model
 
 

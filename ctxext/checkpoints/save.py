@@ -19,10 +19,10 @@ from ctxext.checkpoints.card import MODEL_CARD, write_card
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import REMOTE_MODULE
-from ctxext.core.as_configured import require_as_patched
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import own_defaults
-from ctxext.core.saved import put_old_form, saved_sides
+from ctxext.core.rotary import require_as_patched
+from ctxext.core.saved import extended_texts, put_old_form, saved_sides
 from ctxext.core.subject import Subject, base_model, unwrapped
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import whole_files
@@ -46,36 +46,36 @@ def save(
 ) -> None:
     """Save a model so that its extension cannot be lost.
 
-    A whole model is what ``save_pretrained`` writes, whose config carries the extension; beside it stand, wherever they
-    can say the same, the fields that programs written for transformers 4 read (mlx-lm, exllamav3, TGI). For a PEFT
-    adapter, whose directory holds no config of the base model, the extension is written beside it and the adapter is
-    marked so that PEFT and transformers refuse it with a sentence that says what to do. They cannot tell whether a base
-    is extended, and refuse it on one that is, too: put it there with ``ctxext.load(path, base=model)``.
+    A whole model is written by ``save_pretrained``, and its config carries the extension. The fields that programs
+    written for transformers 4 read (mlx-lm, exllamav3, TGI) are added wherever they can express the same. The directory
+    of a PEFT adapter has no config of the base model: the extension is written next to the adapter, and the adapter is
+    marked so that PEFT and transformers refuse it with an error that names the solution. They cannot tell whether a
+    base is extended, so they also refuse an extended base: use ``ctxext.load(path, base=model)``.
 
     Args:
         model: a patched model, or a PEFT wrapper around one.
         directory: Folder to write into; created if it does not exist.
-        tokenizer: saved beside the model, and allowed as many tokens as the model now is: a tokenizer cuts texts at
-            its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is. Limits in
-            files of a tokenizer, or of sentence-transformers, that already lie in ``directory`` are raised too.
-        remote_code: write a module of four lines beside a whole model, by which programs that take a path load it as
-            ``ctxext.load`` does: those that pass ``trust_remote_code=True`` to transformers, and have ctxext installed.
-            Without that argument they refuse the checkpoint as they did.
-        results: Report in Markdown on measurements of this model (``-o report.md`` of the measuring commands):
-            it stands in the model card.
-        **saving: arguments of ``save_pretrained``, such as ``max_shard_size``. ``push_to_hub=True`` uploads what was
-            written, once it is whole, with ``repo_id`` (default the name of ``directory``), ``commit_message``,
-            ``create_pr``, ``private`` and ``token``.
+        tokenizer: tokenizer to save with the model. Its ``model_max_length``, at which it truncates, is raised to the
+            model's new length in the saved files; the object itself stays unchanged. Limits in files of a tokenizer, or
+            of sentence-transformers, that are already in ``directory`` are raised too.
+        remote_code: True to add a four-line module through which programs that take a path load the model like
+            ``ctxext.load``, if they pass ``trust_remote_code=True`` to transformers and ctxext is installed. Other
+            programs refuse the checkpoint as before.
+        results: Report in Markdown on measurements of this model (``-o report.md`` of the measuring commands): it
+            becomes part of the model card.
+        **saving: arguments of ``save_pretrained``, such as ``max_shard_size``. ``push_to_hub=True`` uploads the
+            complete directory, with ``repo_id`` (default the name of ``directory``), ``commit_message``, ``create_pr``,
+            ``private`` and ``token``.
 
-    The model card, README.md, says in a marked section how the model is extended, loaded and served. What else stands
-    in the card stays, here or on the hub.
+    The model card, README.md, says in a marked section how the model is extended, loaded and served. The rest of the
+    card stays, here or on the hub.
 
-    The files take their places when all of them are written: a full disk, or a kill, leaves no half of a checkpoint.
+    Files are moved into place when all of them are written: a full disk, or a kill, leaves no partial checkpoint.
 
     Raises:
         PatchStateError: if the model is not extended, or its config or its rotary modules were changed since.
-        CheckpointError: if ``directory`` is a file, or cannot be written, or its model card cannot be read: what lay
-            there before is as it was. Or if the upload fails.
+        CheckpointError: if ``directory`` is a file, or cannot be written, or its model card cannot be read; existing
+            files are then unchanged. Or if the upload fails.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
             for ``remote_code`` beside an adapter.
@@ -169,7 +169,7 @@ def _require_unchanged(model: PreTrainedModel) -> None:
 def _save_whole(model: PreTrainedModel, directory: Path, module: dict[str, Any], saving: dict[str, Any]) -> None:
     edits = Edits()
     try:
-        put_old_form(model.config, edits)
+        put_old_form(extended_texts(model.config), edits)
         for name, value in module.items():
             edits.set(model.config, name, value)
             (directory / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")

@@ -19,11 +19,10 @@ from transformers.utils import cached_file
 from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
-from ctxext.core.old_form import OLD_GUARD
-from ctxext.core.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
-from ctxext.core.saved import checked_extension
+from ctxext.core.saved import OLD_GUARD, checked_extension
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
+from ctxext.models.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
 from ctxext.rope_types import GUARD
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.

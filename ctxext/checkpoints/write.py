@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.attention.encodings import encoding_weights
 from ctxext.checkpoints.card import write_card
+from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import attached, load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save

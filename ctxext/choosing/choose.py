@@ -263,35 +263,35 @@ def choose(
     folder: str | Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> Choice:
-    """Find the extension that suits a model and your texts by measuring, and judge it on texts it was not chosen on.
+    """Choose an extension for a model and your texts by measuring, and judge it on other texts.
 
-    Pick it before you extend a model for good. A formula does not look at the model; this reads your texts with every
-    method, at several factors, and with YaRN at many thresholds, divisors and temperatures, and drops what falls
-    behind. Its price is time: some forty passes over texts of the target length (``budget`` says how many). The
-    model is at the end what it was: ``ctxext.patch(model, choice.method)`` extends it.
+    Call it before you extend a model for good. A formula ignores the model; this function measures your texts with
+    every method at several factors, and with YaRN at many thresholds, divisors and temperatures, and drops the losing
+    candidates. The cost is about forty passes over texts of the target length (set ``budget`` to change it). The model
+    is left unchanged: ``ctxext.patch(model, choice.method)`` extends it.
 
     Args:
         model: a causal language model with rotary positions, not extended, in eval mode.
         tokenizer: the model's tokenizer.
-        texts: the texts themselves, or paths of files. Of at least two texts of the target length, some are chosen on
-            and the others judged on; one text serves if it is at least twice as long.
+        texts: texts, or paths of files: at least two of the target length, some for the choice and the others for the
+            verdict. One text is enough if it is at least twice as long.
         target_length: tokens to extend to, above the trained length.
         budget: ``"30min"`` of computing, or ``"25 passes"`` over the target length, which is the same on every machine;
-            None for as much as all rounds take.
+            None for all rounds.
         seed: seed of the split of the texts, and of the hidden keys: the same seed makes the same choice.
-        keys: True to hide keys in a text and ask for them.
-        stock: True for the candidates that plain transformers loads, and other runtimes therefore may.
-        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        keys: True to test passkeys hidden in a text.
+        stock: True for only the candidates that plain transformers loads, as other runtimes may.
+        trained_length: tokens that the checkpoint was trained for; None to read them from the config.
         sliding_window: see ``ctxext.patch``.
-        folder: folder that keeps finished jobs: the same call goes on where a killed one ended.
+        folder: folder that keeps finished jobs: the same call resumes after an interruption.
         progress: function of the present job's name and the cost done since the last call.
 
     Returns:
         The choice, with ``method``, ``rows()`` and ``sentence``.
 
     Raises:
-        InvalidParameterError: texts that are too short or too few, a target inside the trained window, or a budget that
-            does not last for the smallest sizes.
+        InvalidParameterError: texts that are too short or too few, a target inside the trained window, or a budget
+            below the smallest sizes.
         PatchStateError: the model is extended already.
         IncompatibleError: the model has no rotary positions.
         ResultsError: ``folder`` holds another measurement, or cannot be written.

@@ -55,7 +55,7 @@ app.add_typer(lab_app, name="lab")
 def main(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works.
 
-    `ctxext inspect` says which methods extend a checkpoint, `ctxext eval compare` which of them is worth it.
+    `ctxext inspect` lists the methods that extend a checkpoint, `ctxext eval compare` measures them.
 
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
@@ -85,7 +85,7 @@ def inspect(
         Option(
             "--text",
             "-t",
-            help="Also say what a longer window has to offer this file. Repeatable.",
+            help="Also estimate the gain of a longer window on this file. Repeatable.",
             show_default="none",
         ),
     ] = None,
@@ -93,7 +93,7 @@ def inspect(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint's positions are and which methods extend it. No weights are loaded.
+    """Show which positions a checkpoint has and which methods extend it. No weights are loaded.
 
     Reads a directory, an adapter directory, a GGUF file or a name on the hub. A longer window pays where a text comes
     back to what it said long before: --text counts how much of it does.
@@ -136,7 +136,7 @@ def patch(
     source: Annotated[
         Path, Argument(help="A directory with safetensors weights, a name on the hub, or a .gguf file.", metavar="SRC")
     ],
-    destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
+    destination: Annotated[Path, Argument(help="The directory to write, which must not exist yet.", metavar="DST")],
     extension: NewExtensionOptions,
     copy: CopyOptions,
     trust: Trust = False,
@@ -183,7 +183,7 @@ def export(
         Option(
             "--gguf",
             metavar="IN OUT",
-            help="For llama.cpp: a GGUF file of this model, and a copy of it to write that holds the extension.",
+            help="For llama.cpp: a GGUF file of this model, and the copy with the extension to write.",
             show_default="none",
         ),
     ] = None,
@@ -191,7 +191,7 @@ def export(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Print the flags that make another runtime serve an extended checkpoint, and what it cannot express.
+    """Print the flags with which another runtime serves an extended checkpoint, and the limits of that runtime.
 
     With --method, a plain checkpoint is served extended while its files stay as they are. With --gguf, llama.cpp serves
     what flags cannot say: any frequencies that do not change with the text.
@@ -220,7 +220,7 @@ app.command(cls=StrictCommand)(check)
 
 @app.command(cls=StrictCommand)
 def methods(as_json: Json = False, markdown: Markdown = False) -> None:
-    """List every method that extends a checkpoint: what it does, when to pick it, how stock transformers calls it.
+    """List every method that extends a checkpoint: what it does, when to pick it, and its name in stock transformers.
 
     `ctxext lab methods` lists the encodings that a model has to be trained with.
 
@@ -234,7 +234,7 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
 @app.command(cls=StrictCommand)
 @grouped
 def demo(*, options: DemoOptions) -> None:
-    """Show on a real checkpoint what a longer context is worth, and what it can then be asked.
+    """Measure on a real checkpoint what a longer context is worth, and answer a question with it.
 
     Reads the same text on every machine: two minutes on two CPU cores, less with matrix units.
 

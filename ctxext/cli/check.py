@@ -35,7 +35,7 @@ class AskedOptions:
     """Server to ask, and how far."""
 
     url: str = option("Address of the server, such as http://127.0.0.1:8000.", default=REQUIRED)
-    name: str = option("Name of the model there.", default="", show_default="the first that it lists")
+    name: str = option("Name of the model on the server.", default="", show_default="the first that it lists")
     api_key: str | None = option("Key of the server.", envvar="CTXEXT_API_KEY", show_default="none")
     length: int = token_option(
         "Tokens of the longest prompt, if the window is longer.", "--length", "-l", default="16K", least=32
@@ -51,12 +51,12 @@ def check(
     text: TextOptions,
     as_json: Json = False,
 ) -> None:
-    """Ask a running server whether its model is extended as the files say, and which window it accepts.
+    """Check whether a running server extends its model as in the files, and which window it accepts.
 
-    Works with vLLM, SGLang, llama.cpp's server, transformers' and ctxext's. Its answers to long prompts are compared
-    with the extended model, the plain one, and the usual mistakes, which all run here, in up to ten passes over the
-    longest prompt (--length shortens it). Give --method where flags, and not the files, told the server the method. It
-    exits with status 1 if the server is not right.
+    Works with vLLM, SGLang, llama.cpp's server, transformers' and ctxext's. The command compares the server's answers
+    to long prompts with the extended model, the plain model and common mistakes, which all run locally, in up to ten
+    passes over the longest prompt (--length shortens it). Pass --method if the server got the method by flags and not
+    from the files. The exit status is 1 if the server is wrong.
 
     [bold]Example[/]: ctxext check Llama-3-8B-32k --url http://127.0.0.1:8000
     """

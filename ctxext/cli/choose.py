@@ -39,15 +39,15 @@ class ChoiceOptions:
 
     target: int = token_option("Tokens to extend to, above the trained length.", default=...)
     budget: str | None = option(
-        "What it may take: 30min, 2h or 90s of computing, or, the same on every machine, '25 passes' over the target "
-        "length.",
-        show_default="as much as all rounds take, some forty passes",
+        "Limit of the work: 30min, 2h or 90s of computing, or '25 passes' over the target length, "
+        "which is the same on every machine.",
+        show_default="all rounds, about forty passes",
     )
     passkey: bool = option(
-        "Also hide keys in a text of the target length and ask for them.", "--passkey/--no-passkey", default=True
+        "Also test passkeys hidden in a text of the target length.", "--passkey/--no-passkey", default=True
     )
     stock: bool = option(
-        "Choose only among what plain transformers loads, and other runtimes may.", "--stock", default=False
+        "Choose only among methods that plain transformers loads, as other runtimes may.", "--stock", default=False
     )
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
@@ -75,7 +75,7 @@ class ChoiceOutputOptions(OutputOptions):
         show_default="none",
     )
     save: Path | None = option(
-        "Also write an extended copy of the checkpoint directory, where nothing exists yet.",
+        "Also write an extended copy of the checkpoint into this directory, which must not exist yet.",
         metavar="DIR",
         show_default="none",
     )
@@ -88,7 +88,7 @@ class ChoiceOutputOptions(OutputOptions):
 
 @grouped
 def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, results: ChoiceOutputOptions) -> None:
-    """Choose the extension that suits a checkpoint and your texts, by measuring, and say by how much it is better.
+    """Choose an extension for a checkpoint and your texts by measuring, and report its margin.
 
     Every formula, some ways to remap positions and YaRN at many thresholds, divisors and temperatures are compared on
     some of the texts, in rounds of fewer and fewer candidates; the others judge what was chosen. With --output every

@@ -17,12 +17,11 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from torch import Tensor, nn
 
-from ctxext.caches.records import cache_argument
 from ctxext.checkpoints.save import save
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
 from ctxext.core.patching import patch, unpatch
-from ctxext.core.subject import base_model
+from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable

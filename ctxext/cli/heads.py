@@ -18,12 +18,12 @@ class HeadsTextOptions(HaystackOptions):
         "-t",
         show_default="random tokens, hidden in random tokens",
     )
-    seeds: int = option("Passes of each probe, each over other tokens.", default=3, min=1)
+    seeds: int = option("Passes of each probe, each over different tokens.", default=3, min=1)
 
 
 @grouped
 def heads(*, haystack: HeadsTextOptions, source: SourceOptions, results: OutputOptions) -> None:
-    """Find the heads that retrieve: score each key-value group by two probes, in a few passes of up to 2,048 tokens.
+    """Find retrieval heads: score each key-value group by two probes, in a few passes of up to 2,048 tokens.
 
     The first probe repeats random tokens, the second hides needles and asks for them. Each counts the attention to
     where the same tokens stood before. No text is needed, and nothing is trained. An extension that the checkpoint was

@@ -37,7 +37,7 @@ lab_app = typer.Typer(cls=LabGroup, rich_markup_mode="rich")
 
 @lab_app.callback()
 def lab() -> None:
-    """Study encodings of positions: train a small model with each, test it on 8 times the length, and list them.
+    """Study position encodings: train a small model with each, test it on 8 times the length, and list them.
 
     Without a command it runs: `ctxext lab -o lab` is `ctxext lab run -o lab`.
 
@@ -47,7 +47,7 @@ def lab() -> None:
 
 @lab_app.command(cls=StrictCommand)
 def methods(as_json: Json = False, markdown: Markdown = False) -> None:
-    """List the encodings that a model has to be trained with: what each does, and when to pick it.
+    """List the encodings that need training: what each does, and when to pick it.
 
     [bold]Example[/]: ctxext lab methods
     """
@@ -66,7 +66,7 @@ class LabOptions:
     )
     only: list[str] | None = option(
         "An encoding or a baseline, several with commas: t5_bias,alibi. Repeatable.",
-        show_default="everyone: rope, all encodings, and recurrent models",
+        show_default="all: rope, every encoding, and recurrent models",
     )
     task: list[str] | None = option(
         "text, parity, s3, flipflop, copy, reverse or order, several with commas. Repeatable.",
@@ -74,12 +74,12 @@ class LabOptions:
         "-t",
         show_default="the preset's",
     )
-    seeds: int | None = option("How many times each is trained, from other weights.", show_default="the preset's")
+    seeds: int | None = option("Training runs per model, from different initial weights.", show_default="the preset's")
     text: list[str] | None = option(
-        "A text to read: a file, a folder or a data set, a fifth of which is tested on. Repeatable.",
+        "Text to train on: a file, a folder or a data set; a fifth is held out for testing. Repeatable.",
         show_default="the plays that ctxext demo reads",
     )
-    workers: int = option("Processes at once, of one thread each.", default=2)
+    workers: int = option("Parallel processes, with one thread each.", default=2)
 
 
 @lab_app.command(cls=StrictCommand)

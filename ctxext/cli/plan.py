@@ -68,13 +68,13 @@ class MemoryOptions:
 
     loss_chunk: int = option("Tokens whose logits exist at a time; 0 for all.", default=1024, min=0)
     checkpointing: bool = option(
-        "Compute layers again in the backward pass, instead of keeping what they made.", default=True
+        "Recompute layers in the backward pass, instead of keeping their activations.", default=True
     )
     save_attention: bool = option(
-        "Keep attention's output for the backward pass all the same.", "--save-attention", default=False
+        "Keep attention's output for the backward pass even so.", "--save-attention", default=False
     )
     offload: bool = option(
-        "Move what is kept for the backward pass, the layers' inputs, to the host.", "--offload", default=False
+        "Move the layers' inputs, which are kept for the backward pass, to the host.", "--offload", default=False
     )
     mlp_tile: int | None = option("Tokens that pass through an MLP at a time.", show_default="all")
 

@@ -14,17 +14,17 @@ class ServerOptions:
     """Address of the server, and key of its clients."""
 
     host: str = option("Address to listen on; 0.0.0.0 for every network.", default="127.0.0.1")
-    port: int = option("Port to listen on; 0 for any that is free.", default=8000, min=0, max=65535)
+    port: int = option("Port to listen on; 0 for any free port.", default=8000, min=0, max=65535)
     api_key: str | None = option(
-        "Answer only clients that show this key.", envvar="CTXEXT_API_KEY", show_default="answer everybody"
+        "Answer only clients with this key.", envvar="CTXEXT_API_KEY", show_default="none: answer all clients"
     )
     name: str | None = option("Name of the model for clients.", show_default="CHECKPOINT as given")
     continuous_batching: bool = option(
         "Answer several requests in each pass of the model.", "--continuous-batching", default=False
     )
     cached_tokens: int | None = token_option(
-        "Tokens whose keys and values continuous batches hold at a time.",
-        show_default="what is free on a GPU, 8 windows on a CPU",
+        "Tokens in the cache of continuous batches.",
+        show_default="the free memory of a GPU, 8 windows on a CPU",
         least=1,
     )
 

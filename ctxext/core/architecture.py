@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ctxext import registry
-from ctxext.core.code import why_absent
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import scaling_of, stated_length
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import Method
+from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.spec import Extension, ExtensionArguments
 
 
@@ -23,13 +23,15 @@ class Architecture(ABC):
 
     Class attributes of a family:
         name: Name of the family in lists.
-        positions: Kind of positions, as in ``refusals.refuse_other_positions``.
+        positions: Kind of positions, as in ``models/refusals.py``.
+        methods: Kind of the methods that are made for such positions.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family without
             one overrides ``matches``.
     """
 
     name: ClassVar[str]
     positions: ClassVar[str] = "table"
+    methods: ClassVar[type[Method]] = RopeMethod
     decoder_class: ClassVar[type[nn.Module]]
 
     def matches(self, subject: Subject) -> bool:
@@ -39,6 +41,10 @@ class Architecture(ABC):
     def holds(self, decoder: nn.Module) -> bool:
         """Return whether a decoder of the family's class has its positions; the config of some asks for others."""
         return True
+
+    def method_names(self) -> list[str]:
+        """Return the names of the methods that are made for the positions of this family."""
+        return [name for name, method in METHODS.items() if issubclass(method, self.methods)]
 
     @abstractmethod
     def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
@@ -73,7 +79,9 @@ class Architecture(ABC):
 ARCHITECTURES: dict[str, type[Architecture]] = {}
 """Families by name, rotary models first, which are the most; the room of families fills it before the first look."""
 CHECKS: list[Callable[[Subject, str], None]] = []
-"""Checks of a model against its config and its kind of positions, each of which may raise; ``refusals`` adds them."""
+"""Checks of a model against its config and its kind of positions, each of which may raise; ``models/`` adds them."""
+EXPLANATIONS: list[Callable[[PreTrainedModel], str]] = []
+"""Reasons why no family matches a model; ``models/`` adds the one there is."""
 
 
 def find_architecture(subject: Subject) -> Architecture | None:
@@ -94,7 +102,7 @@ def architecture_of(subject: Subject) -> Architecture:
         return family
     raise IncompatibleError(
         f"{type(subject.model).__name__} ({subject.kind}) has no positions that ctxext can extend: "
-        f"{why_absent(subject.model)}. Known families: {', '.join(ARCHITECTURES)}."
+        f"{' '.join(explain(subject.model) for explain in EXPLANATIONS)}. Known families: {', '.join(ARCHITECTURES)}."
     )
 
 
@@ -109,15 +117,22 @@ def trained_length_of(subject: Subject) -> int | None:
     return stated_length(subject.text) if architecture is None else architecture.trained_length(subject)
 
 
-def unknown_length(subject: Subject) -> IncompatibleError:
-    """Return the error for a model whose trained length neither the user nor its config states."""
-    return IncompatibleError(
-        f"The config of this {subject.kind} does not state the trained length. Pass trained_length (--trained-length)."
-    )
+def required_length(subject: Subject, request: ExtensionArguments) -> int:
+    """Return the trained length that the user or else the config states.
+
+    Raises:
+        IncompatibleError: if neither states one.
+    """
+    if request.trained_length is None:
+        raise IncompatibleError(
+            f"The config of this {subject.kind} does not state the trained length. Pass trained_length "
+            f"(--trained-length)."
+        )
+    return int(request.trained_length)
 
 
-def refuse_attention_choices(request: ExtensionArguments, leaves: str) -> None:
-    """Raise ``InvalidParameterError`` for a choice about attention that the extension ``leaves`` to the model."""
-    for name in ("sliding_window", "attention"):
+def refuse_choices(request: ExtensionArguments, names: Iterable[str], reason: str) -> None:
+    """Raise ``InvalidParameterError`` for the first of the named arguments of ``patch`` that was given."""
+    for name in names:
         if (given := getattr(request, name)) is not None:
-            raise InvalidParameterError(f"{name}={given!r}: {leaves} attention to the model. Leave {name} out.")
+            raise InvalidParameterError(f"{name}={given!r}: {reason}. Leave {name} out.")

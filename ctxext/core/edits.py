@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -79,6 +80,19 @@ class Edits:
         self._entries.append((owner, name, old, False))
         owner._parameters[name] = weight
 
+    def replace_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights of a model under all their names; a value that is a parameter is used itself."""
+        names = dict(model.named_parameters(remove_duplicate=False))
+        for name, value in weights.items():
+            old = names[name]
+            with torch.inference_mode(False):
+                new = value.clone() if value.is_inference() else value
+                if not isinstance(new, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=old.requires_grad)
+            for alias in [alias for alias, weight in names.items() if weight is old]:  # tied, or shared by two modules
+                path, _, leaf = alias.rpartition(".")
+                self.replace_weight(model.get_submodule(path), leaf, new)
+
     def attach(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """Add ``module`` to ``owner`` under a free name, or under the name that it already has; undo deletes it.
 
@@ -103,6 +117,7 @@ class Edits:
     def undo(self, *, keep: int = 0) -> None:
         """Restore old values, newest first, but for the ``keep`` oldest; after an interrupt, call this again."""
         while len(self._entries) > keep:
+            # Restore, then forget: an interrupt in between repeats the restoration, instead of losing an entry.
             self._restore(*self._entries[-1])
             self._entries.pop()
 
@@ -112,6 +127,7 @@ class Edits:
             for registry in (*BEFORE, *AFTER):
                 getattr(owner, registry).pop(HOOK, None)
         elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
+            # The old object itself, because optimizers and tied weights hold on to it.
             owner._parameters[name] = _followed(old, owner._parameters.get(name))
         elif unchecked:
             if old is _Absent.ABSENT:

@@ -11,19 +11,19 @@ from transformers import PreTrainedModel
 
 from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
 from ctxext.core.edits import Edits
-from ctxext.core.old_form import write_old_form
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import (
     checked_trained_length,
     choices,
     describe_saved,
+    put_old_form,
     saved_extension,
     saved_form,
     saved_sides_form,
     untested_versions,
 )
 from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
-from ctxext.core.steps import ExtendedPart, Moment, Step, Work, described, register, run, steps
+from ctxext.core.steps import ExtendedPart, Moment, Work, described, run, steps
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import PatchStateError
 from ctxext.methods import Method
@@ -81,9 +81,9 @@ def patch(
     ctxext.patch(model, "self_extend", factor=2)  # 8K -> 16K tokens
     ```
 
-    Without training take ``self_extend``, by 2 to 4: short texts are read as before. For other runtimes take ``yarn``,
-    by 2, and to fine-tune too. ``retrieval_heads`` needs less time and memory on long texts. To choose by measuring:
-    ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, dynamic_ntk, dynamic_pi,
+    Without training use ``self_extend``, by 2 to 4: results for short texts stay the same. Use ``yarn``, by 2, for
+    other runtimes, and for fine-tuning. ``retrieval_heads`` needs less time and memory on long texts. To choose by
+    measuring: ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, dynamic_ntk, dynamic_pi,
     dynamic_yarn, llama3, longrope, ntk, ntk_by_parts, pi, table, yarn; for its positions: dpe, dual_chunk, rerope,
     retrieval_heads, self_extend, streaming, string; for biases and tables: alibi, group, hierarchical, stretch,
     stretch_buckets, tile.
@@ -91,27 +91,27 @@ def patch(
     Writes the extension into the model's existing config and live modules, then compares what the rotary modules
     compute with the method's own mathematics in float64. If anything fails, the model is left as it was.
 
-    PEFT adapters that put layers into the model (LoRA and its kin), added before or after, are saved with the extension
-    whoever saves them. Those that only put virtual tokens before the text (prompt and prefix tuning) leave no trace
-    on the model: wrap it before ``patch`` and give ``patch`` the wrapper, or save with ``ctxext.save``.
+    PEFT adapters with layers inside the model (LoRA and its variants), added before or after, are saved with the
+    extension by every way of saving. Adapters that only put virtual tokens before the text (prompt and prefix tuning)
+    leave no trace on the model: wrap the model before ``patch`` and pass the wrapper to ``patch``, or save with
+    ``ctxext.save``.
 
     Args:
-        model: a transformers model; or a PEFT, compiled or data-parallel wrapper around one; or what holds one beside
-            its tokenizer (a SentenceTransformer, a CrossEncoder, a pipeline), whose own limit is raised where it was
-            the trained length.
+        model: a transformers model; or a PEFT, compiled or data-parallel wrapper around one; or a SentenceTransformer,
+            CrossEncoder or pipeline, whose own limit is raised if it was the trained length.
         method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
             ``choice.json`` that ``ctxext choose`` wrote. It extends both sides of an encoder-decoder.
         factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
             unless ``target_length`` is given.
         target_length: tokens to extend to, instead of ``factor``.
-        trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``.
-            Required for a checkpoint that is already extended. One that ctxext extended: the length before that, and
-            the new method replaces the old one. One whose config scales its rotary positions (Llama 3.1, gpt-oss,
-            Phi-3): the length with that scaling, and the new method extends the frequencies that it gives.
-        sliding_window: "lift" or "keep", needed where every attention layer has one narrower than the extension.
-        scaling: for a checkpoint whose config scales its rotary positions: "extend", if its weights were trained with
-            that scaling, starts from its frequencies and its scale of cos and sin (the default where
-            ``trained_length`` is the scaled length); "replace", if it was put on afterwards, takes it off.
+        trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``. Required
+            for a checkpoint that is already extended. If ctxext extended it: the length before, and the new method
+            replaces the old one. If its config scales rotary positions (Llama 3.1, gpt-oss, Phi-3): the length with
+            that scaling, and the new method extends the scaled frequencies.
+        sliding_window: "lift" or "keep", required if every attention layer has a window narrower than the extension.
+        scaling: for a checkpoint whose config scales its rotary positions: "extend" keeps the scaling's frequencies and
+            its scale of cos and sin as the start, for weights that were trained with it (the default if
+            ``trained_length`` is the scaled length); "replace" removes the scaling, if it was added afterwards.
         attention: Backend where ctxext computes attention (ALiBi models, and ALiBi on rotary ones): "auto" (the
             default) takes the first backend that can serve each call, a name such as "flash" never falls back. Rotary
             methods leave attention to the model and refuse it.
@@ -123,11 +123,11 @@ def patch(
     Raises:
         UnknownNameError: unknown method or parameter.
         InvalidParameterError: a value outside its range, factor and target_length that contradict each other, neither
-            of them, or a target below what the checkpoint reads already.
+            of them, or a target below the checkpoint's present length.
         IncompatibleError: the method cannot be right on this model; the message says why.
-        PatchStateError: the model is already patched or already extended; or it is not what its config says, because
-            one of them was changed after loading.
-        CheckpointError: the config.json that the model was loaded from names other positions than were built from it.
+        PatchStateError: the model is already patched or extended; or model and config disagree, because one of them was
+            changed after loading.
+        CheckpointError: the model's positions differ from those in the config.json that it was loaded from.
         VerificationError: the patched model does not compute what the method says.
     """
     return extend(
@@ -148,9 +148,7 @@ def patch(
 def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:
     """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
-    Args:
-        arguments: Arguments of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved.
-            A side that is not named remains plain.
+    ``arguments`` may name the sides of an encoder-decoder, as they were saved. A side that is not named remains plain.
     """
     work = Work(Subject.of(model), arguments, Edits())
     base = work.subject.model
@@ -169,6 +167,10 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
         state = Patched(work.method, work.extension, edits, work.sides)
         edits.set(base.config, "ctxext", state.saved_form())
         run(work, Moment.CONFIG, Moment.CONFIG)
+        if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended
+            edits.set(base.config, "_name_or_path", EXTENDED_IN_MEMORY)
+        texts = [part.subject.text for part in work.sides.values()] or [work.subject.text]
+        put_old_form(texts, edits, of_any_type=True)
         base._ctxext = state
         run(work, Moment.SAVING, Moment.CACHES)
     return model
@@ -223,24 +225,12 @@ def extend_positions(work: Work) -> None:
     work.extension = architecture.apply(subject, work.method, request, edits)
 
 
-def _write_config(work: Work) -> None:
-    """Put the old form beside the extension, and take the path to the plain checkpoint out of the config."""
-    config = work.subject.config
-    if getattr(config, "_name_or_path", ""):  # where the model lies unextended
-        work.edits.set(config, "_name_or_path", EXTENDED_IN_MEMORY)
-    for part in [part.subject for part in work.sides.values()] or [work.subject]:
-        write_old_form(part.config, work.edits, of_any_type=True)
-
-
-register(Step(Moment.CONFIG, _write_config))
-
-
 def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
 
-    After an interrupt (Ctrl-C) a second call undoes the rest. A cache that was filled while the model was patched does
-    not fit any more, and refuses to be continued. A copy of a cache that the patched model never read, or one on the
-    disk, cannot be told what happened: drop those.
+    After an interrupt (Ctrl-C) a second call undoes the rest. A cache that was filled by the patched model is refused
+    from then on. A copy of a cache that the patched model never used, or a cache on the disk, cannot be detected:
+    discard these.
 
     Returns:
         The same model.
@@ -286,11 +276,11 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
 
 
 def describe(model: Any, *, verbose: bool = False) -> Description:
-    """Say how a model is extended: method, lengths, saved form, who loads it, and what to know.
+    """Describe how a model is extended: method, lengths, saved form, programs that load it, and notes.
 
     Args:
         model: Model, as ``patch`` takes it.
-        verbose: print also the pieces of a remapping, the fingerprint, and what was edited.
+        verbose: also print the regions of a remapping, the fingerprint, and every edited attribute.
     """
     subject = Subject.of(model)
     state, model_type = patched_state(subject.model), subject.kind

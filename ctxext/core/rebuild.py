@@ -22,8 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.core.edits import Edits, own_attributes
-from ctxext.core.old_form import drop_old_form
-from ctxext.core.saved import without_guard
+from ctxext.core.saved import drop_old_form, without_guard
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CtxextError, IncompatibleError
@@ -74,6 +73,7 @@ def reread(config: Any) -> Any:
     Raises:
         REFUSALS: if the class does not accept the fields.
     """
+    # A config class may convert fields only when it reads a file, so a copy in memory would not be what a reload reads.
     with tempfile.TemporaryDirectory() as directory:
         config.to_json_file(Path(directory) / "config.json")
         return type(config).from_pretrained(directory)
@@ -82,10 +82,8 @@ def reread(config: Any) -> Any:
 class Rebuild:
     """The model that transformers would build from a live model's config with changed fields, saved and read back.
 
-    The model is built on first use, and ``apply`` alone changes the live model.
-
-    Args:
-        fields: new values of fields in the text part of its config; none for the model as it is now.
+    ``fields`` has new values of fields in the text part of its config. The model is built on first use, and ``apply``
+    alone changes the live model.
 
     Raises:
         AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, if the config's class
@@ -106,7 +104,7 @@ class Rebuild:
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
         """The whole model, on the meta device."""
-        return without_weights(self.subject.model, self.config)
+        return without_weights(type(self.subject.model), self.config)
 
     def rotary_config(self, path: str) -> Any:
         """Return the config that transformers gives to the rotary module at ``path``.
@@ -130,6 +128,7 @@ class Rebuild:
 
     def changes(self, before: Rebuild) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield ``(module path, attribute, old value, new value)`` of plain attributes that differ from ``before``."""
+        # Compare two rebuilt models: the live one may also differ by changes of its user, which have to stay.
         olds = dict(before.whole.named_modules())
         for path, module in self.whole.named_modules():
             for name, new in own_attributes(module).items():
@@ -155,6 +154,7 @@ class Rebuild:
         for path, name, _, value in self.changes(before):
             edits.set(model.get_submodule(path), name, value)
         for name in self.fields:
+            # The value as it was read back, which the class may have converted.
             edits.set(text, name, getattr(self.text, name))
         for path, rotary in subject.rotaries:
             if rotary.config is not text:  # a changed copy of the text config, made when it was built
@@ -162,28 +162,26 @@ class Rebuild:
                 if config.to_dict() == before.rotary_config(path).to_dict():
                     continue
                 edits.set(rotary, "config", config)
+            # Tensors of the whole rebuilt model are on the meta device, so this module alone is built again, with
+            # numbers.
             for name, buffer in self.rotary(path).named_buffers(recurse=False):
                 edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
             for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
                 edits.delete(rotary, name)  # transformers caches it from the config that the module saw first
 
 
-def without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build the model's class from a copy of ``config`` on the meta device."""
-    with torch.inference_mode(False), torch.device("meta"), restoring():
-        return type(model)(as_loaded(config))
+def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """Build a class of models from a copy of ``config`` on the meta device.
 
-
-def as_loaded(config: Any) -> Any:
-    """Return a copy of a config with dtypes as ``from_pretrained`` sets them: ``save_pretrained`` leaves names.
-
-    The activation of Apertus makes a tensor of the config's dtype.
+    The copy has dtypes as ``from_pretrained`` sets them, in place of the names that ``save_pretrained`` leaves: the
+    activation of Apertus makes a tensor of the config's dtype.
     """
     config = copy.deepcopy(config)
     for part in {id(part): part for part in (config, text_of(config))}.values():
         if isinstance(dtype := vars(part).get("dtype"), str):
             part.dtype = getattr(torch, dtype)
-    return config
+    with torch.inference_mode(False), torch.device("meta"), restoring():
+        return kind(config)
 
 
 def _is_plain(value: object) -> bool:

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.core.rebuild import as_loaded, restoring, without_weights
+from ctxext.core.rebuild import without_weights
 from ctxext.errors import IncompatibleError
 
 UNREPLACED = "_ctxext_unreplaced_"  # prefix of the name of a module's second copy
@@ -33,7 +32,7 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     Raises:
         IncompatibleError: if code was replaced in another module than that which defines the class.
     """
-    twin = without_weights(model, config)
+    twin = without_weights(type(model), config)
     homes = {base.__module__ for module in twin.modules() for base in type(module).__mro__}
     replaced = {home: names for home in sorted(homes) if (names := replaced_in(home))}
     if not replaced:
@@ -47,8 +46,7 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
             f"first and apply such kernels afterwards"
         )
     original: type[PreTrainedModel] = getattr(_second_copy(kind.__module__), kind.__name__)
-    with torch.inference_mode(False), torch.device("meta"), restoring():
-        return original(as_loaded(config))
+    return without_weights(original, config)
 
 
 def replaced_in(home: str) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """Find the rotary frequencies of a model, read what they are before an extension, and prove what they are after it.
 
-The proof compares cos and sin of the live module with the method's mathematics in float64.
+The first proof compares live modules with those that the config builds: methods start from the config. The second one
+compares cos and sin of the live module with the method's mathematics in float64.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +18,8 @@ from torch import Tensor, nn
 
 from ctxext.core.probe import Layers, look, readers_of
 from ctxext.core.rebuild import Rebuild, running
-from ctxext.core.scaling import FOREIGN_KEYS, is_windowed
+from ctxext.core.scaling import FOREIGN_KEYS, is_windowed, mixes_windows
 from ctxext.core.subject import Subject
-from ctxext.core.windows import mixes_windows
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
@@ -112,6 +113,7 @@ class RotaryPlace:
             position_ids = position_ids[None].expand(3, -1, -1)
         with running(type(rotary)):
             out = rotary(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+            # Llama 4 returns one complex tensor, cos + i sin, instead of a pair.
             if isinstance(out, Tensor):
                 out = (out.real, out.imag)
             cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
@@ -259,6 +261,8 @@ def find_places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
     text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
     for path, module in subject.rotaries:
         layers = getattr(text, "layer_types", None)
+        # A changed copy of the text config has its class and layer types. Any other config belongs to another part of
+        # the model, which a change of the text config would not reach.
         is_copy = type(module.config) is type(text) and getattr(module.config, "layer_types", None) == layers
         if module.config is not text and not is_copy:  # some models hand changed copies to their modules
             elsewhere.append(path)
@@ -280,6 +284,8 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
         )
     is_proportional = parameters.get("rope_type") == "proportional"
     unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
+    # Build a module from the config without its scaling: the frequencies of the live one may be scaled already, and
+    # only the class knows how many dimensions it rotates.
     rotary = Rebuild(subject, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
     live, inv_freq = subject.model.get_submodule(place.path), getattr(rotary, f"{place.prefix}inv_freq")
     if inv_freq.shape != getattr(live, f"{place.prefix}inv_freq").shape:
@@ -322,8 +328,9 @@ def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> 
     rotary = Rebuild(subject).rotary(place.path)
     length = trained_length
     if parameters.get("rope_type") == "dynamic":
+        # Dynamic types scale nothing up to max_position_embeddings, so ask at a length inside.
         length = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
-    place.output(rotary, torch.tensor([0, length - 1]))  # longrope switches to its set for long texts
+    place.output(rotary, torch.tensor([0, length - 1]))  # the call makes longrope switch to its set for long texts
     inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
     scale = float(getattr(rotary, f"{place.prefix}attention_scaling", 1.0))
     unscaled = rotating(plain, Frequencies(plain_inv_freq(plain)))
@@ -348,3 +355,101 @@ def sampled_positions(length: int) -> Tensor:
     """Return 0, the last position and the powers of two between: fast pairs show errors early, slow pairs late."""
     powers = {2**n for n in range(length.bit_length()) if 2**n < length}
     return torch.tensor(sorted({0, length - 1} | powers), dtype=torch.long)
+
+
+LOAD_ANEW = (
+    "If the config was changed after loading, load the model with it: from_pretrained(path, config=config). If a "
+    "module was changed by hand or by another library, load the model again and patch it first."
+)
+PATCH_ANEW = (
+    "One of them was changed after the extension, and no saved checkpoint could hold that. Call "
+    "ctxext.unpatch(model), then ctxext.patch with the values that you want, then save."
+)
+
+
+def require_as_patched(subject: Subject, trained_length: int) -> None:
+    """Check that every rotary module of an extended model still computes what its config says.
+
+    Raises:
+        PatchStateError: if a module and the config differ; the message has both values.
+    """
+    places, _ = find_places(subject)
+    require_as_configured(subject, places, trained_length, PATCH_ANEW)
+
+
+def require_as_configured(
+    subject: Subject, places: Sequence[RotaryPlace], trained_length: int, way_out: str = LOAD_ANEW
+) -> None:
+    """Check that live rotary modules compute what the model's config says.
+
+    Methods start from the config. If the config or a module was changed after loading, the weights run with other
+    positions than the config says. Modules on the meta device compute nothing yet, and pass.
+
+    Raises:
+        PatchStateError: if a module and the config differ; the message has both values.
+    """
+    if not places:
+        return
+    text, rebuild = subject.text, Rebuild(subject)
+    for place in places:
+        live = subject.model.get_submodule(place.path)
+        if any(buffer.is_meta for buffer in live.buffers()):
+            continue
+        problem = _unlike(place, live, rebuild.rotary(place.path), text, trained_length)
+        if problem:
+            raise PatchStateError(
+                f"The live {type(live).__name__} of this {text.model_type} differs from its config "
+                f"(rope_parameters={place.rope_dict(text)}): {problem}. {way_out}"
+            )
+
+
+def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, trained_length: int) -> str | None:
+    """Return how a live rotary module differs from the one that its config builds; None if it does not.
+
+    Both start from the frequencies of short texts: a module that follows the length may have read a long one.
+    """
+    short, current = f"{place.prefix}original_inv_freq", f"{place.prefix}inv_freq"
+    follows = place.rope_dict(text).get("rope_type") in ("dynamic", "longrope")
+    for name in (short,) if follows else (short, current):
+        actual, stated = getattr(live, name).detach().cpu(), getattr(built, name)
+        if actual.shape != stated.shape:
+            return f"{name} has {len(actual)} frequencies, and the config's {len(stated)}"
+        rounding = max(FLOAT32, 2 * torch.finfo(actual.dtype).eps)
+        rounded = stated.to(actual.dtype)  # float16 keeps few digits below 6e-5, and none below 6e-8
+        different = ~torch.isclose(actual.double(), rounded.double(), rtol=rounding, atol=0.0)
+        if different.any():
+            pair = int(different.nonzero()[-1])  # the slowest one, which reaches furthest
+            return f"{name}[{pair}] is {actual[pair]:.4g} radians per token, and the config's {stated[pair]:.4g}"
+    live_inv_freq = getattr(live, short)
+    with torch.no_grad():
+        built = built.to(live_inv_freq.dtype)  # round both alike, if the live module was rounded
+        getattr(built, short).copy_(live_inv_freq)
+        getattr(built, current).copy_(live_inv_freq)
+    longest = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
+    for length in sorted({min(8, longest), max(longest - 1, 1)}):
+        positions = sampled_positions(length)
+        with torch.no_grad(), _undisturbed(live):
+            computed = place.output(live, positions)
+            expected = place.output(built, positions)
+        for name, part, target in zip(("cos", "sin"), computed, expected, strict=True):
+            if part.shape != target.shape:
+                return f"it returns {list(part.shape)} numbers, and the config's {list(target.shape)}"
+            error = float(
+                (part.double().cpu() - target.double()).abs().max() / target.double().abs().max().clamp(min=1)
+            )
+            if not error <= COS_ERROR:
+                return f"its {name} differs by {error:.2g} in a text of {length} tokens"
+    return None
+
+
+@contextlib.contextmanager
+def _undisturbed(rotary: nn.Module) -> Iterator[None]:
+    """Restore a rotary module after the block: a call may change its buffers and numbers."""
+    before, buffers = dict(vars(rotary)), rotary._buffers
+    rotary._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+    try:
+        yield
+    finally:
+        vars(rotary).clear()
+        vars(rotary).update(before)
+        rotary._buffers = buffers

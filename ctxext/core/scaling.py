@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
-from ctxext.core.published import published_json, published_text
-from ctxext.core.subject import Subject, text_of
+from ctxext.core.subject import Subject, path_to, text_of
 from ctxext.errors import InvalidParameterError, PatchStateError
+from ctxext.files import parse_json
 from ctxext.methods.formulas import NEVER
 
 # Errors that transformers raises if it cannot read a config, or build a model from one; a RuntimeError where its code
@@ -41,11 +43,7 @@ SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield each rope dict of a text config with its layer type, None if one dict serves all layers.
-
-    Args:
-        text: Text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
-    """
+    """Yield each rope dict of a text config, or of its ``rope_parameters``, with its layer type (None for all)."""
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
     labels = getattr(text, "_rope_type_labels", None) or getattr(text, "layer_types", None) or ()
@@ -70,11 +68,40 @@ def is_windowed(layer_type: str) -> bool:
     return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
 
 
+def layer_types(config: Any) -> list[str]:
+    """Return the type of each layer of a config; empty if it names none."""
+    return getattr(config, "layer_types", None) or []
+
+
+def all_windowed(config: Any) -> bool:
+    """Return whether every attention layer of a config with a window has it."""
+    kinds = layer_types(config)
+    attention = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+    if not kinds:
+        return True
+    return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)
+
+
+def mixes_windows(config: Any) -> bool:
+    """Return whether the config has layers with a window beside layers without one."""
+    return any(map(is_windowed, layer_types(config))) and not all_windowed(config)
+
+
 def of_layers(text: Any, name: str) -> list[Any]:
     """Return the values that a field has in the layers of a config: one, unless they differ by layer."""
     if name not in (getattr(text, "per_layer_attributes", None) or ()):
         return [getattr(text, name, None)]
     return list(dict.fromkeys(getattr(layer, name, None) for layer in text.per_layer_config))
+
+
+def stated_window(config: Any) -> int | None:
+    """Return the tokens of the widest sliding window that a config states; None if it states none."""
+    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
+        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return int(window)
 
 
 def heads_of(text: Any) -> tuple[int, int, int]:
@@ -222,6 +249,41 @@ def _is_filled_in(config: Any, text: Any, kind: str) -> bool:
         return False
     of_kind = [rope for _, rope in rope_dicts(block) if kind in (rope.get("rope_type"), rope.get("type"))]
     return bool(of_kind) and not any(rope.get("original_max_position_embeddings") for rope in of_kind)
+
+
+def published_json(config: Any) -> dict[str, Any]:
+    """Read the config.json that a config was built from; return an empty dict if it is not on this machine.
+
+    The file is searched in the directory or in the hub's cache from which transformers read the config, offline.
+    """
+    name = getattr(config, "_name_or_path", None)
+    if not name:
+        return {}
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        try:
+            cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+        except HFValidationError:  # the name is a path, not a repository of the hub
+            return {}
+        if not isinstance(cached, str):
+            return {}
+        path = Path(cached)
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # removed or damaged since the model was loaded from it
+        return {}
+    is_same = isinstance(content, dict) and content.get("model_type") == config.model_type
+    return content if is_same else {}
+
+
+def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
+    """Return the text part of a published config.json; the whole of it if it has no such part."""
+    for name in path_to(config, text_of(config)):
+        inner = published.get(name)
+        if not isinstance(inner, dict):
+            return published  # a file older than the parts of its class; transformers maps its fields
+        published = inner
+    return published
 
 
 def checked_scaling(

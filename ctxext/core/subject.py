@@ -9,6 +9,7 @@ the whole config.
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.errors import IncompatibleError
+
+# Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
 SIDES = ("encoder", "decoder")
 
@@ -199,3 +203,9 @@ def path_to(config: Any, part: Any) -> list[str]:
         if isinstance(value, PreTrainedConfig) and (rest := path_to(value, part)):
             return [name, *rest]
     return []
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name under which a module's class takes a cache; None if it takes none."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in names), None)

@@ -46,7 +46,8 @@ from ctxext.measuring.head import require_pieces, shell_of
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import Provenance, Report
-from ctxext.measuring.readings import Reader, find_readers, known_trained_length
+from ctxext.measuring.readers import find_readers
+from ctxext.measuring.readings import Reader, known_trained_length
 from ctxext.measuring.statistics import PairedDifference, check_finite
 from ctxext.measuring.survey import Answer, Job, Survey
 from ctxext.measuring.truncation import (

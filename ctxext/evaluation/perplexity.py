@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.core import patching
+from ctxext.core.architecture import architecture_of
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject, base_model
@@ -36,7 +37,6 @@ from ctxext.measuring.truncation import (
     window_name,
     windows_of,
 )
-from ctxext.models import architecture_of
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 MODES = ("position", "sliding", "yarn", "longlora")

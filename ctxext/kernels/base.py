@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels.blocks import PartRule, score_blocks
 from ctxext.kernels.layout import Layout
-from ctxext.spec import OwnAttention, PairScore, ScoreForm
+from ctxext.methods.encoding import OwnAttention, PairScore, ScoreForm
 
 
 @functools.cache

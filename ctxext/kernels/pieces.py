@@ -33,7 +33,7 @@ from ctxext.kernels.base import AttentionBackend, Call, Need, runs_triton, witho
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.regions import FADING, FULL, rectangles, tiles
-from ctxext.spec import PositionMap, Region
+from ctxext.methods.remap import PositionMap, Region
 
 TILE = 1 << 15
 """Rows of queries (one per head) that a CPU merges at once. The fewer tiles, the fewer operations, each of which waits
@@ -388,6 +388,7 @@ class _Keys:
         for tile in plan:
             for part in tile.parts:
                 turn = pieces[part.piece].key
+                # Keys behind the last one that any part reads with this rotation need not be rotated.
                 self.used[turn] = max(self.used.get(turn, 0), part.key[1])
         self._turned: dict[Turn, Tensor] = {}
 
@@ -581,6 +582,7 @@ def _merge_into(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias
         merge(total, total_lse, out, lse, bias)
         return
     lse = lse + bias if bias else lse
+    # exp(lse) / (exp(lse) + exp(total_lse)), without an overflow.
     share = torch.sigmoid(lse - total_lse).nan_to_num_(0.0)[..., None]  # NaN where neither of the two sees a key
     if total.dtype == lse.dtype:
         total.lerp_(out.to(lse.dtype), share)

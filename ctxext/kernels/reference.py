@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.kernels.blocks import PartRule, by_some_queries, score_blocks
-from ctxext.spec import OwnAttention, ScoreForm
+from ctxext.methods.encoding import OwnAttention, ScoreForm
 
 BYTES = 64 * 2**20
 """Memory in bytes of the scores that autograd computes at once. Below 32 MiB the C library keeps what is freed in one

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ctxext.errors import InvalidParameterError
-from ctxext.spec import Ahead, Band, Chunks, Region, Sinks
+from ctxext.methods.remap import Ahead, Band, Chunks, Region, Sinks
 
 FULL, CAUSAL, FADING = "full", "causal", "fading"
 

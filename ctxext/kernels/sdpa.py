@@ -19,7 +19,7 @@ from ctxext.kernels.columns import with_columns, with_place_columns, with_score_
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.near_far import attend_near_far, has_far_keys
 from ctxext.kernels.reference import Reference
-from ctxext.spec import OwnAttention, ScoreForm
+from ctxext.methods.encoding import OwnAttention, ScoreForm
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from ctxext.kernels.base import Call, expand_heads, runs_triton, without_autocas
 from ctxext.kernels.layout import Layout
 from ctxext.kernels.pieces import RotationForm, TurnedPiece
 from ctxext.kernels.regions import HIDDEN, MOST_PIECES
-from ctxext.spec import Ahead, Piece
+from ctxext.methods.remap import Ahead, Piece
 
 FEW = 8
 """Queries of a call that is computed as a step: one token, or the tokens of speculative decoding."""

@@ -13,10 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxext.caches.records import cache_argument
 from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_dicts
-from ctxext.core.subject import base_model
+from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import require_pieces, shell_of
 
@@ -140,6 +139,7 @@ def logits_of_answers(
         asked = reader.cache
         logits.append(
             [
+                # The last token of the request predicts the first of the answer; nothing follows its last token.
                 torch.cat([first, run(answer[:-1], behind=asked, last=False)]) if answer.shape[0] > 1 else first
                 for answer in answers
             ]
@@ -235,8 +235,7 @@ def follows_length(causal: PreTrainedModel) -> bool:
 def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callable[[int], int]:
     """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
 
-    Args:
-        trained_length: tokens up to which a stock rope type leaves positions as they are; 0 where that is not known.
+    Up to ``trained_length`` tokens, 0 if unknown, a stock rope type leaves positions as they are.
     """
     patched = patched_state(causal)
     if patched is not None:
@@ -278,6 +277,7 @@ def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> i
     if cached is None:
         return weights + tokens * (layer + scores)
     cache = 2 * layers * key_heads * head_dim * size * tokens
+    # A layer of the cache grows by a copy, and a mask exists as booleans and as numbers.
     grown, mask = cache // layers, cached * tokens * (1 + max(4, size))
     return weights + cached * (layer + scores) + cache + grown + mask + 2 * tokens * hidden * size
 
@@ -287,10 +287,7 @@ def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int 
 
     The uncached pass is preferred: it gives the same losses, is two to three times as fast on a CPU, and with a fused
     attention kernel it often takes less memory than a cache of all layers. Pieces help where scores of all queries and
-    keys would exist, or where few heads have keys of their own.
-
-    Args:
-        budget: bytes for weights and pass; None for no limit.
+    keys would exist, or where few heads have keys of their own. ``budget`` is in bytes, None for no limit.
 
     Raises:
         InvalidParameterError: not even pieces of 256 tokens fit.

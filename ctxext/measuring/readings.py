@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ctxext.core import patching
-from ctxext.core.architecture import trained_length_of
+from ctxext.core.architecture import architecture_of, trained_length_of
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended, choices
 from ctxext.core.subject import Subject, base_model
@@ -35,7 +35,6 @@ from ctxext.methods import (
     BiasMethod,
     Method,
     RopeMethod,
-    TableMethod,
     is_choice,
     known_methods,
     method_class,
@@ -44,11 +43,6 @@ from ctxext.methods import (
 )
 from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
-from ctxext.models import architecture_of
-from ctxext.models.alibi import AlibiArchitecture
-from ctxext.models.sinusoid import Sinusoids, usable_methods
-from ctxext.models.table import LearnedTable
-from ctxext.models.table_rows import put_weights
 from ctxext.quantities import method_said
 from ctxext.spec import AlibiSpec, Description, RopeSpec
 
@@ -269,7 +263,7 @@ class Readings:
             if state is not None:
                 patching.patch(self.model, state.method, **choices(state.saved_form()))
                 if (again := patched_state(base)) is not None:
-                    put_weights(base, trained, again.edits)
+                    again.edits.replace_weights(base, trained)
 
 
 def _reading(method: Method, description: Description) -> Reading:
@@ -319,17 +313,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
 
 def _default_names(model: nn.Module) -> list[str]:
-    architecture = architecture_of(Subject.of(model))
-    if isinstance(architecture, Sinusoids):
-        return [name for name in usable_methods() if not _required(METHODS[name])]
-    kind: type[Method] = BiasMethod if isinstance(architecture, AlibiArchitecture) else RopeMethod
-    if isinstance(architecture, LearnedTable):
-        kind = TableMethod
-    return [
-        name
-        for name, method in METHODS.items()
-        if issubclass(method, kind) and not method.needs_training and not _required(method)
-    ]
+    names = architecture_of(Subject.of(model)).method_names()
+    return [name for name in names if not METHODS[name].needs_training and not _required(METHODS[name])]
 
 
 def _required(method: type[Method]) -> list[str]:
@@ -431,111 +416,3 @@ class Reader:
     def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Hold the model in the state of the reading inside a ``with``."""
         return self.readings.applied(self.reading) if self.apply is None else self.apply()
-
-
-def find_readers(
-    checkpoint: Checkpoint,
-    *,
-    methods: Sequence[str] = (),
-    factors: Sequence[float] = (),
-    lengths: Sequence[int] = (),
-    reference: Checkpoint | None = None,
-    unpatched: bool = True,
-    beyond: bool = False,
-    trained_length: int | None = None,
-    sliding_window: str | None = None,
-) -> tuple[Reader, ...]:
-    """Find the readers that are asked for hidden things, references first; the model is at the end what it was.
-
-    A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
-    trained window, and not fewer, since the hidden thing may be anywhere; the unpatched one beyond its window
-    too, as the control, where something is extended.
-
-    Args:
-        methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
-        factors: Factors to extend by; none for the one that the greatest length needs, or 2 without a length.
-        lengths: tokens; none for the trained length and the reach of every method.
-        reference: the original of a checkpoint that comes extended, which reads for the references.
-        unpatched: True lets the control read beyond its window.
-        beyond: True allows lengths for which a reader is not meant, to see how it fails.
-        trained_length: tokens that the checkpoint was trained for; None where its config says so.
-
-    Raises:
-        InvalidParameterError: a length that no reader is meant for, factors without methods, or a reference that makes
-            no sense.
-        IncompatibleError: a method that cannot be right on this model.
-        UnknownNameError: an unknown method.
-    """
-    of_checkpoint = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
-    trained = of_checkpoint.trained_length
-    factors = factors_for(methods, factors, lengths, trained)
-    chosen = chosen_methods(of_checkpoint.model, methods, factors) if methods else ()
-    plain, candidates = of_checkpoint.extensions(chosen)
-    original = of_checkpoint if reference is None else _original(of_checkpoint, reference)
-    last = label_of(window_name(trained))
-    references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=last)]
-    if of_checkpoint.extended is not None:
-        plain = replace(plain, name=AS_SAVED)
-        candidates = [plain, *candidates]
-        if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
-            references = [replace(plain, name=TRUNCATED, label=last, reach=None)]
-    wanted = _lengths(lengths, candidates, trained, beyond)
-    if wanted[-1] <= trained:  # inside the window, the truncated reading is the unpatched one
-        references = [reading for reading in references if reading.name != TRUNCATED]
-    control = bool(candidates) and unpatched
-    readers = []
-    for reading in (*references, *candidates):
-        asked = tuple(length for length in wanted if _is_asked(reading, length, trained, control, beyond))
-        if asked:
-            readers.append(Reader(reading, of_checkpoint if reading in candidates else original, asked))
-    return tuple(readers)
-
-
-def _original(own: Readings, reference: Checkpoint) -> Readings:
-    """Return the readings of the checkpoint that ``own`` was made from."""
-    if own.extended is None:
-        raise InvalidParameterError(
-            f"{own.checkpoint.name} does not come extended: it is its own reference. Leave out the reference "
-            f"{reference.name}."
-        )
-    check_reference(own.checkpoint, reference)
-    return Readings(reference, trained_length=own.trained_length, sliding_window=own.sliding_window)
-
-
-def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
-    """Return the given factors; without any, that of the greatest length, or 2 if no length is given.
-
-    Raises:
-        InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.
-    """
-    if factors and not methods:
-        raise InvalidParameterError(f"A factor of {factors[0]:g} is for a method; name one with --method.")
-    if factors or not lengths:
-        return list(factors) or [2.0]
-    if methods and max(lengths) <= trained:
-        raise InvalidParameterError(
-            f"The greatest length, {max(lengths):,} tokens, is inside the trained {trained:,}, so that it does not say "
-            f"by how much to extend. Give a --factor."
-        )
-    return [max(1.0, max(lengths) / trained)]
-
-
-def _lengths(lengths: Sequence[int], candidates: Sequence[Reading], trained: int, beyond: bool) -> tuple[int, ...]:
-    reaches = {reading.reach for reading in candidates if reading.reach is not None}
-    wanted = sorted(set(lengths) or {trained, *reaches})
-    reach = max(reaches, default=trained)
-    if wanted[-1] > reach and not beyond and not any(reading.dynamic for reading in candidates):
-        furthest = "what is extended here reaches" if candidates else "this model is trained for"
-        raise InvalidParameterError(
-            f"{wanted[-1]:,} tokens are more than the {reach:,} that {furthest}. Ask for fewer, extend further "
-            f"(--method and --factor), or allow it, to see how it fails (--beyond)."
-        )
-    return tuple(wanted)
-
-
-def _is_asked(reading: Reading, length: int, trained: int, control: bool, beyond: bool) -> bool:
-    if beyond or reading.name == TRUNCATED or length <= trained:
-        return True
-    if not reading.is_candidate:
-        return control
-    return reading.dynamic or length <= (reading.reach or 0)

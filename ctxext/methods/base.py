@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -67,6 +68,11 @@ class Method(ABC):
     @property
     def says_target(self) -> bool:
         """True if a parameter other than ``factor`` sets the target length."""
+        return False
+
+    @classmethod
+    def reads_weights(cls, parameters: Mapping[str, Any]) -> bool:
+        """Return whether a method with these parameters reads the weights of its model before positions change."""
         return False
 
     def fitted_length(self, trained_length: int, length: int) -> int:
@@ -282,7 +288,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
 
     Args:
         name: one of ``ctxext.methods()``.
-        factor: target_length / trained_length, at least 1; left out, the method's default.
+        factor: target_length / trained_length, at least 1; by default the method's own.
         **parameters: the method's own parameters.
 
     Raises:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from ctxext.errors import UnknownNameError
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, tokens_of
-from ctxext.spec import Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Tokens, near_and_far, tokens_of
+from ctxext.spec import RopeSpec
 
 # Tokens per group for each eighth of the frequencies, fastest first, all for a window of 1024 tokens and 128K of text.
 PUBLISHED = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from ctxext.methods.parameters import require
-from ctxext.methods.remap import RemapMethod, Tokens, tokens_of
-from ctxext.spec import Chunks, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import Chunks, Piece, PositionMap, RemapMethod, Tokens, tokens_of
+from ctxext.spec import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)

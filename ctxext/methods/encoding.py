@@ -2,19 +2,169 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ctxext.methods.base import Method
-from ctxext.spec import EncodingSpec, OwnAttention, Pairs, PairScore, ScoreForm
+
+ENCODING = "ctxext_encoding"
+"""The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
 
 EncodingForm = Literal["added", "columns", "places", "rows", "own"]
+ScoreForm = Literal["none", "columns", "places", "rows", "own"]
+"""Form in which an encoding's term of the scores reaches a kernel: see ``PairScore``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingSpec:
+    """Facts about a model that a method with its own position encoding may use.
+
+    Args:
+        hidden_size: width of the states between layers.
+        num_heads: query heads.
+        num_kv_heads: key heads; divides ``num_heads``.
+        head_dim: dimensions of a head of queries and keys.
+        num_layers: attention layers.
+        trained_length: tokens that the checkpoint was trained for, at least 1.
+        embedding_std: standard deviation that token embeddings are initialised with, above 0.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    trained_length: int
+    embedding_std: float = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """Numbers that an encoding computes for each token from the states of its layer, cached with the keys.
+
+    Args:
+        keys: numbers of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
+        places: index of the key at which each query stands; one row where all rows of the batch are alike.
+        real: mask of the keys that are tokens, not padding; None where all are. Numbers of padding are arbitrary but
+            finite.
+    """
+
+    keys: Float[Tensor, "batch heads key numbers"]
+    places: Int[Tensor, "rows query"]
+    real: Bool[Tensor, "rows key"] | None = None
+
+    def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
+        """Gather a per-key tensor at the queries' places."""
+        places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+        return keys.gather(2, places)
+
+    def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
+        """Set a per-key tensor to 0 at padding."""
+        return keys if self.real is None else keys * self.real[:, None, :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The queries and keys of one attention call, for whose pairs an encoding has a score.
+
+    Args:
+        q: queries, as attention gets them.
+        k: keys; ``kv_heads`` divides ``heads``.
+        query_positions: tokens from the start of the document; one row where all rows of the batch are alike.
+        key_positions: tokens from the start of the document, arbitrary at padding, which is masked.
+        scale: factor of attention on ``q . k``.
+        visible: function from a slice of the queries to the mask of the keys that each sees, ``[rows, queries, key]``.
+        carried: numbers that the encoding caches with the keys; None if it caches none.
+        key_documents: number of each key's document, negative at padding; None if all keys are of one document. The
+            tokens of a document are adjacent and in order.
+    """
+
+    q: Float[Tensor, "batch heads query head_dim"]
+    k: Float[Tensor, "batch kv_heads key head_dim"]
+    query_positions: Int[Tensor, "rows query"]
+    key_positions: Int[Tensor, "rows key"]
+    scale: float
+    visible: Callable[[slice], Tensor]
+    carried: Carried | None = None
+    key_documents: Int[Tensor, "rows key"] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the scores: float32, or float64 for queries in float64."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def like_scores(self, weight: Tensor) -> Tensor:
+        """Convert a weight to the queries' device and the scores' dtype."""
+        return weight.to(self.q.device, self.dtype)
+
+    def distances(self, queries: slice) -> Int[Tensor, "rows queries key"]:
+        """Return the distance in tokens from each of these queries back to each key, at least 0."""
+        return (self.query_positions[:, queries, None] - self.key_positions[:, None, :]).clamp(min=0)
+
+
+class PairScore(ABC):
+    """Term that an encoding adds to the scaled product of every query and key.
+
+    Attention computes the term for a few queries at a time, so that it is never stored for all pairs, and computes it
+    again in the backward pass.
+
+    Attributes of every score:
+        weights: parameters of the term, which get gradients from attention.
+        floats: numbers per pair that ``rows`` holds while it computes, all heads together.
+        reads_all: True if a query needs all tokens before it; the cache of a sliding window keeps the last ones only.
+        far_from: distance in tokens, at least 1, from which on all keys of a query get the same; None if there is none.
+    """
+
+    weights: tuple[Tensor, ...]
+    floats: int
+    reads_all: bool = False
+    far_from: int | None = None
+
+    @abstractmethod
+    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
+        """Compute the term for these queries, in float32 or float64; one row where all rows of the batch are alike."""
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """Factor the term into ``query . key`` of a few more dimensions, ``[rows, heads or 1, seq, n]``.
+
+        The product may differ from the term by a constant per query, which a softmax cancels. Only terms of low rank
+        have this form.
+        """
+        raise NotImplementedError
+
+    def above_far(self) -> Float[Tensor, "rows heads queries distances"]:
+        """Return near keys' surplus over far keys, for distances below ``far_from``; one query where all are alike."""
+        raise NotImplementedError
+
+    def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:
+        """Split the term into the place of the query minus the place of the key, in float64, where it has this form.
+
+        A place is one number per head and token, such as a cumulative distance.
+        """
+        raise NotImplementedError
+
+
+class OwnAttention(PairScore):
+    """Attention that is no softmax of scores: the encoding computes the weights of the values itself."""
+
+    reads_all = True
+
+    @abstractmethod
+    def weights_of(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
+        """Compute the weights of the values for these queries by definition, in float32 or float64; 0 where masked."""
+
+    @abstractmethod
+    def attend(self, v: Float[Tensor, "batch kv_heads key head_dim"]) -> Float[Tensor, "batch heads query head_dim"]:
+        """Multiply the weights by the values without storing the weights, in the queries' dtype."""
+
+    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
+        raise NotImplementedError
 
 
 class Encoding(nn.Module):

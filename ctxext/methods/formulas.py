@@ -71,7 +71,7 @@ def index_that_turns(rope: RopeSpec, turns: float) -> float:
     wanted = math.log(2 * math.pi * turns / rope.trained_length)
     after = min(max(int((logarithms > wanted).sum()), 1), len(logarithms) - 1)
     step = float(logarithms[after] - logarithms[after - 1])
-    return after if step == 0 else after - 1 + (wanted - float(logarithms[after - 1])) / step
+    return float(after) if step == 0 else after - 1 + (wanted - float(logarithms[after - 1])) / step
 
 
 def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half"]:
@@ -147,31 +147,6 @@ def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict
         "short_factor": factors,
         "long_factor": list(factors),
     }
-
-
-def buckets_of(
-    distances: Float[Tensor, " pairs"], *, buckets: int, max_distance: int, both_ways: bool
-) -> Float[Tensor, " pairs"]:
-    """Compute the bucket of each distance in float64, not rounded down: a whole number where a bucket begins.
-
-    Half of the buckets hold one distance each; the others are equally wide in the logarithm of the distance, up to
-    ``max_distance``.
-
-    Args:
-        distances: tokens from a query to a key, positive where the key comes later.
-        buckets: number of buckets.
-        max_distance: tokens from which all distances share the last bucket.
-        both_ways: True if later keys have buckets of their own, the second half of all; else they share bucket 0.
-
-    Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
-    mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.
-    """
-    each = buckets // 2 if both_ways else buckets
-    single = each // 2
-    back = distances.abs() if both_ways else (-distances).clamp(min=0)
-    wide = single + (back.clamp(min=single) / single).log() / math.log(max_distance / single) * (each - single)
-    bucket = torch.where(back < single, back, wide.clamp(max=each - 1))
-    return bucket + each * (distances > 0) if both_ways else bucket
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:

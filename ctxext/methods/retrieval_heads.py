@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.methods.remap import RemapMethod, Tokens
+from ctxext.methods.remap import Band, Piece, RemapMethod, Tokens
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Band, Piece, RopeSpec
+from ctxext.spec import RopeSpec
 
 SHARE = 0.2
 """Share of the key-value groups that read far, where nothing else is given."""
@@ -133,6 +134,10 @@ class RetrievalHeads(RemapMethod):
     def exact_length(self, rope: RopeSpec) -> int:
         near, far = self.near_method.exact_length(rope), self.far_method
         return near if far is None else min(near, far.exact_length(rope))
+
+    @classmethod
+    def reads_weights(cls, parameters: Mapping[str, Any]) -> bool:
+        return not isinstance(parameters.get("heads"), list | tuple)
 
     @classmethod
     def example(cls: Any, rope: RopeSpec) -> Any:

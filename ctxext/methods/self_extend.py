@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
-from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
+from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Sinks, Tokens, near_and_far, require_reach, tokens_of
+from ctxext.spec import RopeSpec
 
 # Default share of the trained window that is used. A model hardly knows the positions beyond: in training they were
 # the rarest.

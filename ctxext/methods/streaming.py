@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, tokens_of
-from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
+from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Sinks, Tokens, near_and_far, tokens_of
+from ctxext.spec import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from ctxext.methods.parameters import require
-from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
-from ctxext.spec import Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Tokens, near_and_far, require_reach, tokens_of
+from ctxext.spec import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)

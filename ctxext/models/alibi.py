@@ -12,11 +12,10 @@ from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends
 from ctxext.caches.call import ATTENTION, PositionedForward
 from ctxext.caches.layout_mask import LayoutMask, layout_of
-from ctxext.caches.records import cache_argument
-from ctxext.core.architecture import Architecture, unknown_length
+from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED_FIELD
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
@@ -65,6 +64,7 @@ class AlibiArchitecture(Architecture):
     """
 
     positions: ClassVar[str] = "alibi"
+    methods: ClassVar[type[Method]] = BiasMethod
     attention_class: ClassVar[type[nn.Module]]
     forward_class: ClassVar[type[AlibiForward]]
     length_field: ClassVar[str]
@@ -100,14 +100,9 @@ class AlibiArchitecture(Architecture):
                 f"This {config.model_type} has ALiBi, which method {method.name!r} cannot change. "
                 f"Methods for it: alibi, pi, dynamic_pi."
             )
-        if request.sliding_window is not None:
-            raise InvalidParameterError(
-                f"sliding_window={request.sliding_window!r}: this {config.model_type} has no sliding window. Leave "
-                f"sliding_window out."
-            )
+        refuse_choices(request, ("sliding_window",), f"this {config.model_type} has no sliding window")
         self.refuse(subject, method)
-        if (trained_length := request.trained_length) is None:
-            raise unknown_length(subject)
+        trained_length = required_length(subject, request)
         alibi = self.spec(subject, trained_length)
         problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(subject))
         if problem:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.core.architecture import Architecture, unknown_length
+from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.files import digest
 from ctxext.methods import BucketMethod, Method
-from ctxext.methods.formulas import buckets_of
-from ctxext.models.table_rows import follow_fields, put_weights, weight_of
+from ctxext.models.table_rows import follow_fields, weight_of
 from ctxext.spec import BucketSpec, Extension, ExtensionArguments
 
 FIELD = "relative_attention_max_distance"
@@ -28,6 +29,31 @@ QUERIES = ("q", "query")  # names of the projection to queries in attention modu
 ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEEN = 2**16  # distances to check; a longer table of scores would only cost memory
 TOUCHES = 1e-5  # fraction of a bucket: at the edge of a bucket, float32 may round to either side
+
+
+def buckets_of(
+    distances: Float[Tensor, " pairs"], *, buckets: int, max_distance: int, both_ways: bool
+) -> Float[Tensor, " pairs"]:
+    """Compute the bucket of each distance in float64, not rounded down: a whole number where a bucket begins.
+
+    Half of the buckets hold one distance each; the others are equally wide in the logarithm of the distance, up to
+    ``max_distance``.
+
+    Args:
+        distances: tokens from a query to a key, positive where the key comes later.
+        buckets: number of buckets.
+        max_distance: tokens from which all distances share the last bucket.
+        both_ways: True if later keys have buckets of their own, the second half of all; else they share bucket 0.
+
+    Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
+    mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.
+    """
+    each = buckets // 2 if both_ways else buckets
+    single = each // 2
+    back = distances.abs() if both_ways else (-distances).clamp(min=0)
+    wide = single + (back.clamp(min=single) / single).log() / math.log(max_distance / single) * (each - single)
+    bucket = torch.where(back < single, back, wide.clamp(max=each - 1))
+    return bucket + each * (distances > 0) if both_ways else bucket
 
 
 class Buckets(Architecture):
@@ -51,14 +77,9 @@ class Buckets(Architecture):
                 f"This {kind} has a learned score for each of {table.num_embeddings} buckets of relative distances "
                 f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
-        for name in ("sliding_window", "scaling", "attention"):
-            if getattr(request, name) is not None:
-                raise InvalidParameterError(
-                    f"{name}={getattr(request, name)!r}: this {kind} has only buckets of relative distances. "
-                    f"Leave {name} out."
-                )
-        if (trained_length := request.trained_length) is None:
-            raise unknown_length(subject)
+        reason = f"this {kind} has only buckets of relative distances"
+        refuse_choices(request, ("sliding_window", "scaling", "attention"), reason)
+        trained_length = required_length(subject, request)
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(
@@ -84,7 +105,7 @@ class Buckets(Architecture):
         _prove(rebuild, spec, new)
         sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
         rebuild.apply(edits)
-        put_weights(subject.model, sharper, edits)
+        edits.replace_weights(subject.model, sharper)
         follow_fields(subject.model, rebuild.whole, fields, edits)
         for path, module, _ in _tables(subject.model):
             if (live := getattr(module, FIELD)) != new:

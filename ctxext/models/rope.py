@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from ctxext.attention.remapped_layers import as_it_rotates, install_pieces, require_remappable
+from ctxext.attention.windows import window_fields, window_note
 from ctxext.caches.dynamic import follow_length
-from ctxext.core import refusals as refusals  # adds its checks to those of all families
-from ctxext.core.architecture import Architecture, unknown_length
-from ctxext.core.as_configured import require_as_configured
+from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
-from ctxext.core.latent import score_form
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
@@ -23,18 +21,19 @@ from ctxext.core.rotary import (
     LatentSpec,
     ProportionalSpec,
     find_sites,
+    require_as_configured,
     survey,
 )
 from ctxext.core.saved import guarded_field
-from ctxext.core.scaling import Scaling, of_layers, scaling_of
-from ctxext.core.stored_form import StoredForm, checked_lengths
+from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
+from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
-from ctxext.core.windows import window_fields, window_note
-from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.models.latent import score_form
 from ctxext.models.rope_replaced import replace_rotation
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
@@ -54,8 +53,7 @@ class Rope(Architecture):
     def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
         text = subject.text
         places, layers = survey(subject)
-        if (trained_length := request.trained_length) is None:
-            raise unknown_length(subject)
+        trained_length = required_length(subject, request)
         require_as_configured(subject, places, trained_length)
         if not isinstance(method, RopeMethod):
             if isinstance(method, BiasMethod | EncodingMethod):
@@ -64,24 +62,32 @@ class Rope(Architecture):
                 f"This {subject.kind} has rotations, which method {method.name!r} does not extend. "
                 f"Take a method for rotations, such as yarn or self_extend."
             )
-        _refuse_attention(method, request)
+        if not isinstance(method, RemapMethod):
+            way = "Choose its kernel with model.set_attn_implementation(...)"
+            refuse_choices(request, ("attention",), f"method {method.name!r} leaves attention to the model. {way}")
         scaling = scaling_of(subject.config)
         sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
         target = method.target_length(trained_length)
         if layers.both_ways:
             _require_order(subject, method, sites[0].spec)
-        windows = window_fields(text, request.sliding_window, target)
+        has_window = request.sliding_window is not None or stated_window(text) is not None
+        windows = window_fields(text, request.sliding_window, target) if has_window else {}
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(subject, site) for site in sites]
             require_remappable(subject, method, sites[0], places, layers)
         before = {}
         if method.dynamic:
+            # Texts inside the trained window keep the live frequencies bit for bit; the formula may round some to a
+            # neighbour.
             before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
-        form = score_form(subject, method, sites, windows)
+        find = score_form if hasattr(text, "qk_rope_head_dim") else find_stored_form
+        form = find(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
+        # Everything above may refuse the model; the first edit is here.
         form.rebuild.apply(edits)
         for path in dict.fromkeys(site.path for site in form.sites):
             rotary = subject.model.get_submodule(path)
+            # model.bfloat16() would round the frequencies too: 0.7 rad of phase error at position 4096.
             edits.set(rotary, "_apply", PinnedApply(rotary))
         if method.dynamic:
             follow_length(subject, form, before, edits)
@@ -93,6 +99,8 @@ class Rope(Architecture):
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.sites[0].spec), *notes)
         if form.is_guarded_elsewhere:
+            # The stored rope dict is that of the plain model, so an invalid value of another field has to stop programs
+            # without ctxext.
             field = guarded_field(subject, "would load it without the extension")
             original[field] = getattr(subject.config, field)
             edits.set_unchecked(subject.config, field, GUARD)
@@ -111,15 +119,6 @@ class Rope(Architecture):
 
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         Rebuild(subject, original).apply(edits)
-
-
-def _refuse_attention(method: RopeMethod, request: ExtensionArguments) -> None:
-    """Refuse an attention backend of ctxext for a method that leaves attention to the model."""
-    if request.attention is not None and not isinstance(method, RemapMethod):
-        raise InvalidParameterError(
-            f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its "
-            f"kernel with model.set_attn_implementation(...), and leave attention out here."
-        )
 
 
 def _require_order(subject: Subject, method: RopeMethod, spec: RopeSpec) -> None:
@@ -211,7 +210,7 @@ def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    window = window_note(text, method.target_length(spec.trained_length))
+    window = None if stated_window(text) is None else window_note(text, method.target_length(spec.trained_length))
     notes += [window] if window else []
     if layers.failure:
         notes.append(

@@ -8,16 +8,16 @@ from typing import Any
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.attention.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
-from ctxext.core.architecture import unknown_length
+from ctxext.attention.windows import window_fields, window_note
+from ctxext.core.architecture import required_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rope_type import unrotated_rope_parameters, with_base
 from ctxext.core.rotary import RotaryPlace
 from ctxext.core.scaling import CHUNKED, REFUSALS
+from ctxext.core.stored_form import unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
-from ctxext.core.windows import window_fields, window_note
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
@@ -47,8 +47,7 @@ def replace_rotation(
     Raises:
         IncompatibleError: if ctxext's attention cannot replace that of the model.
     """
-    if (trained_length := request.trained_length) is None:
-        raise unknown_length(subject)
+    trained_length = required_length(subject, request)
     text, place, target = subject.text, places[0], method.target_length(trained_length)
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
     if reason := why_no_custom_attention(subject, places, layers):

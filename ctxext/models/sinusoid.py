@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.core.architecture import refuse_attention_choices
-from ctxext.core.code import rotates_by_table
+from ctxext.core.architecture import refuse_choices
+from ctxext.core.code import names_of
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
@@ -104,6 +104,14 @@ def remaker_of(module: nn.Module) -> str | None:
     return next((name for name in REMAKERS if callable(getattr(type(module), name, None))), None)
 
 
+def rotates_by_table(model: nn.Module) -> bool:
+    """Return whether a model rotates by a table of sinusoids, which other models add to their input."""
+    code = names_of(type(model))
+    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
+    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
+    return any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs)
+
+
 @dataclass
 class Growing:
     """Replacement of the method that recomputes a module's table for a longer text: it appends rows instead."""
@@ -143,6 +151,9 @@ class Sinusoids(TableArchitecture):
 
     def matches(self, subject: Subject) -> bool:
         return twins_of(subject.model).has_sinusoids and not rotates_by_table(subject.model)
+
+    def method_names(self) -> list[str]:
+        return usable_methods()
 
     def tables(self, subject: Subject) -> list[PositionTable]:
         return twins_of(subject.model).sinusoids
@@ -241,7 +252,9 @@ def _checked(subject: Subject, method: Method, request: ExtensionArguments) -> R
         IncompatibleError: if it does not.
         InvalidParameterError: if the request makes a choice without effect here.
     """
-    refuse_attention_choices(request, "other sinusoids in the input leave")
+    refuse_choices(
+        request, ("sliding_window", "attention"), "other sinusoids in the input leave attention to the model"
+    )
     reason = _why_not(method)
     if reason is None and isinstance(method, RopeMethod):
         return method

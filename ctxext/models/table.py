@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from ctxext.core.architecture import Architecture, refuse_attention_choices
+from ctxext.core.architecture import Architecture, refuse_choices
 from ctxext.core.edits import Edits
 from ctxext.core.saved import saved_method
 from ctxext.core.subject import Subject, field_of
@@ -129,6 +129,7 @@ class LearnedTable(TableArchitecture):
     """
 
     name: ClassVar[str] = "table"
+    methods: ClassVar[type[Method]] = TableMethod
 
     def matches(self, subject: Subject) -> bool:
         return twins_of(subject.model).has_learned
@@ -193,7 +194,9 @@ def _refuse(subject: Subject, method: Method, request: ExtensionArguments) -> No
             f"This {config.model_type} has learned positions, one vector each for {tables}, which method "
             f"{method.name!r} cannot change. Methods for it: {names}."
         )
-    refuse_attention_choices(request, "a longer table of positions leaves")
+    refuse_choices(
+        request, ("sliding_window", "attention"), "a longer table of positions leaves attention to the model"
+    )
 
 
 def _fields(subject: Subject, longer: list[LongerTable]) -> dict[str, int]:

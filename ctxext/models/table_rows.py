@@ -11,7 +11,7 @@ import copy
 import functools
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.core.digest import is_zero3
 from ctxext.core.edits import Edits
-from ctxext.core.old_form import drop_old_form
 from ctxext.core.rebuild import reread, restoring
-from ctxext.core.saved import without_guard
+from ctxext.core.saved import drop_old_form, without_guard
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import field_of
 from ctxext.errors import IncompatibleError, VerificationError
@@ -426,7 +425,7 @@ def replace_tables(
                 f"config."
             )
     computed = {name for name, _ in model.named_buffers()} & tables.keys()
-    put_weights(model, {name: value for name, value in tables.items() if name not in computed}, edits)
+    edits.replace_weights(model, {name: value for name, value in tables.items() if name not in computed})
     for name in computed:
         path, _, leaf = name.rpartition(".")
         edits.set(model.get_submodule(path), leaf, tables[name])
@@ -436,20 +435,6 @@ def replace_tables(
         edits.set(*field_of(model.config, name), count)
     follow_fields(model, after, {name.rpartition(".")[2] for name in fields}, edits)
     return after, others
-
-
-def put_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], edits: Edits) -> None:
-    """Replace weights under all their names; a value that is a parameter is used itself."""
-    names = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in weights.items():
-        old = names[name]
-        with torch.inference_mode(False):
-            new = value.clone() if value.is_inference() else value
-            if not isinstance(new, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=old.requires_grad)
-        for alias in [alias for alias, weight in names.items() if weight is old]:  # tied, or shared by two modules
-            path, _, leaf = alias.rpartition(".")
-            edits.replace_weight(model.get_submodule(path), leaf, new)
 
 
 def _set_buffers(

@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxext.caches.records import cache_argument, cache_in
-from ctxext.core.code import learned_positions
+from ctxext.caches.records import cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
-from ctxext.core.subject import base_model
+from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.measuring.head import require_head
 from ctxext.methods.parameters import checked_tokens
+from ctxext.models.unknown import learned_positions
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
 from ctxext.training.memory import layers_of
 

@@ -27,7 +27,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ctxext.core.windows import window_of
+from ctxext.attention.windows import window_of
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,

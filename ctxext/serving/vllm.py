@@ -23,9 +23,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from ctxext.core.rope_type import method_rope_parameters
 from ctxext.core.saved import checked_extension, plain_config, saved_method, saved_sides
 from ctxext.core.scaling import CHUNKED, heads_of, rope_dicts
+from ctxext.core.stored_form import method_rope_parameters
 from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dual_chunk import DualChunk

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from ctxext.attention.attend import Backends
 from ctxext.attention.remap import HeadPieces
-from ctxext.core.rope_type import stored_method
+from ctxext.core.stored_form import stored_method
 from ctxext.errors import IncompatibleError
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.pieces import RotationForm, attend_pieces, need_in_pieces

@@ -120,11 +120,11 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Writes the extension into every checkpoint, and refuses to resume into a differently extended model.
 
-    The Trainer restores weights only: resumed into an unpatched model it goes on without a word, on other positions,
-    also where they are those of an adapter that carries its extension. Only this callback compares the two.
-    From the start of training on, whatever saves an adapter (checkpoints, ``trainer.save_model``) puts the extension
-    beside it; that of a PEFT model whose base was patched does so without the callback too, unless it only puts
-    virtual tokens before the text (prompt and prefix tuning).
+    The Trainer restores only weights: resumed into an unpatched model, it silently continues with other positions, even
+    if the adapter in the checkpoint carries its extension. Only this callback compares the two. From the start of
+    training on, every saved adapter (checkpoints, ``trainer.save_model``) gets the extension. A PEFT model whose base
+    was patched does so without the callback too, unless it only puts virtual tokens before the text (prompt and prefix
+    tuning).
 
     Args:
         model: the model being trained, patched or not, or a PEFT wrapper around it.

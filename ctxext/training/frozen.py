@@ -16,12 +16,12 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def reference(model: ModelT) -> ModelT:
     """Copy an extended model with its extension, frozen and in evaluation mode.
 
-    Take it where a trainer would otherwise load its reference model from the path of the plain checkpoint (TRL's
-    ``DPOTrainer`` and ``KTOTrainer``: ``ref_model=reference(model)``). With a PEFT adapter none is needed: those
-    trainers switch the adapter off.
+    Use it where a trainer would otherwise load its reference model from the path of the plain checkpoint (TRL's
+    ``DPOTrainer`` and ``KTOTrainer``: ``ref_model=reference(model)``). With a PEFT adapter no reference is needed:
+    those trainers switch the adapter off.
 
     Args:
-        model: extended by ctxext, before training. It is not touched; the copy takes as much memory again.
+        model: model extended by ctxext, before training. It is left unchanged; the copy takes as much memory again.
 
     Raises:
         PatchStateError: the model is not extended.

@@ -36,11 +36,11 @@ from ctxext.training.sequences import IGNORED
 
 
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
-    """Let a model compute its loss in chunks from now on, in any Trainer or in your own loop.
+    """Make a model compute its loss in chunks from now on, in any Trainer or in your own loop.
 
-    Whenever the model is called with ``labels`` it returns a loss, and gradients, equal to its own up to rounding, and
-    no logits. Called without labels it is as before. Call this before the model is handed to a Trainer or wrapped for
-    distributed training; adapters may be attached before or after.
+    Called with ``labels``, the model returns a loss, and gradients, equal to its own up to rounding, and no logits.
+    Called without labels it behaves as before. Call this function before the model is passed to a Trainer or wrapped
+    for distributed training; adapters may be attached before or after.
 
         handle = chunk_loss(model)
         Trainer(model, ...).train()
@@ -52,12 +52,12 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
             bytes; below 512 the products with the head become slow.
 
     Returns:
-        What undoes it: ``remove()``, or the end of a ``with`` block.
+        A handle whose ``remove()``, or the end of a ``with`` block, undoes the change.
 
     Raises:
         InvalidParameterError: for a ``chunk`` below 1.
         IncompatibleError: the model has no language modelling head, or a loss of its own that is not cross-entropy.
-        PatchStateError: something else computes the model's loss already (Liger, or this).
+        PatchStateError: the model's loss is replaced already (by Liger, or by this function).
     """
     if chunk < 1:
         raise InvalidParameterError(f"chunk must be at least 1 token, found {chunk}.")

@@ -46,23 +46,23 @@ MOST_KEPT = 32 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Storage of the activations of a training step. The defaults suit up to some 100K tokens on 80 GB.
+    """Storage of the activations of a training step. The defaults suit up to about 100K tokens on 80 GB.
 
-    What each saves for Llama-3.1-8B in bfloat16 (computed; 290 KiB per token stay when all are on but ``offload``):
-    ``loss_chunk`` 1.5 MiB per token, ``checkpointing`` some 10 MiB, ``offload`` 256 KiB, ``mlp_tile`` 200 KiB.
+    Savings for Llama-3.1-8B in bfloat16 (computed; 290 KiB per token remain with all options except ``offload``):
+    ``loss_chunk`` 1.5 MiB per token, ``checkpointing`` about 10 MiB, ``offload`` 256 KiB, ``mlp_tile`` 200 KiB.
 
     Args:
         loss_chunk: tokens whose logits exist at a time, see ``chunk_loss``; None computes the loss as the model does.
-        checkpointing: keep the input of each layer, and compute the layer again in the backward pass: a third more
-            time.
-        save_attention: with ``checkpointing``, also keep the attention's output and log-sum-exp, so that attention,
-            which is most of a layer beyond 32K tokens, is not computed again. 16 percent less time at 16K tokens of
-            SmolLM2-135M on CPU (measured); costs about as much memory as ``checkpointing`` keeps, on the device even
-            with ``offload``.
-        offload: with ``checkpointing``, move the inputs of the layers to pinned host memory. CUDA only.
-        mlp_tile: tokens that pass through an MLP at a time, over all rows; its inner activations, up to 7 times as
-            wide as the hidden states, exist for one tile only. One more forward pass of the MLP. Pays where ``offload``
-            has removed the rest; on CPU it does not.
+        checkpointing: True to keep only the input of each layer and to recompute the layer in the backward pass: a
+            third more time.
+        save_attention: with ``checkpointing``, True to also keep the attention's output and log-sum-exp, so that
+            attention, the largest part of a layer beyond 32K tokens, is not recomputed. 16 percent less time at 16K
+            tokens of SmolLM2-135M on CPU (measured); costs about as much memory as ``checkpointing`` keeps, on the
+            device even with ``offload``.
+        offload: with ``checkpointing``, True to move the inputs of the layers to pinned host memory. CUDA only.
+        mlp_tile: tokens that pass through an MLP at a time, over all rows; its inner activations, up to 7 times as wide
+            as the hidden states, exist for one tile only. It costs one more forward pass of the MLP. Useful once
+            ``offload`` has removed the rest; not on a CPU.
 
     Raises:
         InvalidParameterError: for a number below 1, or options that need ``checkpointing`` without it.
@@ -192,13 +192,13 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def return_freed_memory(*, above: int = 2**20) -> bool:
     """Let glibc give memory back to the system as soon as it is freed. Affects this whole process, from now on.
 
-    glibc keeps freed blocks of up to 32 MiB for later, and with the sizes that training asks for it can rarely use
-    them again: a LoRA step of SmolLM2-135M at 16K tokens peaks at 5.48 GiB instead of 1.71 GiB (measured). Here all
-    blocks of ``above`` bytes and more become mappings of their own. The price is that the system has to hand out and
+    glibc keeps freed blocks of up to 32 MiB for later, and with the sizes that training asks for it can rarely use them
+    again: a LoRA step of SmolLM2-135M at 16K tokens peaks at 5.48 GiB instead of 1.71 GiB (measured). With this
+    function, all blocks of ``above`` bytes and more become separate mappings. In return, the system has to provide and
     clear their pages again and again: from 1 MiB on, a step of 4K tokens takes up to 60 percent longer, one of 16K
-    tokens 7 percent (measured). From twice the size of a layer's hidden states on, most of the memory goes
-    back for little of the price, see docs/evidence/training-cpu.md. Call it at the start of a program that trains on
-    the CPU, unless there is memory to spare; on CUDA, whose memory is torch's own business, it is not needed.
+    tokens 7 percent (measured). From twice the size of a layer's hidden states on, most of the memory is returned at
+    little cost, see docs/evidence/training-cpu.md. Call it at the start of a program that trains on the CPU, unless
+    there is memory to spare; on CUDA, where torch manages memory, it is not needed.
 
     Args:
         above: bytes, up to 32 MiB.

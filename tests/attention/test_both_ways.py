@@ -110,11 +110,14 @@ def test_a_row_alone_is_the_row_in_a_batch(model_type: str, kind: str) -> None:
 @pytest.mark.parametrize("model_type", ["eurobert", "llama"])
 def test_a_document_alone_is_the_document_in_a_packed_row(model_type: str, kind: str) -> None:
     model = ctxext.patch(encoder(model_type), "alibi", factor=4.0, both_ways=kind)
-    ids, lengths = tokens(LENGTH), [50, 1, LENGTH - 51]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = logits(model, ids, position_ids=positions)
-    for part, document in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
-        torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
+    require_alone_in_a_pack(model, [50, 1, LENGTH - 51])
+
+
+def require_alone_in_a_pack(model: PreTrainedModel, lengths: list[int]) -> None:
+    """Hold each document of a packed row to itself alone."""
+    ids, positions = tokens(sum(lengths)), torch.cat([torch.arange(length) for length in lengths])[None]
+    alone = torch.cat([logits(model, document) for document in ids.split(lengths, 1)], 1)
+    torch.testing.assert_close(logits(model, ids, position_ids=positions), alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.skipif(not RECENT, reason="a type of the newest transformers")
@@ -189,20 +192,33 @@ def test_a_head_of_a_classifier_is_served() -> None:
     assert not torch.equal(logits(model, tokens(LENGTH)), plain)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bloom", "mpt"])
-def test_halves_of_a_causal_model_are_refused(model_type: str) -> None:
-    model = tiny(model_type)
-    before = State.of(model, tokens(40))
-    with pytest.raises(InvalidParameterError, match="both_ways='halves' is for encoders"):
-        ctxext.patch(model, "alibi", factor=4.0, both_ways="halves", trained_length=TRAINED_LENGTH)
-    assert before.difference(model) is None
-
-
-def test_an_odd_number_of_heads_has_no_halves() -> None:
-    model = encoder("eurobert", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
-    before = State.of(model, tokens(LENGTH))
-    with pytest.raises(InvalidParameterError, match="'symmetric' for 3 heads"):
-        ctxext.patch(model, "alibi", factor=4.0, both_ways="halves")
+@pytest.mark.parametrize(
+    ("made", "how", "error", "said"),
+    [
+        (lambda: tiny("llama"), {"both_ways": "halves"}, InvalidParameterError, "is for encoders"),
+        (lambda: tiny("mpt"), {"both_ways": "halves"}, InvalidParameterError, "is for encoders"),
+        (
+            lambda: encoder("eurobert", hidden_size=96, num_attention_heads=3, num_key_value_heads=3),
+            {"both_ways": "halves"},
+            InvalidParameterError,
+            "'symmetric' for 3 heads",
+        ),
+        (
+            lambda: encoder("mistral", sliding_window=16),
+            {"sliding_window": "keep"},
+            IncompatibleError,
+            "a window to both sides",
+        ),
+    ],
+    ids=["causal", "causal ALiBi", "three heads", "window"],
+)
+def test_what_cannot_be_read_both_ways_is_refused_untouched(
+    made: Callable[[], PreTrainedModel], how: dict[str, str], error: type[Exception], said: str
+) -> None:
+    model = made()
+    before = State.of(model, tokens(TRAINED_LENGTH))
+    with pytest.raises(error, match=said):
+        ctxext.patch(model, "alibi", factor=4.0, trained_length=TRAINED_LENGTH, **how)
     assert before.difference(model) is None
 
 
@@ -237,14 +253,6 @@ def test_halves_refuse_a_cache_and_symmetric_distances_take_one() -> None:
         first = model(ids[:, :30], use_cache=True)
     with pytest.raises(IncompatibleError, match="cannot use a cache"):
         model(ids[:, 30:], past_key_values=first.past_key_values, use_cache=True)
-
-
-def test_a_window_to_both_sides_is_refused() -> None:
-    model = encoder("mistral", sliding_window=16)
-    before = State.of(model, tokens(LENGTH))
-    with pytest.raises(IncompatibleError, match="a window to both sides"):
-        ctxext.patch(model, "alibi", factor=4.0, sliding_window="keep")
-    assert before.difference(model) is None
 
 
 def test_alibi_that_was_trained_causally_refuses_to_look_ahead() -> None:

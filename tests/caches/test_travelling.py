@@ -11,11 +11,10 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
 
 import ctxext
-from ctxext.attention.encodings import ENCODING
 from ctxext.caches.travelling import Travelling
 from ctxext.errors import IncompatibleError
 from ctxext.methods import known_methods
-from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.encoding import ENCODING, EncodingMethod
 from tests._models import logits, tiny, tokens
 
 CARRYING = [name for name, cls in known_methods().items() if issubclass(cls, EncodingMethod) and cls.carries]

@@ -19,7 +19,7 @@ from ctxext.checkpoints.card import BEGIN, END
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
-from tests._checkpoints import contents
+from tests._checkpoints import contents, try_only
 from tests._models import bert, logits, tokens
 from tests._products import some
 from tests._programs import command
@@ -52,6 +52,7 @@ def blocks(place: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("method", some(["yarn", "self_extend"], "self_extend"))
 def test_what_the_card_says_is_so(method: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code gives the saved model, and its commands are those of ``export``."""
+    try_only(monkeypatch, method)
     model = ctxext.load(plain, method, factor=4)
     ctxext.save(model, tmp_path / "saved")
     patch_checkpoint(plain, tmp_path / "patched", method, factor=4.0)

@@ -19,6 +19,7 @@ from ctxext.core.subject import base_model
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import SHAPE, TRAINED
+from tests._formulas import spectrum
 from tests._gguf import write_gguf
 
 HALF = 8
@@ -27,10 +28,8 @@ DIVISORS = np.linspace(1, 8, HALF).astype(np.float32)
 
 
 def yarn(factor: float, original: int) -> np.ndarray:
-    low, high = (HALF * math.log(original / (2 * math.pi * n)) / math.log(10000.0) for n in (32, 1))
-    low, high = max(math.floor(low), 0), math.ceil(high)
-    divided = np.clip((np.arange(HALF) - low) / (high - low), 0, 1)
-    return PLAIN / factor * divided + PLAIN * (1 - divided)
+    rope = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    return spectrum(rope, 2 * HALF).inv_freq.numpy()
 
 
 def scaling(**keys: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
 from ctxext.spec import LLAMA
+from tests._checkpoints import try_only
 from tests._gguf import write_gguf
 from tests._models import FOR_LLAMA, MODELS, bert, tiny
 from tests._products import some
@@ -42,8 +43,7 @@ ENCODINGS = [name for name, kind in known_methods().items() if kind.needs_traini
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only two methods are tried, and no runtime, for time; which of them apply is another test's matter."""
-    two = {name: known_methods()[name] for name in ("yarn", "longrope")}
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: two)
+    try_only(monkeypatch, "yarn", "longrope")
     monkeypatch.setattr("ctxext.checkpoints.inspect.exports_of", lambda *_, **__: {})
 
 

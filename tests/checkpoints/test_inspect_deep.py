@@ -11,8 +11,7 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from ctxext.checkpoints import inspect
 from ctxext.checkpoints.inspect import inspect_checkpoint
-from ctxext.methods import METHODS
-from tests._checkpoints import SHAPE
+from tests._checkpoints import SHAPE, try_only
 
 
 def stored(place: Path, config: Any, **changes: Any) -> Path:
@@ -76,8 +75,7 @@ def test_what_is_found_on_few_layers_is_what_is_found_on_all(
     config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = stored(tmp_path / "src", config)
-    names = ("yarn", "pi", "retrieval_heads")
-    monkeypatch.setattr(inspect, "known_methods", lambda: {name: METHODS[name] for name in names})
+    try_only(monkeypatch, "yarn", "pi", "retrieval_heads")
     found = inspect_checkpoint(place)
     monkeypatch.setattr(inspect, "FEW", 14)
     monkeypatch.setattr(inspect, "_is_one_repeated", lambda _: False)

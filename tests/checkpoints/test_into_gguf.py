@@ -20,6 +20,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
+from tests._formulas import spectrum
 from tests._gguf import write_gguf
 from tests._models import tiny
 
@@ -32,20 +33,14 @@ FACTORS = [1.0, 1.03, 1.1, 1.7, 2.0, 3.1, 4.4, 5.0]
 OWN = ("llama.context_length", "llama.rope.scaling.")
 
 
-def ramp(low: float, high: float, turns: np.ndarray) -> np.ndarray:
-    """Llama 3.1's: 1 where a frequency is kept, 0 where it is divided in full."""
-    return np.clip((turns - low) / (high - low), 0, 1)
-
-
-def yarn(factor: float) -> np.ndarray:
-    fast, slow = (HALF * math.log(TRAINED / (2 * math.pi * n)) / math.log(10000.0) for n in (32, 1))
-    divided = np.clip((np.arange(HALF) - max(math.floor(fast), 0)) / (math.ceil(slow) - max(math.floor(fast), 0)), 0, 1)
-    return PLAIN / factor * divided + PLAIN * (1 - divided)
+def scaled_by(kind: str, factor: float, **more: Any) -> np.ndarray:
+    """Return the frequencies of a published scaling."""
+    rope = {"type": kind, "factor": factor, "original_max_position_embeddings": TRAINED}
+    return spectrum(rope | more, 2 * HALF).inv_freq.numpy()
 
 
 def llama3(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
-    keep = ramp(low, high, TRAINED * PLAIN / (2 * math.pi))
-    return PLAIN * keep + PLAIN / factor * (1 - keep)
+    return scaled_by("llama3", factor, low_freq_factor=low, high_freq_factor=high)
 
 
 # Method, its parameters, and the frequencies and scale that it stands for, in float64.
@@ -53,7 +48,7 @@ EXTENSIONS: dict[str, tuple[dict[str, Any], np.ndarray, float]] = {
     "pi": ({"factor": 4.0}, PLAIN / 4, 1.0),
     "ntk": ({"factor": 4.0}, (10000.0 * 4 ** (16 / 14)) ** (-np.arange(HALF) / HALF), 1.0),
     "abf": ({"factor": 4.0, "base": 5e5}, 5e5 ** (-np.arange(HALF) / HALF), 1.0),
-    "yarn": ({"factor": 4.0}, yarn(4.0), 0.1 * math.log(4) + 1),
+    "yarn": ({"factor": 4.0}, scaled_by("yarn", 4.0), 0.1 * math.log(4) + 1),
     "llama3": ({"factor": 4.0}, llama3(4.0), 1.0),
     "ntk_by_parts": ({"factor": 4.0}, llama3(4.0, 1.0, 32.0), 1.0),
     "longrope": (
@@ -129,6 +124,7 @@ def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Pa
     out = tmp_path / "out.gguf"
     made = export(llama, to="llama.cpp", method=METHODS[name].from_dict(parameters), gguf=(plain_gguf, out))
     assert same_divisors(out, inv_freq)
+    assert name != "yarn" or (divisors(out)[0], divisors(out)[-1]) == (1.0, 4.0), "what is not slowed keeps its bits"
     assert value(out, "llama.rope.scaling.attn_factor") == pytest.approx(scale, rel=1e-7)
     assert value(out, "llama.rope.scaling.type") == "none"
     assert value(out, "llama.context_length") == TARGET
@@ -136,13 +132,6 @@ def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Pa
     assert (made.flags, made.exact, made.in_file, made.file) == (("-c", str(TARGET)), True, True, str(out))
     assert any("--context-shift" in note for note in made.notes) == (scale != 1)
     assert [item.name for item in tmp_path.iterdir()] == ["out.gguf"]
-
-
-def test_what_is_not_slowed_is_divided_by_one_exactly(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
-    export(llama, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
-    found = divisors(tmp_path / "out.gguf")
-    assert found[0] == 1.0
-    assert found[-1] == 4.0
 
 
 @pytest.mark.parametrize("alignment", [32, 64, 256])
@@ -245,7 +234,7 @@ def test_divisors_that_are_not_the_checkpoints(model: LlamaForCausalLM, llama: P
 
 def test_a_method_and_a_gguf_file_are_enough(plain_gguf: Path, tmp_path: Path) -> None:
     made = export(plain_gguf, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
-    assert same_divisors(tmp_path / "out.gguf", yarn(4.0))
+    assert same_divisors(tmp_path / "out.gguf", scaled_by("yarn", 4.0))
     assert made.exact
     with pytest.raises(CheckpointError, match=r"give a method and --gguf .* OUT\.gguf"):
         export(plain_gguf, to="llama.cpp", gguf=(plain_gguf, tmp_path / "other.gguf"))
@@ -301,6 +290,8 @@ def test_two_sets_of_factors_are_not_exact(llama: Path, plain_gguf: Path, tmp_pa
         ({"leave_out": ("block_count",)}, "block_count=None"),
         ({"architecture": "qwen2"}, r"general\.architecture=qwen2.* is llama"),
         ({"split__count": 3}, "one of 3 files"),
+        ({"rope__freq_base": "10000"}, r"llama\.rope\.freq_base='10000', which should be a number"),
+        ({"split__count": "two"}, r"split\.count='two', which should be a number"),
     ],
     ids=lambda keys: next(iter(keys)) if isinstance(keys, dict) else "",
 )
@@ -378,22 +369,6 @@ def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp
     assert not out.exists()
     with pytest.raises(InvalidParameterError, match=r"for llama\.cpp, and not for vllm"):
         export(llama, to="vllm", method="pi", factor=4.0, gguf=(plain_gguf, out))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"rope__freq_base": "10000"}, r"llama\.rope\.freq_base='10000', which should be a number"),
-        ({"split__count": "two"}, r"split\.count='two', which should be a number"),
-    ],
-    ids=["base", "split"],
-)
-def test_values_of_another_kind(
-    model: LlamaForCausalLM, llama: Path, tmp_path: Path, keys: dict[str, Any], message: str
-) -> None:
-    source = write_gguf(model, tmp_path / "in.gguf", **keys)
-    with pytest.raises(CheckpointError, match=message):
-        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
 
 
 def test_text_that_is_no_utf8(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,93 +24,42 @@ def source(llama: Path, tmp_path: Path) -> Path:
     return shutil.copytree(llama, tmp_path / "home/source")
 
 
-def to_a_directory(source: Path) -> Path:
-    (source / "docs").symlink_to("../keys")
-    return source / "docs"
+# Files that a link leads out of a checkpoint: where the link lies, and what it says.
+OUT = {
+    "to a directory": ("docs", "../keys"),
+    "to a file": ("README.md", "../keys/id_rsa"),
+    "in a folder": ("docs/deep/key", "../../../keys/id_rsa"),
+    "a directory in a folder": ("docs/keys", "../../keys"),
+    "to the root": ("docs", "/"),
+    "to a folder whose name begins with the checkpoint's": ("key", "../source-of-mine/key"),
+    "of weights": ("model.safetensors", "../keys/model.safetensors"),
+    "of the config": ("config.json", "../keys/config.json"),
+    "of the tokenizer, which is read and written": ("tokenizer_config.json", "../keys/tokenizer_config.json"),
+    "through a link inside": ("first", "second"),
+    "like a cache, whose blobs are a link itself": ("snapshots/key", "../../blobs/id_rsa"),
+}
 
 
-def to_a_file(source: Path) -> Path:
-    (source / "README.md").symlink_to(source.parent / "keys/id_rsa")
-    return source / "README.md"
-
-
-def in_a_folder(source: Path) -> Path:
-    (source / "docs/deep").mkdir(parents=True)
-    (source / "docs/deep/key").symlink_to("../../../keys/id_rsa")
-    return source / "docs/deep/key"
-
-
-def a_directory_in_a_folder(source: Path) -> Path:
-    (source / "docs").mkdir()
-    (source / "docs/keys").symlink_to("../../keys")
-    return source / "docs/keys"
-
-
-def to_the_root(source: Path) -> Path:
-    (source / "docs").symlink_to("/")
-    return source / "docs"
-
-
-def of_links(source: Path) -> Path:
-    """The first one leads into the checkpoint, to one that leads out of it."""
-    (source / "second").symlink_to("../keys/id_rsa")
-    (source / "first").symlink_to("second")
-    return source / "first"
-
-
-def to_a_prefix(source: Path) -> Path:
-    """A folder whose name begins with the checkpoint's."""
-    (source.parent / "source-of-mine").mkdir()
+def linked(source: Path, case: str) -> Path:
+    """Put a link into the checkpoint; a file that lies there moves to where the link leads."""
+    name, target = OUT[case]
+    for folder in ("source-of-mine", "keys"):
+        (source.parent / folder).mkdir(exist_ok=True)
     (source.parent / "source-of-mine/key").write_text(SECRET)
-    (source / "key").symlink_to("../source-of-mine/key")
-    return source / "key"
-
-
-def of_weights(source: Path) -> Path:
-    (source / "model.safetensors").rename(source.parent / "keys/weights")
-    (source / "model.safetensors").symlink_to("../keys/weights")
-    return source / "model.safetensors"
-
-
-def of_the_config(source: Path) -> Path:
-    (source / "config.json").rename(source.parent / "keys/config")
-    (source / "config.json").symlink_to("../keys/config")
-    return source / "config.json"
-
-
-def of_the_tokenizer(source: Path) -> Path:
-    """A file whose limit is raised is not copied, it is read and written."""
-    (source / "tokenizer_config.json").rename(source.parent / "keys/tokenizer")
-    (source / "tokenizer_config.json").symlink_to("../keys/tokenizer")
-    return source / "tokenizer_config.json"
-
-
-def like_a_cache(source: Path) -> Path:
-    """A folder of blobs that is not the cache's but a link itself."""
     (source.parent / "blobs").symlink_to("keys")
-    (source / "snapshots").mkdir()
-    (source / "snapshots/key").symlink_to("../../blobs/id_rsa")
-    return source / "snapshots/key"
+    if case == "through a link inside":
+        (source / "second").symlink_to("../keys/id_rsa")
+    place = source / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():
+        place.rename(source / target)
+    place.symlink_to(target)
+    return place
 
 
-@pytest.mark.parametrize(
-    "link",
-    [
-        to_a_directory,
-        to_a_file,
-        in_a_folder,
-        a_directory_in_a_folder,
-        to_the_root,
-        of_links,
-        to_a_prefix,
-        of_weights,
-        of_the_config,
-        of_the_tokenizer,
-        like_a_cache,
-    ],
-)
-def test_a_link_that_leads_out_is_refused_by_name(link: Callable[[Path], Path], source: Path, tmp_path: Path) -> None:
-    name = link(source)
+@pytest.mark.parametrize("case", OUT)
+def test_a_link_that_leads_out_is_refused_by_name(case: str, source: Path, tmp_path: Path) -> None:
+    name = linked(source, case)
     with pytest.raises(CheckpointError) as caught:
         patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
     assert str(name) in str(caught.value)
@@ -210,6 +158,6 @@ def test_a_link_that_is_replaced_meanwhile_is_refused(
 @pytest.mark.slow
 def test_loading_follows_weights_on_another_disk(source: Path) -> None:
     """It reads tensors into a model, as transformers does, and copies nothing; it does not look into other folders."""
-    of_weights(source)
-    to_the_root(source)
+    linked(source, "of weights")
+    (source / "docs").symlink_to("/")
     assert ctxext.describe(ctxext.load(source, "yarn", factor=2)).method["method"] == "yarn"

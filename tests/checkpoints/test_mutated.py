@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from ctxext.checkpoints import inspect
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CtxextError
-from ctxext.methods import METHODS
+from tests._checkpoints import try_only
 from tests._famous import famous_checkpoint, famous_config
 
 BLOOM = "mrm8488/bloom-560m-finetuned-common_gen"
@@ -30,7 +29,7 @@ CONFIGS = (
     BLOOM,
 )
 SEEDS = range(300)
-SAMPLE = range(0, 300, 10)
+SAMPLE = range(0, 300, 20)
 VALUES: list[Any] = [
     *(None, 0, -1, 1, 2, 3.5, -2.5, 1e30, 10**18, float("nan"), float("inf"), 128.0, True, False),
     *("x", "", "4096", [], {}, [1, 2], {"a": 1}),
@@ -127,19 +126,13 @@ def walk(seed: int, directory: Path) -> dict[str, str]:
     return said
 
 
-@pytest.fixture
-def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inspecting tries every method; two of them see what a damaged config does."""
-    monkeypatch.setattr(inspect, "known_methods", lambda: {name: METHODS[name] for name in ("yarn", "alibi")})
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("two_methods")
-def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path) -> None:
+def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_only(monkeypatch, "yarn", "alibi")  # two of them see what a damaged config does
     said = [walk(seed, tmp_path / str(seed)) for seed in SAMPLE]
     refusals = [text for one in said for text in one.values() if text != "ok"]
-    assert len(said) == 30
-    assert len(refusals) >= 30
+    assert len(said) == 15
+    assert len(refusals) >= 15
     assert all(len(text) > 20 for text in refusals)  # sentences
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from ctxext.training import checkpoint as training
 from ctxext.training.settings import Settings, read_settings
 from tests._gguf import write_gguf
 from tests._models import logits, tiny, tokens
+from tests._products import crossed
 from tests._tokenizer import make_tokenizer
 from tests.training._recipe import CONFIG, SMALL, words_of
 from tests.walk.tiny import TRAINED_LENGTH
@@ -128,8 +128,7 @@ def test_a_model_type_in_the_dtype_that_is_chosen_for_it(model_type: str, tmp_pa
     require_same(onward.model, plain(rounded, "bf16"), length=48)
 
 
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("stored", "dtype"), crossed(list(DTYPES), list(DTYPES)))
 def test_any_dtype_that_is_asked_for(stored: str, dtype: str, tmp_path: Path) -> None:
     place = saved(tiny().to(DTYPES[stored]), tmp_path)
     measured = load_checkpoint(str(place), device="cpu", dtype=dtype)
@@ -232,7 +231,7 @@ def test_a_plain_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["yarn", "self_extend", "kerple"])
+@pytest.mark.parametrize("method", ["yarn", "kerple"])
 def test_an_adapter_with_its_extension(method: str, tmp_path: Path) -> None:
     base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
     expected = adapted(ctxext.patch(plain(base, "fp32"), method, factor=2.0), base)
@@ -247,16 +246,6 @@ def test_an_adapter_with_its_extension(method: str, tmp_path: Path) -> None:
     assert len(load_checkpoint(str(place), device="cpu").tokenizer) == 258, "its own where it has one"
 
 
-def test_an_adapter_on_a_base_that_carries_the_extension(tmp_path: Path) -> None:
-    """Code without ctxext loads such a base extended, and saves the adapter unmarked."""
-    base, place = saved(ctxext.patch(tiny(), "yarn", factor=2.0), tmp_path / "base"), tmp_path / "adapter"
-    adapted(plain(base, "fp32"), base).save_pretrained(place)
-    (place / "ctxext_config.json").unlink(missing_ok=True)
-    expected = PeftModel.from_pretrained(ctxext.load(base), place).eval()
-    require_same(load_checkpoint(str(place), device="cpu", dtype="fp32").model, expected)
-    require_same(ctxext.load(place).eval(), expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "yarn"])
 def test_an_adapter_on_a_gguf_file(method: str | None, gguf_file: Path, tmp_path: Path) -> None:
@@ -269,19 +258,6 @@ def test_an_adapter_on_a_gguf_file(method: str | None, gguf_file: Path, tmp_path
     assert load_checkpoint(str(tmp_path), device="cpu").dtype_note.startswith("bf16 (")
     if method is not None:
         require_same(ctxext.load(tmp_path, dtype=torch.float32).eval(), expected)
-
-
-def test_weights_that_are_not_there(tmp_path: Path) -> None:
-    base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
-    adapted(plain(base, "fp32"), base).save_pretrained(place)
-    (place / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
-        load_checkpoint(str(place), device="cpu")
-    adapted(plain(base, "fp32"), base).save_pretrained(place)
-    shutil.rmtree(base)
-    for verb in (ctxext.load, load_checkpoint):
-        with pytest.raises(CheckpointError):
-            verb(str(place))
 
 
 class Rounding(QuantizationConfigMixin):  # type: ignore[misc]
@@ -359,7 +335,7 @@ def test_a_checkpoint_that_says_its_quantisation(rounding: list[dict[str, Any]],
 
 @pytest.mark.parametrize(
     ("model_type", "method"),
-    [("t5gemma", "yarn"), ("umt5", "stretch_buckets"), ("m2m_100", "pi"), ("speech_to_text", "pi")],
+    [("t5gemma", "yarn"), ("umt5", "stretch_buckets")],
 )
 def test_an_encoder_decoder_that_was_saved_extended_is_refused_by_name(
     model_type: str, method: str, tmp_path: Path

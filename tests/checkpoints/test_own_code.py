@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.errors import CheckpointError
+from tests._products import crossed
 
 CONFIG = """
 from transformers import PretrainedConfig
@@ -104,8 +105,7 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("where", ["config", "model"])
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(("name", "where"), crossed(list(BROKEN), ["model", "config"]))
 def test_code_that_cannot_be_run_is_a_refusal(name: str, where: str, tmp_path: Path) -> None:
     top, init, said = BROKEN[name]
     if where == "config":

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.source import read_any_config
-from ctxext.core.refusals import foreign_fields
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS
+from ctxext.models.refusals import foreign_fields
+from tests._checkpoints import try_only
 from tests._models import tiny
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -61,8 +61,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 500000.0}
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:
     """Write a config.json to the letter, and let inspect try few methods."""
-    names = ("yarn", "tile", "pi")
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
+    try_only(monkeypatch, "yarn", "tile", "pi")
 
     def write(config: dict[str, Any]) -> Path:
         (tmp_path / "config.json").write_text(json.dumps(config))

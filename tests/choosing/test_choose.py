@@ -52,16 +52,27 @@ def model() -> LlamaForCausalLM:
     return byte_model()
 
 
+@pytest.fixture(scope="module")
+def choice(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> Choice:
+    """The choice among the four candidates; read it only."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(choose, "candidates", lambda *_: tuple(FEW))
+        patching.setattr(halving, "ENOUGH", 1)
+        before = loss_by_position(model, torch.arange(100)[None])
+        made = chosen(model, bos_tokenizer)
+        assert torch.equal(loss_by_position(model, torch.arange(100)[None]), before)
+    return made
+
+
 def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choice:
     asked: dict[str, Any] = {"texts": TEXTS, "target_length": TARGET} | given
     return ctxext.choose(model, tokenizer, **asked)
 
 
 @pytest.mark.slow
-def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    before = loss_by_position(model, torch.arange(100)[None])
-    choice = chosen(model, bos_tokenizer)
-    assert torch.equal(loss_by_position(model, torch.arange(100)[None]), before)
+def test_a_choice_says_what_was_measured(
+    choice: Choice, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
+) -> None:
     assert not ctxext.describe(model).method
     assert [one.method for one in choice.candidates] == FEW
     assert choice.usual == "yarn x2"
@@ -223,11 +234,13 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_the_legend_of_the_figure_leaves_its_caption_readable(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, count: int
+    choice: Choice, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(choose, "candidates", lambda *_: tuple(FEW[:count]))
+    """However many candidates got so far that they have a name in it."""
+    finish = replace(choice.finish, finalists=choice.finish.finalists[: count - 1])
+    shown = replace(choice, finish=finish, candidates=choice.candidates[:count])
     canvases: list[Any] = []
-    (figure,) = choice_page(chosen(model, bos_tokenizer, keys=False)).figures
+    (figure,) = choice_page(shown).figures
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda canvas, *_, **__: canvases.append(canvas))
     figure.save(BytesIO())
     (canvas,) = canvases

@@ -1,4 +1,4 @@
-"""Mistakes that are cheap to see are told before torch is imported, a checkpoint is loaded, or the hub is asked."""
+"""Help, completions, and mistakes that are cheap to see are told before torch is imported or a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import os
 import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from huggingface_hub import constants
+from typer.main import get_command
 
 import ctxext
+from ctxext.cli.app import app
 from ctxext.cli.eval.ruler import TASKS as RULER
 from ctxext.cli.lab import BASELINES, TASKS
 from ctxext.cli.options import Dtype
@@ -33,25 +33,70 @@ from ctxext.texts.documents import require_sources
 from ctxext.training.checkpoints import COMPLETE
 from recipes import finetune
 from scripts.update_readme import described_methods
+from tests._programs import ROOT, ran
 
-ROOT = Path(__file__).parents[2]
-# Runs command lines one after the other in one process, and tells after each whether torch is there by now.
+HEAVY = ["torch", "transformers", "safetensors", "peft", "matplotlib"]
+# Runs programs one after the other in one process, and tells after each which heavy packages are there by now.
 PROGRAM = """
-import json, sys
-sys.argv = ["ctxext"]
+import contextlib, io, json, runpy, sys
 from typer.testing import CliRunner
+sys.argv = ["ctxext"]
 from ctxext.cli.app import app
+
+def recipe(words, environment):
+    sys.argv = ["recipes/finetune.py", *words]
+    try:
+        runpy.run_path(RECIPE, run_name="__main__")
+    except SystemExit as ended:
+        return 1, ended.code
+
+def command(words, environment):
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "400"} | environment, prog_name="ctxext")
+    return done.exit_code, done.output
+
+RECIPE, heavy, lines = json.load(sys.stdin)
 answers = []
-for words in json.load(sys.stdin):
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
-    answers.append([done.exit_code, done.output, sorted({"torch", "transformers"} & sys.modules.keys())])
+for program, words, environment in lines:
+    code, output = vars()[program](words, environment)
+    answers.append([code, output, sorted({*heavy} & sys.modules.keys())])
 print(json.dumps(answers))
 """
+# Command lines that are right, and a word of what is said.
+RIGHT = {
+    "--help": "inspect",
+    "-h": "inspect",
+    "patch -h": "--trained-length",
+    "eval perplexity --help": "--text",
+    "--version": ctxext.__version__,
+    "methods": "self_extend, to extend without training",
+    "methods --json": '"method": "yarn"',
+    "methods --markdown": "| `yarn` | rotary |",
+    "lab methods": "cope",
+}
+COMPLETIONS = {"ctxext ins": "inspect", "ctxext patch SRC DST -m ya": "yarn", "ctxext patch --meth": "--method"}
+# The recipe's words, of a config that is right without them.
+OF_THE_RECIPE = {
+    "--data.train ./no.txt": "Cannot read the text './no.txt'",
+    "--evaluation.text ./no.txt": "Cannot read the text './no.txt'",
+    "--method yran": "Did you mean 'yarn'?",
+    "--extension.parameters.rampe turns": "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?",
+    "--checkpoint /no/where": "There is no checkpoint at /no/where",
+    "--data.trian text.txt": "Did you mean 'data.train'?",
+    "--dtype fp33": "found 'fp33'",
+    "--output text.txt/out": "text.txt is a file and no directory",
+}
 YARN = "-m yarn -f 2"
 OUTPUT = "give a file that ends in"
 MISSING = "Cannot read the text './no.txt'"
+GOOD = {
+    "output": "out",
+    "extension": {"method": "yarn", "factor": 2},
+    "data": {"train": ["text.txt"], "length": 32},
+    "training": {"steps": 1, "learning_rate": 1e-4},
+}
 # The command line, in which HERE is a checkpoint, and what is said of it.
 MISTAKES = {
+    "insepct": "inspect",
     "patch HERE out -m yran -f 2": "Did you mean 'yarn'?",
     f"patch HERE out {YARN} -p betafast=1": "Unknown yarn parameter 'betafast'. Did you mean 'beta_fast'?",
     f"patch HERE out {YARN} -p beta_fast": "--param must be KEY=VALUE",
@@ -153,39 +198,47 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The exit code, the output and the heavy modules of each mistake."""
-    words = [shlex.split(line.replace("HERE", str(llama))) for line in MISTAKES]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(words),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path_factory.mktemp("early"),
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-    )
-    return dict(zip(MISTAKES, json.loads(done.stdout), strict=True))
+    """The exit code, the output and the heavy packages of each program."""
+    place = tmp_path_factory.mktemp("early")
+    (place / "run.yaml").write_text(json.dumps(GOOD))
+    (place / "text.txt").write_text("text")
+    lines: dict[str, tuple[str, list[str], dict[str, str]]] = {}
+    for words in COMPLETIONS:
+        asked = {"_CTXEXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        lines[words] = "command", [], asked
+    lines |= {words: ("command", shlex.split(words.replace("HERE", str(llama))), {}) for words in (*RIGHT, *MISTAKES)}
+    lines |= {words: ("recipe", ["--config", "run.yaml", *words.split()], {}) for words in OF_THE_RECIPE}
+    programs = json.dumps([str(ROOT / "recipes/finetune.py"), HEAVY, [*lines.values()]])
+    done = ran(["-c", PROGRAM], place, programs)
+    assert done.returncode == 0, done.stderr
+    assert not (place / "out").exists()
+    return dict(zip(lines, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_said_before_torch_is_imported(line: str, answers: dict[str, Any], llama: Path) -> None:
-    code, output, heavy = answers[line]
-    assert code in (1, 2)
-    assert MISTAKES[line].replace("HERE", str(llama)) in output
-    assert "Traceback" not in output
-    assert heavy == []
+def test_help_and_completions_are_told_before_torch_is_imported(answers: dict[str, Any]) -> None:
+    for line, said in (RIGHT | COMPLETIONS).items():
+        code, output, heavy = answers[line]
+        assert (code, heavy) == (0, []), line
+        assert output.split() == [said] if line in COMPLETIONS else said in output, line
 
 
-@pytest.mark.parametrize("name", ["YaRN", "YARN", "Dynamic NTK", "NTK-by-parts", "Self-Extend", "LongRoPE", "DCA"])
-def test_published_names_lead_to_ours_in_one_sentence(name: str) -> None:
-    ours = {"DCA": "dual_chunk", "LongRoPE": "longrope"}.get(name, name.lower().replace("-", "_").replace(" ", "_"))
-    with pytest.raises(UnknownNameError, match=rf"^Unknown method '[^']+'\. Did you mean '{ours}'\?$"):
-        ctxext.method(name, factor=2)
+@pytest.mark.slow
+def test_mistakes_are_told_before_torch_is_imported(answers: dict[str, Any], llama: Path) -> None:
+    for line, said in (MISTAKES | OF_THE_RECIPE).items():
+        code, output, heavy = answers[line]
+        assert (code in (1, 2), heavy) == (True, []), line
+        assert said.replace("HERE", str(llama)) in output, line
+        assert "Traceback" not in output, line
 
 
-@pytest.mark.parametrize(("name", "ours"), [("linear", "pi"), ("dynamic", "dynamic_ntk"), ("su", "longrope")])
-def test_rope_types_of_transformers_lead_to_ours(name: str, ours: str) -> None:
+OURS = {"YaRN": "yarn", "YARN": "yarn", "Dynamic NTK": "dynamic_ntk", "NTK-by-parts": "ntk_by_parts"}
+OURS |= {"Self-Extend": "self_extend", "LongRoPE": "longrope", "DCA": "dual_chunk"}
+OURS |= {"linear": "pi", "dynamic": "dynamic_ntk", "su": "longrope"}  # rope types of transformers
+
+
+@pytest.mark.parametrize(("name", "ours"), OURS.items())
+def test_published_names_lead_to_ours_in_one_sentence(name: str, ours: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"^Unknown method '{name}'\. Did you mean '{ours}'\?$"):
         ctxext.method(name, factor=2)
 
@@ -203,6 +256,7 @@ def test_every_name_of_another_project_is_a_method() -> None:
 
 def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None:
     assert method_names() == sorted(known_methods())
+    assert method_names("dynamic") == ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
     assert tuple(RULER_MADE) == RULER
     assert get_args(Dtype) == ("auto", *DTYPES)
     assert {*TASKS} == {"text", *PUZZLES}
@@ -223,15 +277,11 @@ def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatc
     refuse_unknown_method("mine a=1")
 
 
-TARGETS = ["--target", "--target-length", "--target=16K", "--target-length=16K", "--length"]
-
-
-@pytest.mark.parametrize("flag", TARGETS)
-def test_the_target_is_given_by_any_of_its_words(cli: Any, llama: Path, tmp_path: Path, flag: str) -> None:
-    words = [flag] if "=" in flag else [flag, "16K"]
-    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", *words).exit_code == 0
-    assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
-    assert json.loads(cli("plan", llama, *words, "--json").stdout)["training"]["length"] == 16384
+@pytest.mark.parametrize("words", ["--target 16K", "--target-length 16K", "--target=16K", "--length=16K"])
+def test_the_target_is_given_by_any_of_its_words(words: str) -> None:
+    commands: Any = get_command(app)
+    for name, given in {"patch": ["SRC", "NEW", "-m", "yarn"], "plan": ["SRC"]}.items():
+        assert 16384 in commands.commands[name].make_context(name, [*given, *words.split()]).params.values()
 
 
 def test_a_target_given_by_two_words_is_given_twice(cli: Any, llama: Path, tmp_path: Path) -> None:
@@ -288,42 +338,6 @@ def test_a_folder_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(CheckpointError, match=f"you may not write to {tmp_path}"):
         refuse_read_only(tmp_path / "not" / "there")
-
-
-GOOD = {
-    "output": "out",
-    "extension": {"method": "yarn", "factor": 2},
-    "data": {"train": ["text.txt"], "length": 32},
-    "training": {"steps": 1, "learning_rate": 1e-4},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--data.train", "./no.txt"], "Cannot read the text './no.txt'"),
-        (["--evaluation.text", "./no.txt"], "Cannot read the text './no.txt'"),
-        (["--method", "yran"], "Did you mean 'yarn'?"),
-        (["--extension.parameters.rampe", "turns"], "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?"),
-        (["--checkpoint", "/no/where"], "There is no checkpoint at /no/where"),
-        (["--data.trian", "text.txt"], "Did you mean 'data.train'?"),
-        (["--dtype", "fp33"], "found 'fp33'"),
-        (["--output", "text.txt/out"], "text.txt is a file and no directory"),
-    ],
-)
-def test_the_recipe_tells_mistakes_before_torch_is_imported(words: list[str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(json.dumps(GOOD))
-    (tmp_path / "text.txt").write_text("text")
-    program = [sys.executable, "-X", "importtime", str(ROOT / "recipes/finetune.py"), "--config", "run.yaml", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 1
-    assert says in done.stderr
-    assert "ctxext.training.settings" in imported
-    assert not {"torch", "transformers"} & imported
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_recipe_names_resume(

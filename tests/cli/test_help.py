@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from ctxext.cli.app import app
+from tests._programs import ran
 
 Cli = Callable[..., Result]
 
@@ -73,14 +71,10 @@ def test_help_states_every_default(cli: Cli, path: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_a_bare_call_greets() -> None:
+def test_a_bare_call_greets(tmp_path: Path) -> None:
     """``ctxext`` alone and ``python -m ctxext`` print the same help, with the first commands to type."""
     runner = CliRunner().invoke(app, [], env={"COLUMNS": "200"})
-    place = Path(__file__).parents[2]
-    environment = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(place), "NO_COLOR": "1"}
-    module = subprocess.run(
-        [sys.executable, "-m", "ctxext"], capture_output=True, text=True, env=environment, cwd=place, check=False
-    )
+    module = ran(["-m", "ctxext"], tmp_path)
     assert "ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4" in runner.output
     for verb in ("inspect", "patch", "export", "plan", "methods", "demo", "plot", "show", "eval"):
         assert re.search(rf"^│ {verb} +\w", runner.output, flags=re.MULTILINE)

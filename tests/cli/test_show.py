@@ -113,24 +113,6 @@ def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Pa
     assert max(value for head in saved["values"] for row in head for value in row if value is not None) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["yarn", "--text", "some words"], "give one with --model"),
-        (["tile", "--model", "LLAMA"], "This llama has rotations"),
-        (["stretch_buckets", "--model", "LLAMA"], "names no buckets"),
-    ],
-)
-def test_mistakes(
-    cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = cli("show", *[llama if word == "LLAMA" else word for word in arguments])
-    assert (said.exit_code, said.stdout) == (1, "")
-    assert message in said.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("option", ["--length", "--trained-length"])
 @pytest.mark.parametrize("value", ["0", "-1", "99999999999999"])
 def test_no_tokens_are_not_taken_for_no_limit(cli: Cli, option: str, value: str) -> None:

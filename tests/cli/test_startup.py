@@ -1,98 +1,19 @@
-"""Help, mistakes and completions answer before anything heavy is imported; ``import ctxext`` registers all the same."""
+"""What ``import ctxext`` brings, and that it registers all the same in whatever order programs import."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ctxext
-from ctxext.methods import known_methods
-from ctxext.registry import method_names
 from tests._models import RECENT, tiny
-
-ROOT = Path(ctxext.__file__).parents[1]
-HEAVY = ("torch", "transformers", "safetensors", "peft", "matplotlib")
-
-
-def imported_by(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """Run the command in a process of its own; what it imported, by the interpreter's own account."""
-    command = [sys.executable, "-X", "importtime", "-m", "ctxext", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment, timeout=120)
-    return done, set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, flags=re.MULTILINE))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--help",), "inspect"),
-        (("-h",), "inspect"),
-        (("patch", "-h"), "--trained-length"),
-        (("eval", "perplexity", "--help"), "--text"),
-        (("--version",), ctxext.__version__),
-        (("methods",), "self_extend, to extend without training"),
-        (("methods", "--json"), '"method": "yarn"'),
-        (("methods", "--markdown"), "| `yarn` | rotary |"),
-        (("lab", "methods"), "cope"),
-        (("insepct",), "inspect"),
-    ],
-)
-def test_help_and_mistakes_import_nothing_heavy(arguments: tuple[str, ...], said: str) -> None:
-    done, modules = imported_by(*arguments)
-    assert done.returncode == (2 if arguments == ("insepct",) else 0)
-    assert said in done.stdout + done.stderr
-    assert {"ctxext.cli.app", "typer"} <= modules  # the account is not empty
-    assert modules.isdisjoint(HEAVY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "number", "offered"),
-    [("ctxext ins", 1, "inspect"), ("ctxext patch SRC DST -m ya", 5, "yarn"), ("ctxext patch --meth", 2, "--method")],
-)
-def test_completion_imports_nothing_heavy(words: str, number: int, offered: str) -> None:
-    asked = {"_CTXEXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
-    done, modules = imported_by(**asked)
-    assert done.stdout.split() == [offered]
-    assert modules.isdisjoint(HEAVY)
-
-
-def test_completion_knows_every_method() -> None:
-    assert method_names("") == sorted(known_methods())
-    assert method_names("dynamic") == ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
-
-
-@pytest.mark.slow
-def test_names_are_imported_at_their_first_use() -> None:
-    program = """
-import sys
-import ctxext
-assert not {"torch", "transformers", "peft", "ctxext.core.patching"} & sys.modules.keys()
-training = ctxext.training
-assert [getattr(training, name).__name__ for name in training.__all__] == training.__all__
-assert set(training.__all__) <= set(dir(training))
-try:
-    training.Callback
-except AttributeError as error:
-    assert str(error).startswith("module 'ctxext.training' has no attribute 'Callback'")
-else:
-    raise SystemExit("a name that is not there")
-assert ctxext.methods()["yarn"] is ctxext.methods.YaRN
-assert dir(ctxext) == sorted(ctxext.__all__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-
+from tests._products import some
+from tests._programs import ran
 
 ORDERS = {
     "ctxext first": "import ctxext, sys; assert 'torch' not in sys.modules; import transformers",
     "transformers first": "import transformers; transformers.PreTrainedModel; import ctxext",
-    "as the command": "import sys; sys.argv = ['ctxext']; import ctxext, transformers",
     "the table again": "import ctxext, importlib, transformers.modeling_rope_utils as table; importlib.reload(table)",
     "two threads": "import ctxext, importlib\nfrom threading import Thread\n"
     "names = ['transformers.modeling_utils', 'ctxext.core.patching', 'transformers.models.llama.modeling_llama'] * 2\n"
@@ -110,9 +31,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-def test_whoever_imports_both_is_told_how_to_read_a_checkpoint(order: str, extended: Path) -> None:
-    """Whatever is imported first, on whichever thread, and however the program is called."""
+@pytest.mark.parametrize("order", some(ORDERS, "ctxext first", "two threads"))
+def test_whoever_imports_both_is_told_how_to_read_a_checkpoint(order: str, extended: Path, tmp_path: Path) -> None:
+    """Whatever is imported first, on whichever thread."""
     program = f"""
 {ORDERS[order]}
 import pickle
@@ -129,7 +50,7 @@ else:
 import ctxext
 assert ctxext.describe(ctxext.load({str(extended)!r})).method["method"] == "dynamic_yarn"
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = ran(["-c", program], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Missing validation function" not in done.stderr
 
@@ -137,17 +58,22 @@ assert ctxext.describe(ctxext.load({str(extended)!r})).method["method"] == "dyna
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has choose, describe, errors"):
         ctxext.pathc  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'ctxext\.training' has no attribute 'Callback'"):
+        ctxext.training.Callback  # noqa: B018
+    assert ctxext.methods()["yarn"] is ctxext.methods.YaRN
 
 
 @pytest.mark.slow
-def test_import_brings_no_engine_and_takes_little_more_than_transformers() -> None:
+def test_import_brings_no_engine_and_takes_little_more_than_transformers(tmp_path: Path) -> None:
     """Engines, trainers and plots wait until they are asked for, also where they are installed; nothing is printed.
 
     It adds little to what any program with a model imports: transformers' models and its generation. One
     process imports both, one after the other, so that a busy machine slows both alike.
     """
     program = (
-        "import sys, time; began = time.process_time(); import transformers.modeling_utils, "
+        "import sys, time, ctxext; "
+        "assert not {'torch', 'transformers', 'peft', 'ctxext.core.patching'} & sys.modules.keys(); "
+        "began = time.process_time(); import transformers.modeling_utils, "
         "transformers.generation.utils; theirs = time.process_time() - began; import ctxext.core.patching; "
         "print(theirs, time.process_time() - began - theirs); "
         "from transformers import LlamaConfig, LlamaForCausalLM; "
@@ -156,9 +82,13 @@ def test_import_brings_no_engine_and_takes_little_more_than_transformers() -> No
         "ctxext.patch(model, 'yarn', factor=4); "
         "print(*sys.modules); "
         "ctxext.patch(ctxext.unpatch(model), 'fire'); "
-        "print(*sys.modules)"
+        "print(*sys.modules); "
+        "training = ctxext.training; "
+        "assert [getattr(training, name).__name__ for name in training.__all__] == training.__all__; "
+        "assert set(training.__all__) <= set(dir(training)); "
+        "assert dir(ctxext) == sorted(ctxext.__all__)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = ran(["-c", program], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     seconds, *said = done.stdout.splitlines()
     theirs, ours = map(float, seconds.split())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ctxext
 from ctxext.attention.alibi import AlibiAttend
 from ctxext.attention.attend import Backends
-from ctxext.attention.encodings import ENCODING, EncodingAttend
+from ctxext.attention.encodings import EncodingAttend
 from ctxext.attention.remap import HeadPieces, RemapAttend
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.travelling import Travelling
@@ -22,12 +22,12 @@ from ctxext.kernels import BACKENDS, Call, Layout, flex, named
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import BiasMethod, known_methods
 from ctxext.methods.base import Method
-from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.encoding import ENCODING, EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
 from ctxext.training.lora import attach_lora
 from tests._encodings import SCALE, SPEC, carried_by, encoding_of
-from tests._models import tiny, tokens
+from tests._models import logits, tiny, tokens
 from tests.kernels.cases import case
 
 ATTENDING = {
@@ -125,6 +125,19 @@ def test_a_backend_computes_in_the_dtype_of_its_tensors(
                 outcomes.append([out, *(torch.autograd.grad(out, inputs, one.grad) if grad else ())])
     for plain, cast in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert all(torch.equal(*pair) for pair in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize("name", ["alibi", "self_extend"])
+def test_a_model_in_float32_errs_as_one_in_sixteen_bits(name: str) -> None:
+    """What Trainer(bf16=True) does: rotation leaves queries and keys in float32, and values are in bfloat16."""
+    ids, model = tokens(96), ctxext.patch(tiny(), name, factor=4.0)
+    exact = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ids, labels=ids, use_cache=False)
+    found.loss.backward()
+    assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
+    fair = logits(ctxext.patch(tiny(), name, factor=4.0).bfloat16(), ids)
+    assert (found.logits.float() - exact).norm() <= 2 * (fair.float() - exact).norm()
 
 
 @pytest.mark.slow

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,45 +21,16 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.caches.records import cache_argument
+from ctxext.core.subject import cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
-from ctxext.methods.longrope import LongRoPE
-from tests._models import RECENT, logits, tiny, tokens
+from tests._models import FOLLOWING, RECENT, STATIC, by_method, extended, logits, tiny, tokens
+from tests._programs import ROOT, ran
 from tests.walk.tiny import TRAINED_LENGTH
 
-LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
-FOLLOWING: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"method": "dynamic_ntk", "factor": 4.0}),
-    ("llama", {"method": "dynamic_yarn", "factor": 4.0, "growth": "doubling"}),
-    ("llama", {"method": LONGROPE}),
-    ("llama", {"method": "dynamic_pi", "factor": 4.0}),
-    ("bloom", {"method": "dynamic_pi", "factor": 4.0}),
-]
-STATIC: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"method": "yarn", "factor": 4.0}),
-    ("llama", {"method": "alibi", "factor": 4.0}),
-    ("bloom", {"method": "pi", "factor": 4.0}),
-]
-
-
-def name(value: Any) -> str | None:
-    if isinstance(value, dict):
-        return value["method"] if isinstance(value["method"], str) else value["method"].name
-    return None
-
-
-following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=name)
-every = pytest.mark.parametrize(("model_type", "method"), [*FOLLOWING, *STATIC], ids=name)
+following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=by_method)
+every = pytest.mark.parametrize(("model_type", "method"), [*FOLLOWING, *STATIC], ids=by_method)
 
 LONG, KEPT, NEW = 2 * TRAINED_LENGTH - 28, 40, 5  # 100 tokens are read, 40 of them kept, 5 others follow
-
-
-def extended(model: PreTrainedModel, method: dict[str, Any]) -> PreTrainedModel:
-    return ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
-
-
-def build(model_type: str, method: dict[str, Any]) -> PreTrainedModel:
-    return extended(tiny(model_type), method)
 
 
 @torch.no_grad()
@@ -159,7 +127,7 @@ def test_no_kind_of_cache_goes_on_under_another_extension(kind: str) -> None:
     model = tiny(model_type, **changes)
     for before, after in ((None, first), (first, None), (first, other)):
         if before is not None:
-            extended(model, before)
+            ctxext.patch(model, trained_length=TRAINED_LENGTH, **before)
         cache = made(model.config)
         if before is not None and not hasattr(cache, "get_seq_length"):
             with pytest.raises(PatchStateError, match=r"This OwnCache has no get_seq_length"):
@@ -170,7 +138,7 @@ def test_no_kind_of_cache_goes_on_under_another_extension(kind: str) -> None:
         if before is not None:
             ctxext.unpatch(model)
         if after is not None:
-            extended(model, after)
+            ctxext.patch(model, trained_length=TRAINED_LENGTH, **after)
         with pytest.raises(PatchStateError, match=r"Start with a new cache\."):
             go_on(model, cache, 9, 12)
         if after is not None:
@@ -179,14 +147,14 @@ def test_no_kind_of_cache_goes_on_under_another_extension(kind: str) -> None:
 
 @pytest.mark.parametrize("borrow", [copy.copy, lambda _: DynamicCache()])
 def test_a_cache_that_borrows_the_layers_of_another(borrow: Any) -> None:
-    model = build("llama", {"method": "yarn", "factor": 4.0})
+    model = extended("llama", {"method": "yarn", "factor": 4.0})
     cache = filled_by(model, KEPT)
     made = borrow(cache)
     made.layers = cache.layers
     ctxext.unpatch(model)
     with pytest.raises(PatchStateError, match=r"ctxext\.unpatch has undone that.*Start with a new cache"):
         read(model, tokens(1), made)
-    extended(model, {"method": "yarn", "factor": 4.0})
+    ctxext.patch(model, trained_length=TRAINED_LENGTH, method="yarn", factor=4.0)
     read(model, tokens(1), cache)
 
 
@@ -195,12 +163,12 @@ def test_the_half_of_a_cache_that_holds_the_text_of_an_encoder() -> None:
     model = tiny("t5")
     for before in (None, "stretch_buckets"):
         if before:
-            extended(model, {"method": before, "factor": 2.0})
+            ctxext.patch(model, trained_length=TRAINED_LENGTH, method=before, factor=2.0)
         cache = halved(None)
         go_on(model, cache, 0, 9)
         if before:
             ctxext.unpatch(model)
-        extended(model, {"method": "stretch_buckets", "factor": 4.0})
+        ctxext.patch(model, trained_length=TRAINED_LENGTH, method="stretch_buckets", factor=4.0)
         with pytest.raises(PatchStateError, match=r"^This cache of 7 tokens was filled .*Start with a new cache\."):
             go_on(model, EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache), 0, 3)
         ctxext.unpatch(model)
@@ -210,7 +178,7 @@ def test_the_half_of_a_cache_that_holds_the_text_of_an_encoder() -> None:
 def test_a_cropped_cache_is_refused_in_a_loop_and_recomputed_in_generate(
     model_type: str, method: dict[str, Any]
 ) -> None:
-    model = build(model_type, method)
+    model = extended(model_type, method)
     cache = filled_by(model)
     cache.crop(KEPT - LONG)
     with pytest.raises(IncompatibleError, match=r"45 tokens other positions than its 40 cached tokens"):
@@ -228,7 +196,7 @@ def test_a_cropped_cache_is_refused_in_a_loop_and_recomputed_in_generate(
 
 @following
 def test_a_cache_cropped_inside_one_fitted_length_goes_on(model_type: str, method: dict[str, Any]) -> None:
-    model = build(model_type, method)
+    model = extended(model_type, method)
     cache = filled_by(model, TRAINED_LENGTH - 4)
     cache.crop(KEPT - TRAINED_LENGTH + 4)
     found = read(model, edited()[:, KEPT:], cache)
@@ -288,7 +256,7 @@ def test_a_layer_whose_cache_has_an_unknown_name_is_refused(model_type: str, mon
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
 def test_a_copy_of_a_cache_remembers(copied: Any) -> None:
-    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
+    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0})
     prompt = copied(filled_by(model, TRAINED_LENGTH - 4))
     whole = tokens(TRAINED_LENGTH)
     torch.testing.assert_close(read(model, whole[:, -4:], prompt), logits(model, whole)[:, -4:], atol=3e-4, rtol=0)
@@ -299,7 +267,7 @@ def test_a_copy_of_a_cache_remembers(copied: Any) -> None:
 
 
 def test_picked_rows_of_one_length_go_on_and_of_several_are_refused() -> None:
-    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
+    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0})
     ids = tokens(TRAINED_LENGTH - 4, rows=3)
     cache = filled_by(model, TRAINED_LENGTH - 4, rows=3)
     cache.batch_select_indices(torch.tensor([2, 0]))
@@ -317,7 +285,7 @@ def test_picked_rows_of_one_length_go_on_and_of_several_are_refused() -> None:
 
 def test_rows_of_different_lengths_each_keep_their_positions() -> None:
     """Of two rows, the short one stays inside the window while the long one is beyond it from the start."""
-    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0, "growth": "doubling"})
+    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0, "growth": "doubling"})
     ids = tokens(LONG + 3, rows=2)
     mask = torch.ones_like(ids)
     mask[1, : LONG - KEPT] = 0
@@ -332,7 +300,7 @@ def test_rows_of_different_lengths_each_keep_their_positions() -> None:
 @following
 def test_a_pass_that_failed_half_way_spoils_the_cache(model_type: str, method: dict[str, Any]) -> None:
     """An interrupt, or too little memory: some layers hold keys of the new length, others do not."""
-    model = build(model_type, method)
+    model = extended(model_type, method)
     cache = filled_by(model, TRAINED_LENGTH - 4)
 
     def fail(module: nn.Module, args: Any) -> None:
@@ -352,7 +320,7 @@ def test_a_pass_that_failed_half_way_spoils_the_cache(model_type: str, method: d
 def test_a_cache_filled_before_patch(model_type: str, method: dict[str, Any]) -> None:
     model = tiny(model_type)
     cache, again = filled_by(model, KEPT), filled_by(model, KEPT)
-    extended(model, method)
+    ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
     with pytest.raises(PatchStateError, match=r"cache of 40 tokens was filled without a record"):
         read(model, edited()[:, KEPT:], cache)
     if (model_type, method) in FOLLOWING:
@@ -365,7 +333,7 @@ def test_a_cache_filled_before_patch(model_type: str, method: dict[str, Any]) ->
 
 @every
 def test_a_cache_filled_before_unpatch(model_type: str, method: dict[str, Any]) -> None:
-    model = build(model_type, method)
+    model = extended(model_type, method)
     cache, inside = filled_by(model), filled_by(model, KEPT)
     plain = logits(tiny(model_type), tokens(KEPT))
     ctxext.unpatch(model)
@@ -380,21 +348,21 @@ def test_a_cache_filled_before_unpatch(model_type: str, method: dict[str, Any]) 
 
 
 def test_patched_as_it_was_and_otherwise() -> None:
-    model = build("llama", {"method": "yarn", "factor": 4.0})
+    model = extended("llama", {"method": "yarn", "factor": 4.0})
     cache, other = filled_by(model, KEPT), filled_by(model, KEPT)
     expected = logits(model, edited())[:, KEPT:]
     ctxext.unpatch(model)
     for change in ({"method": "yarn", "factor": 2.0}, {"method": "pi", "factor": 4.0}):
-        extended(model, change)
+        ctxext.patch(model, trained_length=TRAINED_LENGTH, **change)
         with pytest.raises(PatchStateError, match=r"filled while the model was extended by 'yarn' \(factor 4\)"):
             read(model, edited()[:, KEPT:], other)
         ctxext.unpatch(model)
-    extended(model, {"method": "yarn", "factor": 4.0})
+    ctxext.patch(model, trained_length=TRAINED_LENGTH, method="yarn", factor=4.0)
     torch.testing.assert_close(read(model, edited()[:, KEPT:], cache), expected, atol=3e-4, rtol=0)
 
 
 def test_a_copy_of_the_model_takes_its_cache() -> None:
-    model = build("llama", {"method": "yarn", "factor": 4.0})
+    model = extended("llama", {"method": "yarn", "factor": 4.0})
     cache, expected = filled_by(model, KEPT), logits(model, edited())[:, KEPT:]
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     torch.testing.assert_close(read(twin, edited()[:, KEPT:], copy.deepcopy(cache)), expected, atol=3e-4, rtol=0)
@@ -404,7 +372,7 @@ def test_a_copy_of_the_model_takes_its_cache() -> None:
 
 @every
 def test_a_static_cache_is_reset_and_used_again(model_type: str, method: dict[str, Any]) -> None:
-    model = build(model_type, method)
+    model = extended(model_type, method)
     cache = StaticCache(config=model.config, max_cache_len=LONG)
     read(model, tokens(LONG), cache)
     cache.reset()
@@ -414,7 +382,7 @@ def test_a_static_cache_is_reset_and_used_again(model_type: str, method: dict[st
 
 @every
 def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict[str, Any]) -> None:
-    model = build(model_type, method)
+    model = extended(model_type, method)
     with torch.no_grad():
         caches = [model(tokens(KEPT), use_cache=True).past_key_values]
         caches.append(model(tokens(KEPT), use_cache=True, return_dict=False)[1])
@@ -429,7 +397,7 @@ def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict
 @pytest.mark.slow
 @following
 def test_beams_of_padded_rows_across_the_window(model_type: str, method: dict[str, Any]) -> None:
-    model = build(model_type, method)
+    model = extended(model_type, method)
     ids = tokens(TRAINED_LENGTH - 3, rows=2)
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
@@ -460,7 +428,7 @@ def test_a_learned_prefix_is_taken_where_the_whole_peft_model_is_patched(method:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_whole_a_static_method_still_remembers() -> None:
-    model = build("llama", {"method": "yarn", "factor": 4.0})
+    model = extended("llama", {"method": "yarn", "factor": 4.0})
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     cache, expected = DynamicCache(config=model.config), logits(model, edited())
     first = read(compiled, edited()[:, :KEPT], cache)
@@ -472,6 +440,5 @@ def test_compiled_whole_a_static_method_still_remembers() -> None:
 @pytest.mark.nightly
 def test_a_static_cache_is_one_graph_for_all_tokens() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
-    program = [sys.executable, "-m", "tests.contracts.compiled_generate_program"]
-    done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = ran(["-m", "tests.contracts.compiled_generate_program"], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -25,8 +25,6 @@ CAUSAL = ("llama", "gemma2", "deepseek_v3", "bloom")
 TURNED = ("llama", "mistral")  # with is_causal=False in their config
 MASKED = ("eurobert", "modernbert", *(("nomic_bert",) if RECENT else ()))
 
-every_method = pytest.mark.parametrize("method", FOR_LLAMA)
-
 
 def masked(model_type: str) -> PreTrainedModel:
     return tiny_model(tiny_config(model_type), loader=AutoModelForMaskedLM)
@@ -36,6 +34,21 @@ def turned(model_type: str) -> PreTrainedModel:
     config = tiny_config(model_type, sliding_window=None) if model_type == "mistral" else tiny_config(model_type)
     config.is_causal = False
     return tiny_model(config)
+
+
+BUILDS = {tiny: CAUSAL, turned: TURNED, masked: MASKED}
+# One method of each kind on every model, the others on a Llama that sees the past, and on one that sees both ways.
+OF_EACH_KIND = {"yarn", "dynamic_ntk", "alibi", "self_extend", "streaming"}
+CASES = [
+    pytest.param(
+        *(build, name, method),
+        marks=[pytest.mark.nightly] * (name != "llama" and method not in OF_EACH_KIND),
+        id=f"{build.__name__}-{name}-{method}",
+    )
+    for build, names in BUILDS.items()
+    for name in names
+    for method in FOR_LLAMA
+]
 
 
 def past_sees_future(model: PreTrainedModel, **arguments: Any) -> bool:
@@ -65,31 +78,12 @@ def is_extended(model: PreTrainedModel, method: str) -> bool:
     return True
 
 
-@every_method
-@pytest.mark.parametrize("model_type", CAUSAL)
-def test_a_decoder_stays_causal(model_type: str, method: str) -> None:
-    model = tiny(model_type)
-    assert not past_sees_future(model)
+@pytest.mark.parametrize(("build", "model_type", "method"), CASES)
+def test_a_token_sees_later_ones_exactly_when_it_did_before(build: Any, model_type: str, method: str) -> None:
+    model, both_ways = build(model_type), build is not tiny
+    assert past_sees_future(model) == both_ways
     if is_extended(model, method):
-        assert not past_sees_future(model)
-
-
-@every_method
-@pytest.mark.parametrize("model_type", MASKED)
-def test_an_encoder_still_sees_both_ways(model_type: str, method: str) -> None:
-    model = masked(model_type)
-    assert past_sees_future(model)
-    if is_extended(model, method):
-        assert past_sees_future(model)
-
-
-@every_method
-@pytest.mark.parametrize("model_type", TURNED)
-def test_a_decoder_turned_into_an_encoder_still_sees_both_ways(model_type: str, method: str) -> None:
-    model = turned(model_type)
-    assert past_sees_future(model)
-    if is_extended(model, method):
-        assert past_sees_future(model)
+        assert past_sees_future(model) == both_ways
 
 
 @pytest.mark.slow

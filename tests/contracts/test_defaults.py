@@ -11,15 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MptConfig,
-    PreTrainedConfig,
-)
 
 import ctxext
 from ctxext.kernels import Layout
@@ -29,12 +20,7 @@ from ctxext.spec import RopeSpec
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
-SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=64)
-SHAPE: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64}
+SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 
 
 @contextlib.contextmanager
@@ -64,16 +50,9 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
     "default dtype float64": lambda: default_dtype(torch.float64),
 }
-MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SHAPE),
-    "gemma3": lambda: Gemma3TextConfig(**SHAPE, head_dim=16, layer_types=["sliding_attention", "full_attention"]),
-    "bloom": lambda: BloomConfig(**SMALL, n_layer=2, n_head=4, seq_length=64),
-    "mpt": lambda: MptConfig(vocab_size=128, d_model=64, n_heads=4, n_layers=2, max_seq_len=64),
-    "falcon": lambda: FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True),
-}
 KINDS = [
     *(("llama", name) for name in FOR_LLAMA),
-    ("gemma3", "yarn"),
+    ("gemma3_text", "yarn"),
     *((name, method) for name in ("bloom", "mpt", "falcon") for method in ("pi", "alibi")),
 ]
 
@@ -83,19 +62,16 @@ def patched(kind: str, method: str, around: Callable[[], Any], *, runs: bool) ->
 
     It also ``runs`` inside them, where they are such that a stock model does.
     """
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[kind]()).eval()
+    model = tiny(kind, **({"alibi": True, "new_decoder_architecture": False} if kind == "falcon" else {}))
     chosen = known_methods()[method].example(SPEC)
-    tokens = torch.arange(100)[None] % 128
     with around():
-        ctxext.patch(model, chosen, trained_length=64)
+        ctxext.patch(model, chosen, trained_length=TRAINED_LENGTH)
         said = ctxext.describe(model)
     with torch.no_grad(), around() if runs else contextlib.nullcontext():
-        long = model(tokens, use_cache=False).logits
+        long = model(tokens(100), use_cache=False).logits
     with around():
         ctxext.unpatch(model)
-    with torch.no_grad():
-        return said, long, model(tokens[:, :50], use_cache=False).logits
+    return said, long, logits(model, tokens(50))
 
 
 @pytest.mark.slow
@@ -113,18 +89,15 @@ def test_patch_describe_and_unpatch(kind: str, method: str, name: str) -> None:
 @pytest.mark.parametrize("around", [SURROUNDINGS[name] for name in SURROUNDINGS if "dtype" in name])
 def test_load(around: Callable[[], Any], tmp_path: Path) -> None:
     """A default device of "meta" is nothing to load under: transformers itself makes its buffers there."""
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    plain = tiny()
     plain.save_pretrained(tmp_path / "plain")
     ctxext.patch(plain, "yarn", factor=4.0).save_pretrained(tmp_path / "long")
-    tokens = torch.arange(100)[None] % 128
     loaded = []
     for place, arguments in (("plain", {"method": "yarn", "factor": 4.0}), ("long", {})):
         with around():
             loaded.append(ctxext.load(tmp_path / place, device_map="cpu", dtype=torch.float32, **arguments))
-    with torch.no_grad():
-        for model in loaded:
-            assert torch.equal(model.eval()(tokens).logits, plain.eval()(tokens).logits)
+    for model in loaded:
+        assert torch.equal(logits(model.eval(), tokens(100)), logits(plain, tokens(100)))
 
 
 @pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)

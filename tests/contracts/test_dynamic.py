@@ -13,21 +13,17 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     CompileConfig,
     PreTrainedModel,
-    Qwen2VLConfig,
 )
 
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
-from ctxext.methods.longrope import LongRoPE
-from tests._models import logits, tiny, tokens
+from tests._models import LONGROPE, logits, qwen2_vl, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
 DYNAMIC = ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
-LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 NOTE = f"Plain transformers loads it, but mixes positions: .* Beyond {TRAINED_LENGTH} tokens"
 
 
@@ -152,21 +148,6 @@ def test_what_generate_may_compile_is_saved_as_the_user_chose_it(
 IMAGE = torch.tensor([[7, *[5] * 16, 8]])  # 16 patches in 4 rows: they take 4 positions
 
 
-def qwen2_vl() -> PreTrainedModel:
-    torch.manual_seed(0)
-    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": TRAINED_LENGTH}
-    text |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "initializer_range": 0.3}
-    text |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
-    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
-    ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-        Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
-    )
-    return model.eval()
-
-
 def with_image(text: int) -> Tensor:
     """20 tokens of text, an image, and more text."""
     return torch.cat([tokens(20), IMAGE, tokens(20 + text)[:, 20:]], dim=1)
@@ -182,17 +163,24 @@ def seen(ids: Tensor) -> dict[str, Tensor]:
     }
 
 
+def fitted(last: int) -> PreTrainedModel:
+    """PI by the last position."""
+    model = qwen2_vl()
+    return ctxext.patch(model, "pi", factor=last / TRAINED_LENGTH) if last > TRAINED_LENGTH else model
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [30, 45, 70])
 def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
-    """Of 38 + text tokens, the image's 16 take 4 positions: dynamic PI is PI by the last position."""
+    """Of 38 + text tokens, the image's 16 take 4 positions, also in a request of 12 tokens more."""
     ids, last = with_image(text), 20 + 6 + text
     found = logits(ctxext.patch(qwen2_vl(), "dynamic_pi", factor=4.0), ids, **seen(ids))
-    expected = qwen2_vl()
-    if last > TRAINED_LENGTH:
-        ctxext.patch(expected, "pi", factor=last / TRAINED_LENGTH)
-    torch.testing.assert_close(found, logits(expected, ids, **seen(ids)), atol=3e-4, rtol=0)
+    torch.testing.assert_close(found, logits(fitted(last), ids, **seen(ids)), atol=3e-4, rtol=0)
     assert last <= TRAINED_LENGTH or (found - logits(qwen2_vl(), ids, **seen(ids))).abs().max() > 0.1
+    model = ctxext.patch(qwen2_vl(), "dynamic_pi", factor=4.0, growth="request")
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    written = [one.generate(ids, **seen(ids), **options) for one in (model, fitted(last + 12))]
+    assert torch.equal(*written)
 
 
 @pytest.mark.slow
@@ -212,15 +200,3 @@ def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, g
         options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
         for way in ({}, {"cache_implementation": "static"}):
             assert torch.equal(model.generate(ids, **seen(ids), **options, **way), greedy), way
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [30, 45])
-def test_the_tokens_of_an_image_count_as_positions_in_a_request_too(text: int) -> None:
-    ids, last = with_image(text), 20 + 6 + text + 12
-    model = ctxext.patch(qwen2_vl(), "dynamic_pi", factor=4.0, growth="request")
-    expected = qwen2_vl()
-    if last > TRAINED_LENGTH:
-        ctxext.patch(expected, "pi", factor=last / TRAINED_LENGTH)
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **seen(ids), **options), expected.generate(ids, **seen(ids), **options))

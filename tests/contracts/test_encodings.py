@@ -22,20 +22,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import ctxext
-from ctxext.attention.encodings import ENCODING
 from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
 from ctxext.kernels import BACKENDS, Call, Layout, named, select
 from ctxext.methods import known_methods
-from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import EncodingSpec
+from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, EncodingSpec
 from ctxext.training.lora import attach_lora, encodings
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
+from tests.kernels.cases import Largest
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 ENCODINGS = {name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod)}
@@ -303,19 +301,6 @@ def _is_adapted(module: nn.Module) -> bool:
     return isinstance(getattr(module, "original_module", None), Encoding)
 
 
-class _Largest(TorchDispatchMode):
-    """Counts the numbers of the largest tensor that is made."""
-
-    found = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(one, Tensor):
-                self.found = max(self.found, one.untyped_storage().nbytes() // one.element_size())
-        return out
-
-
 @pytest.mark.nightly
 @every_encoding
 def test_a_long_text_is_never_all_paired(name: str) -> None:
@@ -327,7 +312,7 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
     cls = ENCODINGS[name]
     device, length = ("meta", 8192) if cls.form == "rows" else ("cpu", 2048)
     spec = EncodingSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, num_layers=2, trained_length=length)
-    with torch.device(device), _Largest() as seen:
+    with torch.device(device), Largest() as seen:
         encoding = cls().build(spec)
         q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
         layout = Layout.causal(1, length)
@@ -335,7 +320,7 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
         pairs = pairs_of(q, k, layout, carried_by(encoding, 1, length, 16))
         call = Call.of(q, k, v, layout, scale=0.25, score=encoding.score(pairs))
         named("sdpa").attend(call).sum().backward()
-    assert 0 < seen.found < length * length / 4
+    assert 0 < seen.numbers < length * length / 4
 
 
 @pytest.mark.nightly
@@ -410,7 +395,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs, PairScore
+from ctxext.methods.encoding import EncodingSpec, PairScore, Pairs
 
 
 @dataclass(frozen=True, kw_only=True)

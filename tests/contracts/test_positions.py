@@ -1,7 +1,7 @@
-"""ALiBi and every method that follows the length, on every backend: alone, padded, packed, cached, with gradients.
+"""ALiBi and every method that follows the length, on every backend: alone, padded and packed, with gradients.
 
 One oracle for all of it: the same model with the plainest attention there is (``reference``, or the model's own eager
-code), reading each document alone, in a batch of one, without a cache.
+code), reading each document alone, in a batch of one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import ctxext
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels import BACKENDS, flex
 from ctxext.methods import METHODS
-from ctxext.methods.longrope import LongRoPE
-from tests._models import tiny, tokens
+from tests._models import LONGROPE, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
 ROTARY, BIASED = ("llama", "mistral"), ("bloom", "mpt", "falcon")
@@ -30,7 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 FOLLOWING = [
     *({"method": name, "factor": 4.0} for name in METHODS if name.startswith("dynamic")),
     *({"method": name, "factor": 4.0, "growth": "doubling"} for name in METHODS if name.startswith("dynamic")),
-    {"method": LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)},
+    {"method": LONGROPE},
 ]
 OURS = ("reference", "sdpa", "flex")
 STOCK = ("eager", "sdpa")
@@ -74,14 +73,10 @@ every_setting = pytest.mark.parametrize(("model_type", "method", "backend"), lis
 
 def build(model_type: str, method: dict[str, Any], backend: str) -> PreTrainedModel:
     model = tiny(model_type, **CHANGES.get(model_type, {}))
-    if backend in OURS and (model_type in BIASED or method["method"] == "alibi"):
+    if backend in OURS and _is_ours(model_type, method):
         return ctxext.patch(model, trained_length=TRAINED_LENGTH, attention=backend, **method)
     model.set_attn_implementation(backend)
     return ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
-
-
-def oracle(model_type: str, method: dict[str, Any], backend: str) -> PreTrainedModel:
-    return build(model_type, method, "reference" if backend in OURS and _is_ours(model_type, method) else "eager")
 
 
 def _is_ours(model_type: str, method: dict[str, Any]) -> bool:
@@ -123,72 +118,36 @@ def test_the_work_list_is_whole() -> None:
 
 @pytest.mark.slow
 @every_setting
-def test_padded_documents_and_their_gradients(model_type: str, method: dict[str, Any], backend: str) -> None:
-    own = oracle(model_type, method, backend)
-    apart = [run(own, ids) for ids in documents()]
-    torch.stack([weigh(found) for found in apart]).sum().backward()
+def test_padded_and_packed_documents_and_their_gradients(model_type: str, method: dict[str, Any], backend: str) -> None:
+    own = build(model_type, method, "reference" if _is_ours(model_type, method) else "eager")
+    alone = [run(own, ids) for ids in documents()]
+    torch.stack([weigh(found) for found in alone]).sum().backward()
     model, longest = build(model_type, method, backend), max(LENGTHS)
     ids = torch.cat([torch.nn.functional.pad(ids, (longest - ids.shape[1], 0)) for ids in documents()])
     keep = torch.stack([torch.arange(longest) >= longest - length for length in LENGTHS]).long()
-    positions = (keep.cumsum(-1) - 1).clamp(min=0)
-    arguments = {} if model_type in ("bloom", "mpt") else {"position_ids": positions}
-    training = _trains(model, backend)
-    with torch.set_grad_enabled(training):
-        rows = run(model, ids, attention_mask=keep, **arguments).split(1)
-        found = [row[:, -length:] for row, length in zip(rows, LENGTHS, strict=True)]
-    for one, alone in zip(found, apart, strict=True):
-        torch.testing.assert_close(one, alone, atol=TOLERANCE, rtol=0)
-    if training:
-        torch.stack([weigh(one) for one in found]).sum().backward()
-        _same_gradients(model, own)
-
-
-@pytest.mark.slow
-@every_setting
-def test_packed_documents_and_their_gradients(model_type: str, method: dict[str, Any], backend: str) -> None:
-    own = oracle(model_type, method, backend)
-    apart = torch.cat([run(own, ids) for ids in documents()], dim=1)
-    weigh(apart).backward()
-    model = build(model_type, method, backend)
+    counted = {} if model_type in ("bloom", "mpt") else {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)}
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     training = _trains(model, backend)
-    with torch.set_grad_enabled(training):
-        found = run(model, torch.cat(documents(), dim=1), position_ids=positions)
-    torch.testing.assert_close(found, apart, atol=TOLERANCE, rtol=0)
-    if training:
-        weigh(found).backward()
-        _same_gradients(model, own)
+    for way in ("padded", "packed"):
+        model.zero_grad()
+        with torch.set_grad_enabled(training):
+            if way == "padded":
+                rows = run(model, ids, attention_mask=keep, **counted).split(1)
+                found = [row[:, -length:] for row, length in zip(rows, LENGTHS, strict=True)]
+            else:
+                found = list(run(model, torch.cat(documents(), 1), position_ids=positions).split(LENGTHS, 1))
+        for one, right in zip(found, alone, strict=True):
+            torch.testing.assert_close(one, right, atol=TOLERANCE, rtol=0)
+        if training:
+            torch.stack([weigh(one) for one in found]).sum().backward()
+            _same_gradients(model, own)
 
 
-@pytest.mark.slow
-@every_setting
-def test_cached_decoding_is_uncached_decoding(model_type: str, method: dict[str, Any], backend: str) -> None:
-    """From inside the trained window across its edge: token for token, and the last logits too."""
-    own, model = oracle(model_type, method, backend), build(model_type, method, backend)
-    prompt = tokens(TRAINED_LENGTH - 6)
-    greedy = prompt
-    with torch.no_grad():
-        for _ in range(12):
-            greedy = torch.cat([greedy, run(own, greedy)[:, -1:].argmax(-1)], dim=1)
-        last = run(own, greedy[:, :-1])[:, -1]
-    ways: list[dict[str, Any]] = [{}]
-    if model_type != "mpt":  # its generate() knows neither static caches nor chunks
-        ways += [{"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}]
-    options = {
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "eos_token_id": None,
-        "attention_mask": torch.ones_like(prompt),
-    }
-    options |= {"use_cache": True, "output_logits": True, "return_dict_in_generate": True}
-    for way in ways:
-        if backend == "flex":
-            with pytest.raises(BackendUnavailableError, match=r"whenever the number of keys changes\. These can: sdpa"):
-                model.generate(prompt, **options, **way)
-            continue
-        out = model.generate(prompt, **options, **way)
-        assert torch.equal(out.sequences, greedy), way
-        torch.testing.assert_close(out.logits[-1], last, atol=TOLERANCE, rtol=0)
+def test_a_kernel_that_is_compiled_for_a_length_refuses_to_decode() -> None:
+    model = build("llama", {"method": "alibi", "factor": 4.0}, "flex")
+    for way in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}):
+        with pytest.raises(BackendUnavailableError, match=r"whenever the number of keys changes\. These can: sdpa"):
+            model.generate(tokens(40), max_new_tokens=12, **way)
 
 
 def _trains(model: PreTrainedModel, backend: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
-from ctxext.core.code import names_of
-from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.methods.dual_chunk import DualChunk
@@ -25,13 +19,11 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import RopeSpec
 from tests._models import RECENT, tokens
 from tests._products import crossed
-from tests._remap import ROPE, dense_attention, relative_positions, weights
-from tests.attention.test_both_ways import LENGTH, keep_of, logits, require_saved_and_undone
+from tests._remap import ROPE, dense, relative_positions, spec_of
+from tests.attention.test_both_ways import LENGTH, keep_of, logits, require_alone_in_a_pack, require_saved_and_undone
 from tests.attention.test_both_ways import encoder as encoder_of
-from tests.contracts.test_remap import unrotated
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
@@ -53,117 +45,62 @@ def encoder(model_type: str) -> PreTrainedModel:
     return encoder_of(model_type, **({"local_attention": 16} if model_type == "modernbert" else {}))
 
 
-def spec_of(model: PreTrainedModel) -> RopeSpec:
-    (_, rotary) = next(iter(Subject(model).rotaries))
-    inv_freq = rotary.full_attention_inv_freq if hasattr(rotary, "full_attention_inv_freq") else rotary.inv_freq
-    return RopeSpec(2 * len(inv_freq), 10000.0, TRAINED_LENGTH, tuple(inv_freq.double().tolist()))
-
-
 def extended(cls: type[RemapMethod], model_type: str = "eurobert") -> PreTrainedModel:
     model = encoder(model_type)
     return ctxext.patch(model, cls.example(spec_of(model)))
 
 
-def by_hand(rope: RopeSpec, method: RemapMethod, keep: Tensor) -> Any:
-    """Attention in the signature that transformers calls, which rotates each pair of tokens by itself.
-
-    A layer with a window keeps its own.
-    """
-    target, inv_freq = method.target_length(TRAINED_LENGTH), torch.tensor(rope.inv_freq, dtype=torch.float64)
-
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **given: Any) -> Any:
-        if given.get("sliding_window") is not None:
-            own = sdpa_attention_forward  # in float64 as it is, where eager attention rounds its weights to float32
-            if given.get("softcap") is not None:
-                own = names_of(type(module))["eager_attention_forward"]
-            return own(module, q, k, v, mask, scaling=scaling, **given)
-        q, k = (torch.stack([unrotated(row, inv_freq, interleaved=False) for row in part]) for part in (q, k))
-        rows = []
-        for row, real in enumerate(keep):
-            length, slots = int(real.sum()), real.nonzero()[:, 0]
-            relative = relative_positions(method, rope, target, length, both_ways=True)
-            weight = weights(method, rope, target, both_ways=True)[:length, :length]
-            sharp = 1.0
-            if method.temperature == "logn":  # all tokens of a text see all of it
-                sharp = max(1.0, math.log(length) / math.log(TRAINED_LENGTH))
-            seen = (q[row][:, slots] * sharp, k[row][:, slots], v[row][:, slots])
-            how = {"weight": weight, "softcap": given.get("softcap")}
-            out = dense_attention(*seen, relative, inv_freq, scale=scaling, **how)
-            rows.append(torch.zeros_like(q[row]).index_copy(1, slots, out))
-        return torch.stack(rows).transpose(1, 2), None
-
-    return attention
-
-
 @pytest.mark.slow
 @every_pair
-def test_logits_and_gradients_are_those_of_dense_attention(
-    cls: type[RemapMethod], model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_and_gradients_are_those_of_dense_attention(cls: type[RemapMethod], model_type: str) -> None:
     """A whole model, with padding on the left, on the right, on both sides and on none."""
     oracle = encoder(model_type)
     method = cls.example(spec_of(oracle))
     length = min(LENGTH, method.target_length(TRAINED_LENGTH))
     ids, keep = tokens(length, rows=len(ROWS)), keep_of(*ROWS)[:, :length]
-    attention = by_hand(spec_of(oracle), method, keep)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", attention)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "by_hand", eager_mask)
-    oracle.config._attn_implementation_internal = "by_hand"
-    expected = oracle(input_ids=ids, attention_mask=keep.long()).logits
-    up = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).double() * keep[..., None]
-    expected.backward(up)
-    wanted = {name: part.grad for name, part in oracle.named_parameters() if part.grad is not None}
+    up = torch.randn(*ids.shape, oracle.config.vocab_size, generator=torch.Generator().manual_seed(0)).double()
+
+    def outcome(model: PreTrainedModel) -> list[Tensor]:
+        found = model(input_ids=ids, attention_mask=keep.long()).logits[keep]
+        found.backward(up[keep])
+        return [found.detach(), *(part.grad for part in model.parameters() if part.grad is not None)]
+
+    with dense(oracle, method, both_ways=True):
+        expected = outcome(oracle)
     for backend in ("sdpa", "reference"):
-        model = ctxext.patch(encoder(model_type), method, attention=backend)
-        found = model(input_ids=ids, attention_mask=keep.long()).logits
-        torch.testing.assert_close(found[keep], expected[keep], rtol=1e-9, atol=1e-9)
-        found.backward(up)
-        grads = {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
-        assert grads.keys() == wanted.keys()
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8 * float(wanted[name].abs().max()))
+        found = outcome(ctxext.patch(encoder(model_type), method, attention=backend))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9 * max(1.0, 10 * float(other.abs().max())))
 
 
 @pytest.mark.slow
-def test_an_encoder_that_caps_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5Gemma's, which has a window in every other layer and a soft cap in all."""
-    keep, method = keep_of(*ROWS), SelfExtend(factor=4.0)
+def test_an_encoder_that_caps_its_scores() -> None:
+    """T5Gemma's, which has a window in every other layer, which its own code rounds, and a soft cap in all."""
+    config, keep, method = tiny_config("t5gemma"), keep_of(*ROWS), SelfExtend(factor=4.0)
+    config.encoder.attn_logit_softcapping = 1.0
+    model = tiny_model(config).double().get_encoder()
 
-    def states(attention: str | None = None) -> Tensor:
-        config = tiny_config("t5gemma")
-        config.encoder.attn_logit_softcapping = 1.0
-        model = tiny_model(config).double().get_encoder()
-        if attention is None:
-            ctxext.patch(model, method)
-        else:
-            monkeypatch.setitem(
-                ALL_ATTENTION_FUNCTIONS._local_mapping, attention, by_hand(spec_of(model), method, keep)
-            )
-            monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, attention, eager_mask)
-            model.config._attn_implementation_internal = attention
+    def states() -> Tensor:
         with torch.no_grad():
             found: Tensor = model(tokens(LENGTH, rows=len(ROWS)), attention_mask=keep.long()).last_hidden_state
         return found[keep]
 
-    torch.testing.assert_close(states(), states("by_hand"), rtol=1e-9, atol=1e-9)
+    with dense(model, method, both_ways=True):
+        expected = states()
+    ctxext.patch(model, method)
+    torch.testing.assert_close(states(), expected, rtol=0, atol=3e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["eurobert", "llama"])
-def test_a_temperature_that_follows_the_length_is_that_of_the_whole_text(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temperature_that_follows_the_length_is_that_of_the_whole_text(model_type: str) -> None:
     ids, keep = tokens(LENGTH, rows=len(ROWS)), keep_of(*ROWS)
     oracle, method = encoder(model_type), SelfExtend(factor=4.0, temperature="logn")
-    attention = by_hand(spec_of(oracle), method, keep)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "by_hand", attention)
-    oracle.config._attn_implementation_internal = "by_hand"
+    with dense(oracle, method, both_ways=True):
+        expected = logits(oracle, ids, attention_mask=keep.long())
     found = logits(ctxext.patch(encoder(model_type), method), ids, attention_mask=keep.long())
-    torch.testing.assert_close(found[keep], logits(oracle, ids)[keep], rtol=1e-9, atol=1e-9)
-    packed = torch.cat([torch.arange(length) for length in (50, LENGTH - 50)])[None]
-    model = ctxext.patch(encoder(model_type), method)
-    alone = torch.cat([logits(model, part) for part in ids[:1].split([50, LENGTH - 50], 1)], 1)
-    torch.testing.assert_close(logits(model, ids[:1], position_ids=packed), alone, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[keep], expected[keep], rtol=1e-9, atol=1e-9)
+    require_alone_in_a_pack(ctxext.patch(encoder(model_type), method), [50, LENGTH - 50])
 
 
 def test_relative_positions_are_those_of_the_past_with_the_other_sign() -> None:
@@ -188,7 +125,7 @@ def test_relative_positions_are_those_of_the_past_with_the_other_sign() -> None:
 
 @every_pair
 def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod], model_type: str) -> None:
-    for implementation in ("sdpa", "eager"):
+    for implementation in ("sdpa", "eager") if cls is SelfExtend else ("sdpa",):
         plain = encoder(model_type).float()
         plain.set_attn_implementation(implementation)
         method = cls.example(spec_of(plain))
@@ -215,22 +152,14 @@ def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack
         alone = logits(model, ids[row : row + 1, start:stop])
         close = 1e-3 if start else 1e-9  # of rotations that the model computes in float32, counting padding
         torch.testing.assert_close(together[row, start:stop], alone[0], rtol=close, atol=close)
-    lengths = [50, 1, LENGTH - 51]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = logits(model, ids[:1], position_ids=positions)
-    for part, document in zip(packed.split(lengths, 1), ids[:1].split(lengths, 1), strict=True):
-        torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
+    require_alone_in_a_pack(model, [50, 1, LENGTH - 51])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[20, 30], [70, 90, 1], [150, 10]])
 @pytest.mark.parametrize("model_type", WINDOWED)
 def test_windows_to_both_sides_end_where_a_document_does(model_type: str, lengths: list[int]) -> None:
-    model, ids = extended(SelfExtend, model_type), tokens(sum(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = logits(model, ids, position_ids=positions)
-    for part, document in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
-        torch.testing.assert_close(part, logits(model, document), rtol=1e-9, atol=1e-9)
+    require_alone_in_a_pack(extended(SelfExtend, model_type), lengths)
 
 
 @pytest.mark.parametrize("model_type", WINDOWED)

@@ -6,8 +6,6 @@ import copy
 import json
 import math
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +22,7 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.longrope import LongRoPE
 from tests._models import logits, tiny, tokens
+from tests._programs import ROOT, ran
 from tests.walk.tiny import TRAINED_LENGTH
 
 LONG_SET = tuple(1 + number / 4 for number in range(16))
@@ -201,8 +200,7 @@ def test_every_way_to_decode_gives_the_same_tokens(model_type: str, method: str,
 )
 def test_one_graph_serves_the_steps_of_all_requests(kinds: list[str]) -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
-    program = [sys.executable, "-m", "tests.contracts.compiled_request_program", *kinds]
-    done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = ran(["-m", "tests.contracts.compiled_request_program", *kinds], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -365,13 +363,6 @@ def test_saved_and_loaded(method: str, tmp_path: Path) -> None:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
         assert isinstance(plain, LlamaForCausalLM)
         assert torch.equal(logits(plain.eval(), tokens()), logits(model, tokens()))
-
-
-def test_what_growth_may_be_is_said() -> None:
-    with pytest.raises(InvalidParameterError, match=r"'exact', 'doubling' or 'request'.*'never'"):
-        ctxext.patch(tiny(), "dynamic_yarn", factor=4.0, growth="never")
-    with pytest.raises(InvalidParameterError, match=r"'exact' or 'request'.*'doubling'"):
-        LongRoPE(short_factor=(1.0,) * 16, long_factor=LONG_SET, factor=4.0, growth="doubling")  # type: ignore[arg-type]
 
 
 def test_an_equal_pair_of_sets_follows_no_length() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -210,20 +209,6 @@ def test_generate_of_a_padded_batch_is_that_of_each_text_alone(model_type: str) 
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta"])
-def test_an_encoder_at_four_times_its_length(model_type: str, tmp_path: Path) -> None:
-    model = table_model(model_type)
-    ctxext.patch(model, "tile", factor=4)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    far = text(4 * LENGTH)
-    changed = far.clone()
-    changed[:, -1] = 39
-    first, second = logits_of(loaded, far), logits_of(loaded, changed)
-    assert torch.equal(first, logits_of(model, far))
-    assert not torch.equal(first, second), "the last token is read"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_method
 def test_half_precision_is_rounded_once(method: str, dtype: torch.dtype) -> None:
@@ -305,11 +290,3 @@ def test_any_target(change: dict[str, Any], tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded, text(length)), logits_of(model, text(length)))
     with pytest.raises(PatchStateError):  # odd rows are in mixtures only
         ctxext.unpatch(loaded)
-
-
-def test_a_method_is_the_same_by_name_and_as_an_object() -> None:
-    by_name, by_object = table_model("gpt2"), table_model("gpt2")
-    ctxext.patch(by_name, "hierarchical", factor=2, alpha=0.3)
-    ctxext.patch(by_object, dataclasses.replace(example("hierarchical"), alpha=0.3))  # type: ignore[type-var]
-    assert torch.equal(by_name.transformer.wpe.weight, by_object.transformer.wpe.weight)
-    assert ctxext.describe(by_name).fingerprint == ctxext.describe(by_object).fingerprint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS
+from tests._checkpoints import try_only
 from tests._models import tiny, tokens
+from tests._products import crossed
 from tests.walk.tiny import TRAINED_LENGTH
 
 LONG = 4 * TRAINED_LENGTH
@@ -76,9 +76,8 @@ def hook_output(model: PreTrainedModel) -> None:
 CHANGES = [assign_config, assign_base, halve_slowest, rescale, replace_forward, hook_positions, hook_output]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_live_model_that_is_not_its_config_is_refused(kind: str, change: Callable[[PreTrainedModel], None]) -> None:
+@pytest.mark.parametrize(("change", "kind"), crossed(CHANGES, ["llama", "qwen3"]))
+def test_a_live_model_that_is_not_its_config_is_refused(change: Callable[[PreTrainedModel], None], kind: str) -> None:
     model = tiny(kind)
     change(model)
     frequencies, config = rotary_of(model).inv_freq.clone(), model.config.to_dict()
@@ -114,24 +113,23 @@ def after_a_long_text(model: PreTrainedModel) -> PreTrainedModel:
 
 
 LEGITIMATE = {
+    "bfloat16 and a long text": lambda model: after_a_long_text(model.bfloat16()),
     "bfloat16": cast(torch.bfloat16),
     "float16": cast(torch.float16),
     "float64": cast(torch.float64),
     "a long text": after_a_long_text,
-    "bfloat16 and a long text": lambda model: after_a_long_text(model.bfloat16()),
     "a copy": copy.deepcopy,
 }
 ROPES = {
+    "longrope": LONGROPE,
     "a large base": {"rope_type": "default", "rope_theta": 5e8},
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    "longrope": LONGROPE,
     "linear": LINEAR,
 }
 
 
-@pytest.mark.parametrize("state", LEGITIMATE)
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(("rope", "state"), crossed([*ROPES], [*LEGITIMATE]))
 def test_states_that_a_model_may_be_in_are_not(rope: str, state: str) -> None:
     """And it is left as it was: a module that follows the length keeps what the last text made of it."""
     longest = {"longrope": LONG, "linear": LONG}.get(rope, TRAINED_LENGTH)
@@ -145,34 +143,6 @@ def test_states_that_a_model_may_be_in_are_not(rope: str, state: str) -> None:
     after = dict(rotary.named_buffers())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
-def test_another_base_at_every_length_is_what_an_extension_starts_from() -> None:
-    """Hunyuan's "dynamic" with alpha: base x alpha^(d/(d-2)), whatever the length."""
-    dim, alpha = 32, 50.0
-    base = 10000.0 * alpha ** (dim / (dim - 2))
-    trained = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    rope = {"type": "dynamic", "alpha": alpha, "factor": 1.0}
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        "hunyuan_v1_dense",
-        **shape,
-        num_key_value_heads=1,
-        vocab_size=64,
-        head_dim=dim,
-        max_position_embeddings=TRAINED_LENGTH,
-        rope_theta=10000.0,
-        rope_scaling=rope,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    for told in ({"trained_length": TRAINED_LENGTH}, {"scaling": "extend"}):
-        ctxext.patch(model, "pi", factor=2, **told)
-        torch.testing.assert_close(rotary_of(model).inv_freq.double(), trained / 2, rtol=1e-6, atol=0.0)
-        assert "alpha" not in model.config.rope_parameters
-        ctxext.unpatch(model)
-    with pytest.raises(IncompatibleError, match=r"nothing is left to extend.*scaling='extend'"):
-        ctxext.patch(model, "pi", factor=2, scaling="replace")
 
 
 def test_a_rope_type_that_somebody_registered_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,41 +204,8 @@ def test_inspect_finishes_whatever_rotary_code_raises(tmp_path: Path, monkeypatc
 
     tiny().config.save_pretrained(tmp_path)
     names = ("yarn", "dynamic_ntk", "self_extend", "longrope")
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
+    try_only(monkeypatch, *names)
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", fail)
     found = inspect_checkpoint(tmp_path)
     assert found.trained_length == TRAINED_LENGTH
     assert {verdict.method for verdict in found.verdicts if "KeyError: 'rows'" in (verdict.refused or "")} == set(names)
-
-
-@pytest.mark.slow
-def test_phi_moe_is_told_by_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phi-3.5-MoE multiplies by short_mscale and long_mscale, which no rope type of transformers has."""
-    tables = {name: [1.0 + 0.1 * i for i in range(16)] for name in ("short_factor", "long_factor")}
-    rope = {"type": "longrope", **tables, "short_mscale": 1.243, "long_mscale": 1.243}
-    config = {
-        "model_type": "phimoe",
-        "architectures": ["PhimoeForCausalLM"],
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 256,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "max_position_embeddings": 131072,
-        "original_max_position_embeddings": 4096,
-        "sliding_window": None,
-        "rope_scaling": rope | {"original_max_position_embeddings": 4096},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    names = ("yarn", "dynamic_ntk", "self_extend", "longrope")
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
-    found = inspect_checkpoint(tmp_path)
-    assert found.trained_length == 131072
-    assert [verdict.method for verdict in found.verdicts if verdict.refused] == list(names)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    for name in ("yarn", "dynamic_ntk", "self_extend"):
-        with pytest.raises(IncompatibleError, match=r"PhimoeRotaryEmbedding.*short_mscale, long_mscale"):
-            ctxext.patch(model, name, factor=2, trained_length=131072)

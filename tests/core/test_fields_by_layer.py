@@ -15,7 +15,8 @@ from ctxext.checkpoints.inspect import inspect_checkpoint, shortened
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.scaling import heads_of, of_layers
 from ctxext.errors import VerificationError
-from ctxext.methods import METHODS
+from tests._checkpoints import try_only
+from tests._products import some
 
 pytest.importorskip("transformers.integrations.heterogeneity")
 
@@ -40,7 +41,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=some(CONFIGS, "fewer keys in some layers"))
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return CONFIGS[request.param]
 
@@ -52,16 +53,11 @@ def built(config: dict[str, Any]) -> Any:
     return auto.from_config(read)
 
 
-def few(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let ``inspect`` try these methods only."""
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
-
-
 @pytest.mark.slow
 def test_it_is_inspected_on_fewer_layers(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few(monkeypatch, "ntk", "self_extend")
+    try_only(monkeypatch, "ntk", "self_extend")
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = inspect_checkpoint(tmp_path)
     assert found.trained_length == 256
@@ -87,7 +83,7 @@ def test_a_model_in_memory_is_extended_and_described(config: dict[str, Any]) -> 
 
 def test_a_form_that_its_class_cannot_check_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers checks longrope by the heads of the whole config, which Step 3.7's layers do not share."""
-    few(monkeypatch, "ntk", "longrope")
+    try_only(monkeypatch, "ntk", "longrope")
     kinds = ["full_attention", *["sliding_attention"] * 3] * 3
     text = SMALL | {"model_type": "step3p5", "num_hidden_layers": 12, "layer_types": kinds, "sliding_window": 16}
     text |= {"num_sliding_attention_heads": 8, "moe_intermediate_size": 32, "n_routed_experts": 2}

@@ -143,7 +143,11 @@ class Alone(nn.Module):
     ],
 )
 def test_what_is_no_model_is_told_the_next_step(model: Any, message: str) -> None:
-    for verb in (lambda: ctxext.patch(model, "yarn", factor=4), lambda: ctxext.describe(model)):
+    for verb in (
+        lambda: ctxext.patch(model, "yarn", factor=4),
+        lambda: ctxext.describe(model),
+        lambda: ctxext.unpatch(model),
+    ):
         with pytest.raises(IncompatibleError, match=message):
             verb()
 

@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ctxext
 from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.core.architecture import trained_length_of
-from ctxext.core.refusals import lost_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
-from tests._famous import PUBLISHED
-from tests._models import RECENT
+from tests._checkpoints import try_only
 
 # ruff: noqa: E501
 SMALL: dict[str, Any] = {
@@ -43,21 +40,15 @@ CERTAIN: dict[str, tuple[str, int, dict[str, Any] | None, dict[str, Any], int]] 
     "plain": ("llama", 8192, None, {}, 8192),
     "Qwen3, YaRN as its card says": ("qwen3", 40960, {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}, {}, 131072),
     "the same, twice": ("qwen3", 40960, {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 32768}, {}, 65536),
-    "Qwen2.5, YaRN as its card says": ("qwen2", 32768, {"type": "yarn", "factor": 4.0, ORIGINAL: 32768}, {}, 131072),
-    "Yarn-Mistral": ("mistral", 32768, {"type": "yarn", "factor": 16.0, ORIGINAL: 8192}, {"sliding_window": None}, 131072),
-    "Yarn-Llama, already raised": ("llama", 65536, {"type": "yarn", "factor": 16.0, ORIGINAL: 4096}, {}, 65536),
     "lowered for a server": ("qwen2", 16384, {"type": "yarn", "factor": 4.0, ORIGINAL: 32768}, {}, 131072),
     "YaRN, factor rounded": ("llama", 100000, {"type": "yarn", "factor": 24.41, ORIGINAL: 4096}, {}, 100000),
     "YaRN, factor from lengths": ("llama", 65536, {"type": "yarn", "factor": None, ORIGINAL: 4096}, {}, 65536),
     "linear, original stated": ("llama", 4096, {"type": "linear", "factor": 4.0, ORIGINAL: 4096}, {}, 16384),
     "linear, between": ("llama", 8192, {"type": "linear", "factor": 4.0, ORIGINAL: 4096}, {}, 16384),
-    "Llama 3.1": ("llama", 131072, LLAMA3 | {"factor": 8.0, ORIGINAL: 8192}, {}, 131072),
-    "Llama 3.2": ("llama", 131072, LLAMA3 | {"factor": 32.0, ORIGINAL: 8192}, {}, 131072),
     "Llama 3.1's block, length as it was": ("llama", 8192, LLAMA3 | {"factor": 8.0, ORIGINAL: 8192}, {}, 65536),
     "Phi-3": ("phi3", 131072, {"type": "longrope", **TABLES}, {ORIGINAL: 4096, "pad_token_id": 0}, 131072),
     "longrope with a factor": ("llama", 40960, {"type": "longrope", "factor": 4.0, ORIGINAL: 32768, **TABLES}, {}, 131072),
     "dynamic": ("llama", 32768, {"type": "dynamic", "factor": 2.0}, {}, 32768),
-    "Hunyuan": ("hunyuan_v1_dense", 32768, {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, {"head_dim": 32}, 32768),
     "Command R": ("cohere", 8192, None, {"model_max_length": 131072}, 131072),
     "Qwen2.5-1M": ("qwen2", 1010000, None, {"dual_chunk_attention_config": DUAL}, 262144),
     "Qwen2.5-1M, chunks alone": ("qwen2", 1010000, None, {"dual_chunk_attention_config": {"chunk_size": 262144}}, 262144),
@@ -81,7 +72,7 @@ Written = Callable[[str, int, "dict[str, Any] | None", dict[str, Any]], Path]
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     """Write a config.json to the letter, without weights, and let inspect try one method."""
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {"yarn": METHODS["yarn"]})
+    try_only(monkeypatch, "yarn")
 
     def write(model_type: str, longest: int, scaling: dict[str, Any] | None, others: dict[str, Any]) -> Path:
         config = (
@@ -149,32 +140,3 @@ def test_an_extension_below_what_the_published_form_reaches_is_refused(written: 
             ctxext.patch(model, "yarn", target_length=61440, **told)
     ctxext.patch(model, "yarn", factor=1.5, scaling="extend")
     assert ctxext.describe(model).target_length == 196608
-
-
-def test_gemma3_was_published_raised() -> None:
-    config = AutoConfig.for_model(
-        "gemma3_text",
-        **SMALL | {"rope_theta": 1e6, "head_dim": 32, "max_position_embeddings": 131072},
-        rope_scaling={"rope_type": "linear", "factor": 8.0},
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    assert (reach_of(config), read_extended(config).trained_length) == (131072, 16384)
-
-
-# Whose documentation names a length that no field of their config says.
-UNSAID = {"zai-org/GLM-4.1V-9B-Thinking", "BAAI/bge-reranker-v2-m3", "google-t5/t5-small"}
-NATIVE = sorted(name for name, one in PUBLISHED.items() if one.config["model_type"] in CONFIG_MAPPING)
-
-
-@pytest.mark.parametrize("name", [name for name in NATIVE if name not in UNSAID])
-def test_real_configs_mean_what_their_documentation_says(name: str, tmp_path: Path) -> None:
-    """And transformers loses none of their position fields, the oldest supported one of them a single one."""
-    published = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(published.config))
-    try:
-        config = AutoConfig.from_pretrained(tmp_path)
-    except KeyError:
-        pytest.skip("transformers does not read it")  # written for transformers 4.40
-    assert reach_of(config) == (None if published.asked else published.window)
-    lost = ["rotary_dim"] if name == "MiniMaxAI/MiniMax-M2.5" and not RECENT else []
-    assert [field.name for field in lost_fields(published.config, config)] == lost

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 
 import ctxext
@@ -15,7 +14,7 @@ from ctxext.core.probe import Layers, look
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from tests._models import RECENT, tiny, tokens
-from tests.walk.check import State
+from tests.walk.check import State, rotating_layers
 
 # Their full-attention layers do not rotate at all; what rotates sees only a window.
 LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")
@@ -52,37 +51,6 @@ def seen_of(model: Any) -> Layers:
     return look(model, [path for path, _ in Subject(model).rotaries])
 
 
-def rotating_by_value(model: Any) -> set[str]:
-    """Layers whose output is not a number when cos and sin are not, given inputs that are numbers: real arithmetic."""
-    found = set()
-
-    def spoil(module: nn.Module, args: Any, output: Any) -> Any:
-        return tuple(torch.full_like(part, torch.nan) for part in output)
-
-    def watch(path: str) -> Any:
-        def clean(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tuple(part.nan_to_num() if isinstance(part, Tensor) else part for part in args), kwargs
-
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            part = output[0] if isinstance(output, tuple) else output
-            if bool(part.isnan().any()):
-                found.add(path)
-
-        return clean, note
-
-    handles = [rotary.register_forward_hook(spoil) for _, rotary in Subject(model).rotaries]
-    for path, layer in model.named_modules():
-        if path.rpartition(".")[2].isdigit() and path.rpartition(".")[0].endswith("layers"):
-            clean, note = watch(path)
-            handles.append(layer.register_forward_pre_hook(clean, with_kwargs=True))
-            handles.append(layer.register_forward_hook(note))
-    with torch.no_grad():
-        model(tokens(24), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 @pytest.mark.parametrize(
     "model_type",
     ["llama", "gemma2", "gemma3_text", "smollm3", "cohere2", "exaone4", "qwen3_5_text", "granite_swa", "gpt_neox"]
@@ -94,7 +62,8 @@ def test_the_probe_sees_what_arithmetic_with_not_a_number_shows(model_type: str)
     model = tiny(model_type)
     seen = seen_of(model)
     assert seen.failure is None
-    assert seen.rotating == rotating_by_value(model)
+    paths = [path for path, _ in Subject(model).rotaries]
+    assert seen.rotating == rotating_layers(model, tokens(24), paths, seen.attending | seen.rotating)
     assert seen.rotating
 
 
@@ -108,32 +77,15 @@ def test_the_probe_names_windows_and_leaves_the_model_alone() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-class Untraceable(LlamaForCausalLM):
-    """A model whose forward pass asks its data something that a pass without data cannot answer."""
-
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        return super().forward(input_ids, **kwargs)
-
-
 class UntraceableActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.from_numpy(x.detach().numpy())
 
 
-def untraceable(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LlamaForCausalLM:
+def untraceable(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """A model whose forward pass asks its data something that a pass without data cannot answer."""
     monkeypatch.setitem(ACT2FN, "untraceable", UntraceableActivation)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        hidden_act="untraceable",
-    )
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return LlamaForCausalLM(config).eval()
+    return tiny(hidden_act="untraceable", num_hidden_layers=2, **changes)
 
 
 def test_a_model_that_cannot_be_probed_is_extended_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

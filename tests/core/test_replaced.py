@@ -19,6 +19,7 @@ from ctxext.core import probe
 from ctxext.core.replaced import replaced_in
 from ctxext.errors import IncompatibleError
 from tests._models import logits, tiny, tokens
+from tests._products import crossed
 
 METHODS = ("yarn", "self_extend", "alibi", "streaming", "fox")
 
@@ -57,8 +58,7 @@ REPLACED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", REPLACED)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "what"), crossed(METHODS, list(REPLACED)))
 def test_a_kernel_in_the_models_module_changes_nothing(method: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     expected = logits(ctxext.patch(tiny(), method, factor=4), tokens(150))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests._models import byte_model
 
@@ -17,3 +19,11 @@ def model() -> LlamaForCausalLM:
 @pytest.fixture
 def input_ids() -> torch.Tensor:
     return torch.randint(0, 256, (2, 90), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def checkpoint(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> str:
+    """The model on disk with its tokenizer, trained for 512 tokens."""
+    model.save_pretrained(tmp_path / "tiny")
+    bos_tokenizer.save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")

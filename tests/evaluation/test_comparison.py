@@ -184,9 +184,9 @@ def test_the_verdict_follows_the_losses(
     assert told(near=near - 0.1, far=far).beats == "yes"
     tied = told(near=near, twin=near + 0.5 * noise[2], far=far)
     assert (tied.beats, {tied.best, *tied.as_good}) == ("undecided", {"near", "twin"})
-    # What one candidate alone shows, the best of thousands may owe to luck.
+    # What one candidate alone shows, the best of hundreds may owe to luck.
     slight = base - 0.003 + 0.5 * noise[1]
-    many = {f"other{n}": far for n in range(3000)}
+    many = {f"other{n}": far for n in range(300)}
     assert (told(slight=slight).beats, told(slight=slight, **many).beats) == ("yes", "undecided")
     # Luck cannot make the best of many look worse than truncation; but which truncation is the best may be luck.
     assert told(slight=base + 0.006 + 0.5 * noise[1], **many).beats == "no"

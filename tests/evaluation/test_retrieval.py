@@ -29,27 +29,12 @@ from ctxext.evaluation.ruler.tasks import TASKS
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import from_json, provenance_of
-from ctxext.measuring.readings import find_readers
+from ctxext.measuring.readers import find_readers
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import read_documents
-from tests._programs import command, killed_at, launched
+from tests._programs import command
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
-
-
-@pytest.fixture
-def checkpoint(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> str:
-    """A checkpoint on disk, trained for 512 tokens."""
-    model.save_pretrained(tmp_path / "tiny")
-    bos_tokenizer.save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
-
-
-def read(path: Path) -> Any:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    for circumstance in ("command", "date", "machine"):
-        del found["provenance"][circumstance]
-    return found
 
 
 @pytest.mark.slow
@@ -91,45 +76,6 @@ def test_passkeys_are_those_of_the_evaluation(
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
     assert "14 jobs" in shown.output
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
-
-
-@pytest.mark.nightly  # the same survey as that of test_comparison_command
-def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["passkey", checkpoint, *ASKED]
-    whole, killed, shared = (tmp_path / f"{name}.json" for name in ("whole", "killed", "shared"))
-    assert command("eval", *arguments, "-o", whole).exit_code == 0
-    # Killed in the middle of a line, then interrupted, then finished.
-    killed_at(5, ["eval", *arguments, "-o", str(killed)], tmp_path)
-    real, asked = passkey.measure, 0
-
-    def interrupted(*given: Any, **more: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
-            raise KeyboardInterrupt
-        return real(*given, **more)
-
-    monkeypatch.setattr(passkey, "measure", interrupted)
-    stopped = command("eval", *arguments, "-o", killed)
-    assert stopped.exit_code == 130
-    assert "Interrupted. 5 of 14 jobs are finished and kept in" in stopped.output
-    assert not killed.exists()
-    asked = 3
-    resumed = command("eval", *arguments, "-o", killed)
-    assert (resumed.exit_code, asked) == (0, 3 + 9)
-    assert "5 of them finished before" in resumed.output
-    assert read(killed) == read(whole)
-    # A method more costs that method alone.
-    more = command("eval", *arguments, "-m", "pi", "-o", killed)
-    assert (more.exit_code, asked) == (0, 3 + 9 + 4)
-    said = launched(["eval", *arguments, "-o", str(shared)], tmp_path)
-    assert said.count("Readings:") == 1, "one process talks"
-    shares = [len(path.read_text(encoding="utf-8").splitlines()) for path in tmp_path.glob("shared.trials*.jsonl")]
-    assert len(shares) == 2
-    assert min(shares) >= 5
-    assert read(shared) == read(whole)
 
 
 @pytest.mark.slow

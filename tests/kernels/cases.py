@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ctxext.kernels import Layout, flex
+from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece
 from ctxext.kernels.reference import Reference
+from ctxext.methods.remap import Piece, PositionMap
 
 N = 96
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -116,6 +121,22 @@ def case(
     return Case(q, k, v, grad, layout, slopes, window, softcap=softcap)
 
 
+def turned(pieces: Iterable[Piece], layout: Layout, inv_freq: Tensor, dtype: torch.dtype) -> list[TurnedPiece]:
+    """Pieces as a layer has them, of queries and keys that are rotated in halves; equal rotations are made once."""
+    made: dict[object, Turn] = {}
+
+    def turn(where: PositionMap, positions: Tensor) -> Turn | None:
+        if where.changes_nothing:
+            return None
+        new = Turn(where, positions, inv_freq, form=RotationForm(), dtype=dtype)
+        return made.setdefault((where, id(positions)), new)
+
+    return [
+        TurnedPiece(p.region, turn(p.query, layout.query_positions), turn(p.key, layout.key_positions), p.weight)
+        for p in pieces
+    ]
+
+
 def truth(case: Case, *, backward: bool = True) -> list[Tensor]:
     """Output and gradients in float64, from the same rounded inputs."""
     inputs = case.tensors(torch.float64)
@@ -164,3 +185,15 @@ def error(found: Tensor, right: Tensor) -> float:
     assert found.isfinite().all()
     found, right = found.detach(), right.detach()
     return float((found.double() - right).norm() / right.norm().clamp(min=1e-30))
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.numbers = max([self.numbers, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors)])
+        return result

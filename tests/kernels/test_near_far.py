@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ctxext.kernels import Call, Layout, near_far
 from ctxext.kernels.sdpa import Sdpa
-from ctxext.spec import PairScore
+from ctxext.methods.encoding import PairScore
 
 SCALE, BAND = 0.4, 5
 

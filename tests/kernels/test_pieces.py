@@ -19,15 +19,14 @@ from ctxext.kernels.reference import Reference
 from ctxext.kernels.step import attend_step, plan_step, takes_kernel
 from ctxext.methods.dpe import DPE
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Piece, PositionMap
 from tests._products import crossed, some
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 from tests._steps import launches
-from tests.kernels.cases import leave_flex_uncompiled
+from tests.kernels.cases import leave_flex_uncompiled, turned
 
 LENGTH = 203
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 12
@@ -76,24 +75,10 @@ BOTH_WAYS = ("causal", "chunk of a prefill", "packed", "padded", "static cache",
 LAYOUTS |= {f"{name}, both ways": lambda name=name: LAYOUTS[name]().both_ways for name in BOTH_WAYS}  # type: ignore[misc]
 
 
-def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object, Turn]) -> TurnedPiece:
-    def turn(where: PositionMap, positions: Tensor) -> Turn | None:
-        if where.changes_nothing:
-            return None
-        key = (where, positions.data_ptr(), positions.shape)
-        if key not in made:
-            made[key] = Turn(where, positions, INV_FREQ, form=RotationForm(), dtype=dtype)
-        return made[key]
-
-    query, key = turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions)
-    return TurnedPiece(piece.region, query, key, piece.weight)
-
-
 def _pieces(method: RemapMethod, layout: Layout, dtype: torch.dtype) -> list[TurnedPiece]:
-    made: dict[object, Turn] = {}
     pieces = list(method.pieces(ROPE, 4 * ROPE.trained_length))
     pieces += [piece.ahead for piece in pieces if layout.sees == "both" and piece.ahead is not None]
-    return [_turned(piece, layout, dtype, made) for piece in pieces]
+    return turned(pieces, layout, INV_FREQ, dtype)
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -195,10 +180,10 @@ def test_a_step_is_dense_attention(variant: str | None, method: str, layout: str
     q, k, v = (x.detach() for x in _tensors(where, torch.float64, how.value_dim))
     sinks = SINKS.double() if how.sinks else None
     truth = _truth(METHODS[method], where, q, k, v, sinks=sinks, softcap=how.softcap)
-    turned = _pieces(METHODS[method], where, torch.float64)
+    pieces = _pieces(METHODS[method], where, torch.float64)
     queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
     call = Call.of(queries, keys, v, where, scale=SCALE, softcap=how.softcap, lse=True)
-    found = attend_step(call, plan_step(where, turned, queries), sinks=sinks)
+    found = attend_step(call, plan_step(where, pieces, queries), sinks=sinks)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
 
 
@@ -232,7 +217,7 @@ def test_sinks_caps_and_other_values_are_those_of_dense_attention(
     truth = _truth(METHODS[method], where, q, k, v, sinks=sinks, softcap=how.softcap)
     up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = [truth, *torch.autograd.grad(truth, inputs, up)]
-    turned = _pieces(METHODS[method], where, torch.float64)
+    pieces = _pieces(METHODS[method], where, torch.float64)
     queries, keys = _rotated(q, where.query_positions), _rotated(k, where.key_positions)
     call = Call.of(queries, keys, v, where, scale=SCALE, softcap=how.softcap, lse=True)
     runs = [
@@ -241,12 +226,12 @@ def test_sinks_caps_and_other_values_are_those_of_dense_attention(
         *([("sdpa", 16), ("sdpa", 1000)] if how.softcap is None else [("flex", 1000)]),
     ]
     for name, tile in runs:
-        out = attend_pieces(named(name), call, turned, tile=tile, sinks=sinks)
+        out = attend_pieces(named(name), call, pieces, tile=tile, sinks=sinks)
         found = [out, *torch.autograd.grad(out, inputs, up, retain_graph=True)]
         errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
         assert max(errors) < 1e-12, (name, tile, errors)
         with torch.no_grad():
-            alone = attend_pieces(named(name), call, turned, tile=tile, sinks=sinks)
+            alone = attend_pieces(named(name), call, pieces, tile=tile, sinks=sinks)
         assert torch.equal(alone, out)
 
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ctxext.kernels import Call, Layout, named
-from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces
+from ctxext.kernels.pieces import attend_pieces
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.remap import RemapMethod
+from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
-from tests.kernels.cases import error
+from ctxext.spec import RopeSpec
+from tests.kernels.cases import error, turned
 
 
 class Setting(NamedTuple):
@@ -107,26 +107,13 @@ def check(seed: int, device: str, backend: str) -> None:
     """Require at most twice the error of torch's own kernel, besides the rounding of turned queries and keys."""
     one = _drawn(random.Random(seed), device)
     inv_freq = one.rope.base ** (-torch.arange(0, one.head_dim, 2, dtype=torch.float64, device=device) / one.head_dim)
-    inputs, pieces, made = (
-        _tensors(one, seed),
-        one.method.pieces(one.rope, one.rope.trained_length),
-        dict[object, Turn](),
-    )
-
-    def turn(where: PositionMap, positions: Tensor) -> Turn | None:
-        new = Turn(where, positions, inv_freq, form=RotationForm(), dtype=torch.float32)
-        return None if where.changes_nothing else made.setdefault((where, id(positions)), new)
-
-    layout = one.layout
-    turned = [
-        TurnedPiece(p.region, turn(p.query, layout.query_positions), turn(p.key, layout.key_positions), p.weight)
-        for p in pieces
-    ]
+    inputs, pieces, layout = _tensors(one, seed), one.method.pieces(one.rope, one.rope.trained_length), one.layout
+    there = turned(pieces, layout, inv_freq, torch.float32)
 
     def run() -> Tensor:
         q, k, v = inputs
         call = Call.of(q, k, v, layout, scale=one.head_dim**-0.5, lse=True)
-        return attend_pieces(named(backend), call, turned)
+        return attend_pieces(named(backend), call, there)
 
     wide = [x.detach().double().requires_grad_() for x in inputs]
     outs = run(), _torchs_own(one, *inputs), _exact(one, pieces, inv_freq, *wide), _exact(one, None, inv_freq, *wide)

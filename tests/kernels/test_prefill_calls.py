@@ -12,13 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctxext.kernels import Call, Layout, base, named, sdpa
-from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces
+from ctxext.kernels.pieces import attend_pieces
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import PositionMap, RopeSpec
+from ctxext.spec import RopeSpec
 from tests._fake_cuda import CUDA, load_guard
+from tests.kernels.cases import turned
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 32768, 32, 8, 128
 ROPE = RopeSpec(HEAD_DIM, 5e5, 8192)
@@ -61,18 +62,8 @@ def _layer(method: RemapMethod, new: int = LENGTH, heads: int = HEADS) -> Calls:
     """The calls of a layer behind the first one, for the last ``new`` tokens; angles are those of the first layer."""
     q = torch.empty(1, heads, new, HEAD_DIM, dtype=torch.bfloat16, device=CUDA)
     k = torch.empty(1, KV_HEADS, LENGTH, HEAD_DIM, dtype=torch.bfloat16, device=CUDA)
-    layout, made = Layout.causal(1, new, LENGTH, device=CUDA), dict[Any, Turn]()
-
-    def turn(where: PositionMap, positions: torch.Tensor) -> Turn | None:
-        if where.changes_nothing:
-            return None
-        one = Turn(where, positions, INV_FREQ.to(CUDA), form=RotationForm(), dtype=torch.float32)
-        return made.setdefault((where, id(positions)), one)
-
-    pieces = [
-        TurnedPiece(p.region, turn(p.query, layout.query_positions), turn(p.key, layout.key_positions), p.weight)
-        for p in method.pieces(ROPE, LENGTH)
-    ]
+    layout = Layout.causal(1, new, LENGTH, device=CUDA)
+    pieces = turned(method.pieces(ROPE, LENGTH), layout, INV_FREQ.to(CUDA), torch.float32)
     call = Call.of(q, k, k, layout, scale=0.1, lse=True)
     attend_pieces(named("sdpa"), call, pieces)
     calls = Calls()

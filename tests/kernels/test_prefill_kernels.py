@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests._programs import ROOT, ran
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,16 +79,11 @@ def turns() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_compute_what_torch_computes_in_float64() -> None:
+def test_kernels_compute_what_torch_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process where Triton interprets its kernels, as it does only if it is told before its first import."""
     program = "from tests.kernels import test_prefill_kernels as test; test.merges(); test.turns(); print('equal')"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = ran(["-c", program], ROOT)
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
 
 
@@ -97,9 +91,7 @@ def test_kernels_compute_what_torch_computes_in_float64() -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("kernel", ["merge", "turn"])
 def test_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, capability: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES, kernel, str(capability)], capture_output=True, text=True, check=False
-    )
+    done = ran(["-c", COMPILES, kernel, str(capability)], ROOT)
     assert done.stdout.count("cubin") == len(DTYPES), done.stderr[-3000:]
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.blocks import PartRule
@@ -98,18 +95,6 @@ def test_some_queries_at_a_time_are_the_whole(dropout: float, monkeypatch: pytes
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
-class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that an operation returned."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.numbers = max([self.numbers, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors)])
-        return result
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 1.0])
 def test_no_tensor_is_quadratic(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +105,7 @@ def test_no_tensor_is_quadratic(softcap: float | None, monkeypatch: pytest.Monke
         [torch.randn(1, heads, 700, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)],
     )
     rule = PartRule(0.5, causal=True, softcap=softcap)
-    with Largest() as largest:
+    with cases.Largest() as largest:
         call = Call.of(*inputs, scale=0.5, softcap=softcap)
         Reference().run(call).sum().backward()
         q, k, v = (x.detach() for x in inputs)

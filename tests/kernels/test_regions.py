@@ -10,10 +10,11 @@ import torch
 from ctxext.errors import InvalidParameterError
 from ctxext.kernels.regions import CAUSAL, FULL, Rectangle, rectangles, tiles
 from ctxext.methods.dual_chunk import DualChunk
+from ctxext.methods.remap import Ahead, Band, Chunks, Region, Sinks
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import Ahead, Band, Chunks, Region, RopeSpec, Sinks
+from ctxext.spec import RopeSpec
 
 
 def _pairs(found: Rectangle) -> torch.Tensor:

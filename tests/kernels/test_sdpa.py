@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ctxext.kernels import Layout, Need
 from ctxext.kernels.reference import Reference
 from ctxext.kernels.sdpa import Sdpa, kernel_order
+from tests._programs import ROOT, ran
 from tests.kernels.cases import HEADS, LAYOUTS, N, case, error, naive, truth
 
 FORMS = {"blocks": Sdpa(block_overhead=0, dense_rows=0), "mask": Sdpa(1 << 60, 0), "dense": Sdpa(0, 1 << 60)}
@@ -41,7 +40,7 @@ def _tensors(length: int, heads: int = 2) -> list[torch.Tensor]:
 def test_compiles_in_one_graph() -> None:
     """In a process of its own: the runtime shape checker of the test suite cannot be traced."""
     program = Path(__file__).with_name("compiled_program.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    done = ran([str(program)], ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["causal", "padded", "decode"]
 

@@ -19,6 +19,7 @@ from ctxext.methods.table import Table
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
+from tests._products import crossed
 
 WHOLE = {"yarn": YaRN, "ntk": NTK, "abf": ABF}
 
@@ -98,8 +99,7 @@ def test_frequencies_of_the_training_count_where_they_were_scaled() -> None:
     assert unturned(list(scaled), 1024) == 3
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "glm"])
-@pytest.mark.parametrize("method", WHOLE)
+@pytest.mark.parametrize(("model_type", "method"), crossed(["glm", "llama", "qwen2"], ["yarn", "ntk", "abf"]))
 def test_stock_transformers_loads_it(tmp_path: Any, model_type: str, method: str) -> None:
     model = ctxext.patch(tiny(model_type), method, factor=4.0, clip="auto")
     assert not torch.equal(logits(model, tokens()), logits(tiny(model_type), tokens()))

@@ -13,10 +13,6 @@ from ctxext.methods.ntk import NTK
 from ctxext.spec import RopeSpec
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("dynamic_ntk", DynamicNTK)
-
-
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("ratio", [0.5, 1, 1.25, 4])
 def test_stretch_follows_the_length(rope: RopeSpec, thetas: Callable[..., list], factor: float, ratio: float) -> None:

@@ -14,10 +14,6 @@ from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("dynamic_yarn", DynamicYaRN)
-
-
 def test_plain_up_to_the_trained_length(rope: RopeSpec, thetas: Callable[..., list]) -> None:
     for length in (1, rope.trained_length):
         found = DynamicYaRN(factor=8).frequencies(rope, length)

@@ -12,10 +12,6 @@ from ctxext.methods.llama3 import Llama3
 from ctxext.spec import RopeSpec
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("llama3", Llama3)
-
-
 @pytest.mark.parametrize(("low", "high"), [(1, 4), (0.5, 16)])
 def test_long_waves_are_divided_short_ones_kept_and_the_rest_smoothed(
     rope: RopeSpec, thetas: Callable[..., list], low: float, high: float

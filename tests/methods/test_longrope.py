@@ -15,10 +15,6 @@ SPEC = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 SHORT, LONG = (1.0, 1.0, 1.05, 1.1), (1.0, 2.0, 3.5, 6.0)
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("longrope", LongRoPE)
-
-
 @pytest.mark.parametrize(("length", "divisors"), [(1, SHORT), (64, SHORT), (65, LONG), (512, LONG)])
 def test_long_factors_start_after_the_trained_length(
     thetas: Callable[..., list], length: int, divisors: tuple[float, ...]

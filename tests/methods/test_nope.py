@@ -60,14 +60,6 @@ def test_stock_code_loads_it_to_the_bit(sharpening: float, kind: str, tmp_path: 
     assert torch.equal(logits(stock, tokens()), logits(model, tokens()))
 
 
-def test_the_last_token_sees_a_bag_of_those_before_it() -> None:
-    model, text = ctxext.patch(tiny(num_hidden_layers=1), "nope", factor=3), tokens()
-    moved = text.clone()
-    moved[0, :100] = text[0, torch.randperm(100, generator=torch.Generator().manual_seed(0))]
-    torch.testing.assert_close(logits(model, moved)[0, -1], logits(model, text)[0, -1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(logits(tiny(num_hidden_layers=1), moved)[0, -1], logits(tiny(), text)[0, -1])
-
-
 def test_describe_says_that_it_is_useless_untrained() -> None:
     description = ctxext.describe(ctxext.patch(tiny(), "nope", factor=3))
     assert description.stored_as == "stock rope_type 'linear'"

@@ -11,10 +11,6 @@ from ctxext.methods.ntk import NTK
 from ctxext.spec import RopeSpec
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("ntk", NTK)
-
-
 @pytest.mark.parametrize("factor", [1, 2, 8.5])
 def test_stretch_grows_geometrically_from_one_to_the_factor(
     rope: RopeSpec, thetas: Callable[..., list], factor: float

@@ -11,10 +11,6 @@ from ctxext.methods.pi import PI
 from ctxext.spec import RopeSpec
 
 
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("pi", PI)
-
-
 @pytest.mark.parametrize("factor", [1, 1.5, 4, 32])
 def test_every_angle_is_that_of_the_squeezed_position(
     rope: RopeSpec, thetas: Callable[..., list], factor: float

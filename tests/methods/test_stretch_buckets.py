@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ctxext.methods.formulas import buckets_of
 from ctxext.methods.stretch_buckets import StretchBuckets
+from ctxext.models.buckets import buckets_of
 from ctxext.spec import BucketSpec
 
 SPEC = BucketSpec(buckets=32, max_distance=128, trained_length=512)

@@ -15,17 +15,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import InvalidParameterError
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.dynamic_yarn import DynamicYaRN
+from ctxext.methods.formulas import index_that_turns
 from ctxext.methods.ntk_by_parts import NTKByParts
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
 LLAMA_2 = RopeSpec(rotary_dim=128, base=1e4, trained_length=4096)
-
-
-def test_authors_values(matches_golden: Callable[..., None]) -> None:
-    matches_golden("yarn", YaRN)
-    matches_golden("yarn_pose", YaRN)
-    matches_golden("yarn_gpt_oss", YaRN)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -56,17 +51,6 @@ def test_turns_ramp_is_the_papers_by_parts(rope: RopeSpec) -> None:
     yarn = YaRN(factor=4, ramp="turns", beta_fast=20, beta_slow=2).frequencies(rope, 7)
     parts = NTKByParts(factor=4, beta=20, alpha=2).frequencies(rope, 7)
     assert torch.equal(yarn.inv_freq, parts.inv_freq)
-
-
-def test_how_far_the_paper_is_from_the_code() -> None:
-    code, paper = (YaRN(factor=8, ramp=ramp).frequencies(LLAMA_2, 7).inv_freq for ramp in ("index", "turns"))
-    assert (code / paper).max().item() == pytest.approx(2.30, abs=0.005)
-    assert (code / paper).argmax() == 36
-
-
-def test_how_far_wavelengths_are_from_frequencies() -> None:
-    ours, pose = (YaRN(factor=8, blend=blend).frequencies(LLAMA_2, 7).inv_freq for blend in ("frequency", "wavelength"))
-    assert (ours / pose).max().item() == pytest.approx(2.53, abs=0.005)
 
 
 @pytest.mark.parametrize(("factor", "scale"), [(1, 1), (4, 1.1386), (8, 1.2079), (32, 1.3466)])
@@ -206,3 +190,28 @@ def test_frequencies_that_are_all_zero_are_refused(method: RopeMethod) -> None:
     rope = RopeSpec(rotary_dim=8, base=10000.0, trained_length=4096, inv_freq=(0.0,) * 4)
     with pytest.raises(InvalidParameterError, match="no pair of dimensions turns"):
         method.frequencies(rope, 8192)
+
+
+@pytest.mark.parametrize(
+    ("turns_of_pairs", "turns", "index"),
+    [
+        ((64, 16, 2, 0.5), 32.0, 0.5),
+        ((64, 16, 2, 0.5), 8.0, 1 + 1 / 3),  # 16 is twice 8, and 8 = 2^3 times 2
+        ((64, 16, 2, 0.5), 1.0, 2.5),
+        ((64, 16, 2, 0.5), 128.0, -0.5),
+        ((64, 16, 2, 0.5), 0.25, 3.5),
+        ((64, 16, 32, 2), 8.0, 2 + 1 / 3),  # the first slow pair counts: the third is as the second
+        ((4, 4, 4, 4), 2.0, 3.0),
+    ],
+)
+def test_the_pair_that_turns_so_often_among_scaled_frequencies(
+    turns_of_pairs: tuple[float, ...], turns: float, index: float
+) -> None:
+    scaled = tuple(each * 2 * math.pi / 4096 for each in turns_of_pairs)
+    rope = RopeSpec(rotary_dim=8, base=10000.0, trained_length=4096, inv_freq=scaled)
+    assert index_that_turns(rope, turns) == pytest.approx(index)
+
+
+def test_one_scaled_pair_has_no_other_to_measure_by() -> None:
+    with pytest.raises(InvalidParameterError, match="rotary_dim"):
+        index_that_turns(RopeSpec(rotary_dim=2, base=10000.0, trained_length=4096, inv_freq=(0.5,)), 1.0)

@@ -16,6 +16,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameE
 from ctxext.planning.plan import STEP, longest, plan_serving, plan_training
 from ctxext.training import Memory
 from ctxext.training.lora import attach_lora
+from tests._checkpoints import SHAPE
 from tests._models import tiny, tokens
 from tests._products import crossed
 
@@ -26,16 +27,7 @@ LINEAR += [(INNER, HIDDEN)]
 
 
 def llama(layers: int, **changes: Any) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        **changes,
-    )
+    return LlamaConfig(**(SHAPE | {"num_hidden_layers": layers} | changes))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])

@@ -9,33 +9,24 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
-from typer.testing import CliRunner
 
 from ctxext.checkpoints.load import load
 from ctxext.checkpoints.source import quantised_beside
-from ctxext.cli.app import app
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.planning.plan import longest, plan_serving, plan_training
 from ctxext.planning.quantised import stored_as
+from tests._checkpoints import SHAPE
+from tests._programs import command
 
-LAYERS, HIDDEN, INNER, VOCABULARY = 3, 64, 96, 128
+LAYERS, HIDDEN, INNER = 3, 64, 96
 # Four heads of 16, two of keys and values.
 LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + 3 * HIDDEN * INNER)
 MLP = LAYERS * 3 * HIDDEN * INNER
 
 
 def llama(quantised: dict[str, Any] | None, **changes: Any) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        **({} if quantised is None else {"quantization_config": quantised}),
-        **changes,
-    )
+    packing = {} if quantised is None else {"quantization_config": quantised}
+    return LlamaConfig(**(SHAPE | {"num_hidden_layers": LAYERS} | packing | changes))
 
 
 def group(bits: int, **weights: Any) -> dict[str, Any]:
@@ -182,10 +173,10 @@ def test_a_file_about_the_cache_alone_says_nothing_of_weights(tmp_path: Path) ->
 @pytest.mark.slow
 def test_plan_counts_what_such_a_file_says(tmp_path: Path) -> None:
     llama(None, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    asked = ["plan", str(tmp_path), "--length", "128", "--json"]
-    plain = json.loads(CliRunner().invoke(app, asked).stdout)
+    asked = ["plan", tmp_path, "--length", "128", "--json"]
+    plain = json.loads(command(*asked).stdout)
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 128}))
-    packed = json.loads(CliRunner().invoke(app, asked).stdout)
+    packed = json.loads(command(*asked).stdout)
     assert packed["stored_as"] == "quantize_config.json"
     assert plain["serving"]["weights"] - packed["serving"]["weights"] == LINEAR
 

@@ -1,4 +1,4 @@
-"""What a real llama.cpp was seen to do, against what ``export`` says today; and, nightly, the seeing itself."""
+"""What ``export`` says of llama.cpp and writes for it; and, nightly, what a real one computes."""
 
 from __future__ import annotations
 
@@ -25,58 +25,14 @@ from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
-from ctxext.runtimes.base import CLOSE
 from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench
-from scripts.proof import all_methods, methods_for, tiny_of
+from scripts.proof import methods_for
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
-from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
-STORED = json.loads(RESULTS.read_text())
-PROOFS: list[dict[str, Any]] = STORED["proofs"]
+PROOFS: list[dict[str, Any]] = json.loads(RESULTS.read_text())["proofs"]
 # Where make llama-cpp put the converter.
 TREE = os.environ.get("CTXEXT_LLAMA_CPP")
-
-
-# --- what was measured -----------------------------------------------------------------------------------------------
-
-
-def test_whatever_is_called_exact_was_measured_to_be() -> None:
-    exact = [proof for proof in PROOFS if proof["exact"]]
-    assert {proof["shape"] for proof in exact} == set(SHAPES)
-    assert len(exact) > 80
-    for proof in exact:
-        assert proof["error"] <= CLOSE * proof["matters"], proof
-        assert proof["matters"] > 0.1, f"{proof} would not show an error"
-
-
-@pytest.mark.nightly
-def test_every_method_of_every_shape_was_tried() -> None:
-    for shape in SHAPES:
-        assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape)), shape
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        shape if shape in ("llama", "phi3", "bloom") else pytest.param(shape, marks=pytest.mark.nightly)
-        for shape in SHAPES
-    ],
-)
-def test_export_says_today_what_was_measured(shape: str) -> None:
-    """Of the extended checkpoint; a verdict that changes needs the measurement anew (make llama-cpp)."""
-    methods, config = all_methods(tiny_of(shape)), tiny_config(shape)
-    told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
-    assert told
-    for proof in told:
-        extended = extended_config(config, methods[proof["method"]], trained_length=TRAINED_LENGTH)
-        try:
-            made = export_config(extended, to="llama.cpp")
-        except IncompatibleError:
-            assert proof["exact"] is None, proof
-        else:
-            assert (None if made.in_file else made.exact) == proof["exact"], proof
 
 
 # --- ALiBi that a model has already ----------------------------------------------------------------------------------

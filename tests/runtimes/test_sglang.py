@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
-from tests.checkpoints.test_export import TARGET, VARIANTS, Spectrum, label, same, wanted, yarn_ramp
+from tests._formulas import spectrum
+from tests.checkpoints.test_export import TARGET, VARIANTS, Spectrum, label, same, wanted
 
 
 def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
@@ -29,26 +29,12 @@ def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
     promised = int(longest * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor))
     assert int(flags["--context-length"]) <= promised, "SGLang refuses a longer one"
     assert longest * (factor if kind == "linear" else 1) < 1e9, "a table of so many rows"
-    plain = rope["rope_theta"] ** (-np.arange(0, 16, 2) / 16)
-    if kind in ("default", "linear"):
-        return plain / factor, 1.0
     if kind == "dynamic":
         stretch = factor * (longest * factor) / longest - (factor - 1)
         return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0
-    original = rope["original_max_position_embeddings"]
-    if kind == "llama3":
-        turns = original * plain / (2 * math.pi)
-        keep = np.clip((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"]), 0, 1)
-        return plain * keep + plain / factor * (1 - keep), 1.0
-    if kind == "yarn":
-        ramp = yarn_ramp(original, rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("truncate", True))
-        own = 0.1 * math.log(factor) + 1
-        if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
-            own = (0.1 * rope["mscale"] * math.log(factor) + 1) / (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1)
-        return plain / factor * ramp + plain * (1 - ramp), own * rope.get("attn_factor", 1)
-    assert kind == "longrope"
-    own = math.sqrt(1 + math.log(longest / original) / math.log(original))
-    return plain / np.array(rope["long_factor"]), rope.get("long_mscale", own)
+    read = {name: value for name, value in rope.items() if name != "attention_factor"}  # which SGLang passes over
+    found = spectrum(read | {"max_position_embeddings": longest}, 16, longest)
+    return found.inv_freq.numpy(), found.scale * (rope.get("attn_factor", 1) if kind == "yarn" else 1)
 
 
 @pytest.mark.parametrize("on_disk", [True, False], ids=["extended", "original"])

@@ -18,14 +18,13 @@ import pytest
 
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
-from ctxext.errors import CtxextError, IncompatibleError
+from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method
 from ctxext.runtimes.base import CLOSE, read_table
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES, TABLE
 from scripts import vllm_plugin_proof, vllm_proof
-from scripts.proof import all_methods, methods_for, tiny_of
 from tests.runtimes.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
-from tests.walk.tiny import TRAINED_LENGTH, tiny_config
+from tests.walk.tiny import tiny_config
 
 SERVED: dict[str, Any] = json.loads(vllm_plugin_proof.RESULTS.read_text())
 PROOFS: list[dict[str, Any]] = json.loads(vllm_proof.RESULTS.read_text())["proofs"]
@@ -85,31 +84,6 @@ def test_numbers_and_classes_are_of_one_version() -> None:
 
 
 # --- its engine ------------------------------------------------------------------------------------------------------
-
-
-def test_whatever_is_called_exact_was_measured_to_be() -> None:
-    exact = [proof for proof in PROOFS if proof["exact"]]
-    assert {proof["shape"] for proof in exact} == set(vllm_proof.SHAPES)
-    assert len(exact) > 60
-    for proof in exact:
-        assert proof["error"] <= CLOSE * proof["matters"], proof
-        assert proof["matters"] > 0.1, f"{proof} would not show an error"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["llama", "bloom"])
-def test_export_says_today_what_was_measured(shape: str) -> None:
-    """Of the extended checkpoint; a verdict that changes needs the measurement anew (make vllm)."""
-    methods = all_methods(tiny_of(shape))
-    told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
-    assert {proof["method"] for proof in told} == set(methods_for(shape))
-    for proof in told:
-        extended = extended_config(tiny_config(shape), methods[proof["method"]], trained_length=TRAINED_LENGTH)
-        try:
-            found = export_config(extended, to="vllm").exact
-        except IncompatibleError:
-            found = None
-        assert found == proof["exact"], proof
 
 
 @pytest.mark.nightly

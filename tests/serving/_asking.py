@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
 from ctxext.serving.server import application
+from tests._models import byte_model
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|tool|>"]
@@ -55,18 +56,9 @@ def _finished(inner: Tokenizer, template: str) -> PreTrainedTokenizerFast:
 
 def tiny(tokenizer: Any) -> Any:
     """A random model whose tokens are far from equally likely."""
+    config = byte_model().config
+    config.update({"vocab_size": len(tokenizer), "max_position_embeddings": 900, "bos_token_id": 0, "eos_token_id": 1})
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **sizes,
-        vocab_size=len(tokenizer),
-        num_key_value_heads=2,
-        max_position_embeddings=900,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
     return LlamaForCausalLM(config).eval()
 
 

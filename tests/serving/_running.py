@@ -1,4 +1,4 @@
-"""A server of this checkout in a process of its own, on a port that was free, ended as a user ends it."""
+"""A server of this checkout on a port that was free: in this process, or in another that ends as a user ends it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
+import uvicorn
 
+from ctxext.serving.load import Served
+from ctxext.serving.server import application
 from tests._programs import ROOT
 
 KEY = "a key"
 
 
 @dataclass
-class Running:
-    """A server that runs: its process, what it wrote, and how to reach it."""
+class Reached:
+    """A server that runs, by its port and the name of its model."""
 
-    process: subprocess.Popen[bytes]
-    log: Path
     port: int
     name: str
 
@@ -33,7 +37,15 @@ class Running:
     def client(self) -> openai.OpenAI:
         """A client that holds the key, and does not ask twice."""
         url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=300)
+
+
+@dataclass
+class Running(Reached):
+    """A server in another process, and the file of all that it wrote."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def said(self) -> str:
@@ -45,6 +57,27 @@ class Running:
         """Bytes that its process holds."""
         status = Path(f"/proc/{self.process.pid}/status").read_text("utf-8")
         return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+
+    def until(self, said: str) -> None:
+        """Wait until it has written something."""
+        deadline = time.monotonic() + 60
+        while said not in self.said:
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def answering(served: Served, **more: Any) -> Iterator[Reached]:
+    """Serve in this process."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(application(served, **more), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield Reached(listening.getsockname()[1], served.name)
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -68,7 +101,7 @@ def running(
             assert time.monotonic() < deadline, log.read_text("utf-8")
             time.sleep(0.1)
         port = int(re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)", log.read_text("utf-8"))[1])  # type: ignore[index]
-        yield Running(process, log, port, str(checkpoint))
+        yield Running(port, str(checkpoint), process, log)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == status, log.read_text("utf-8")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import socket
 import threading
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import openai
 import pytest
 import torch
-import uvicorn
 
 import ctxext
 from ctxext.measuring.checkpoint import Checkpoint
@@ -27,7 +21,7 @@ from ctxext.serving.load import Served, load_served
 from ctxext.serving.server import application
 from tests._models import byte_model
 from tests._tokenizer import make_letters
-from tests.serving._running import KEY, Running, running
+from tests.serving._running import KEY, running
 
 MOST = 1000
 
@@ -119,6 +113,22 @@ def test_a_server_of_this_machine_is_reached_by_its_own_names_alone(name: str, e
 
 
 @pytest.mark.parametrize(
+    ("header", "path", "status"),
+    [
+        ((b"authorization", f"Bearer {KEY}".encode()), "/v1/models", 200),
+        ((b"authorization", b"Bearer "), "/v1/models", 401),
+        ((b"cookie", f"Bearer {KEY}".encode()), "/v1/models", 401),
+        ((b"cookie", b""), "/health", 200),
+    ],
+)
+def test_the_gate_opens_for_the_key_alone(header: tuple[bytes, bytes], path: str, status: int) -> None:
+    asked = Knocking(b"{}", headers=(header,))
+    asked.scope["path"] = path
+    assert asked.at(key=KEY) == status
+    assert bool(asked.entered) == (status == 200)
+
+
+@pytest.mark.parametrize(
     ("pieces", "ends", "taken"),
     [
         ((b"a" * MOST,), True, 1),
@@ -202,46 +212,6 @@ def served() -> Served:
     return Served("org/tiny", checkpoint, 512, {"method": None, "dtype": "float32"})
 
 
-@contextlib.contextmanager
-def answering(served: Served, **more: Any) -> Iterator[tuple[openai.OpenAI, str]]:
-    """A server in this process, on a port that was free."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(application(served, **more), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    try:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60), url
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def test_models_are_asked_for_by_name(served: Served) -> None:
-    """By OpenAI's specification an unknown name has status 404 and the code ``model_not_found``."""
-    with answering(served, host="127.0.0.1") as (client, url):
-        listed = client.models.list().data[0]
-        assert client.models.retrieve("org/tiny") == listed
-        assert listed.model_extra is not None
-        assert listed.model_extra["ctxext"]["dtype"] == "float32"
-        with pytest.raises(openai.NotFoundError, match=r"has no model 'org/another'") as refused:
-            client.models.retrieve("org/another")
-        assert (refused.value.code, refused.value.type) == ("model_not_found", "invalid_request_error")
-        for ask in (
-            lambda: client.completions.create(model="another", prompt="a", max_tokens=1),
-            lambda: client.chat.completions.create(model="x", messages=[{"role": "user", "content": "a"}]),
-            lambda: client.responses.create(model="", input="a"),
-        ):
-            with pytest.raises(openai.NotFoundError, match=r"has no model '.*': it serves 'org/tiny'") as refused:
-                ask()
-            assert refused.value.code == "model_not_found"
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
-            assert json.loads(answer.read())["dtype"] == "float32"
-        strange = urllib.request.Request(f"{url}/health", headers={"Host": "evil.example"})
-        with pytest.raises(HTTPError, match="421"):
-            urllib.request.urlopen(strange, timeout=60)
-
-
 def test_the_limit_of_a_body_follows_the_window(served: Served) -> None:
     """A token has a few bytes; a million of them, as text or as ids with commas, must fit."""
     assert isinstance(gate := application(served), Gate)
@@ -288,14 +258,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def until(said: str, server: Running) -> None:
-    """Wait until a server has written something."""
-    deadline = time.monotonic() + 60
-    while said not in server.said:
-        assert time.monotonic() < deadline, server.said
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("--continuous-batching",), marks=pytest.mark.nightly)])
 def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> None:
@@ -311,9 +273,9 @@ def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> 
         clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for client, said in zip(clients, ("a step begins", '/v1/completions HTTP/1.1" 200'), strict=True):
             client.start()
-            until(said, server)
+            server.until(said)
         server.process.send_signal(signal.SIGINT)
-        until("2 requests run; Ctrl-C again drops what runs.", server)
+        server.until("2 requests run; Ctrl-C again drops what runs.")
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
         for client in clients:
@@ -333,7 +295,7 @@ def test_ctrl_c_after_a_client_left_within_a_step_that_lasts(place: Path) -> Non
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            until("a step begins", server)
+            server.until("a step begins")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         assert "terminate called" not in server.said

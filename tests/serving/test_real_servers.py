@@ -20,15 +20,16 @@ import torch
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ctxext
+from ctxext.serving.load import load_served
 from tests._gguf import write_gguf
 from tests._models import byte_model, trained_for
 from tests._programs import ROOT, command
 from tests._tokenizer import make_letters
+from tests.serving._running import answering
 
 TRAINED, FACTOR = 64, 4
 LENGTH = TRAINED * FACTOR
 LETTERS = make_letters()
-OURS = ("-m", "ctxext", "serve", "--dtype", "fp32", "--method", "pi", "--factor", FACTOR)
 TRANSFORMERS = ("-m", "transformers.cli.transformers", "serve", "--device", "cpu")
 VLLM = ("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager")
 RAISED = ("--hf-overrides", f'{{"max_position_embeddings": {LENGTH}}}')  # the window alone: its rope flags left out
@@ -118,14 +119,15 @@ def checked(files: Path, url: str, computes: str, *more: object, name: str = "ya
 
 @pytest.mark.slow
 def test_ours_of_another_method(files: Path) -> None:
-    with serving(*OURS, files / "plain") as url:
-        said = checked(files, url, "every frequency divided by the factor")
+    plain = load_served(str(files / "plain"), "pi", factor=FACTOR, dtype="fp32")
+    with answering(plain) as server:
+        said = checked(files, f"http://127.0.0.1:{server.port}", "every frequency divided by the factor")
     assert "compared by log-probabilities" in said
     assert "answers 245 tokens, states 256; extended 256, trained 64" in said  # 256 less 12 of a text, and one more
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", pytest.param("yarn", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["plain", "yarn"])
 def test_transformers(files: Path, name: str) -> None:
     with serving(*TRANSFORMERS, files / name) as url:
         said = checked(files, url, "as extended" if name == "yarn" else "not extended")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import random
@@ -143,8 +142,9 @@ def test_the_page_has_the_table_of_all_fields() -> None:
         [f"`{name}`", *(kept(path, name) if name in known[path] else "" for path in KINDS)]
         for name in sorted(set().union(*known.values()))
     ]
-    with (ROOT / "docs/tables/serving-fields.csv").open(encoding="utf-8", newline="") as file:
-        assert list(csv.reader(file)) == [["field", "chat", "completions", "responses"], *rows]
+    page = (ROOT / "docs/guides/serving.md").read_text(encoding="utf-8").partition("## Fields of a request")[2]
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    assert [shown[0], *shown[2:]] == [["field", "chat", "completions", "responses"], *rows]
 
 
 @pytest.mark.parametrize("path", KINDS)
@@ -258,7 +258,17 @@ ANYTHING += [{"type": "function"}, {"type": "json_schema"}, {"type": "json_objec
 ANYTHING += [float("nan"), float("-inf"), [float("inf")], deep(60), deep(300), deep(301), [[]] * 2000, "text", "none"]
 
 
-@pytest.mark.nightly
+NO_MESSAGES: list[Any] = [
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"role": "assistant", "tool_calls": [{}]}],
+    *([{"role": "user", "content": content}] for content in (3, "\ud800", [{"type": "text"}], [{}])),
+    *([{"role": role, "content": "x"}] for role in (3, "nobody")),
+]
+NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once upon", "max_to']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True)
 def test_no_request_breaks_the_server(server: Asking) -> None:
     """Wrong types in every field, one and several at a time: an answer, or a refusal in OpenAI's form."""
     draw = random.Random(0)
@@ -268,9 +278,13 @@ def test_no_request_breaks_the_server(server: Asking) -> None:
         tries += [(path, {name: draw.choice(ANYTHING)}) for name in names]
         tries += [(path, {name: draw.choice(ANYTHING) for name in draw.sample(names, 3)}) for _ in range(20)]
     for path, name in itertools.product(KINDS, ("messages", "input", "prompt", "tools", "stop", "logit_bias")):
-        tries += [(path, {name: value}) for value in ANYTHING if name in fields(path)]
+        values = ANYTHING + NO_MESSAGES * (name in ("messages", "input"))
+        tries += [(path, {name: value}) for value in values if name in fields(path)]
     assert len(tries) > 400
     for path, fault in tries:
         status, answer = server.raw(path, BASE[path] | fault)
         assert status in (200, 400), (path, fault, answer)
         assert status == 200 or len(answer["error"]["message"]) > 10, (path, fault)
+    for path, body in itertools.product(KINDS, NO_JSON):
+        answered = server.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert (answered.status_code, len(answered.json()["error"]["message"]) > 10) == (400, True), (path, body)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
-from ctxext.core.rope_type import method_rope_parameters, stored_method
+from ctxext.core.stored_form import method_rope_parameters, stored_method
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.methods.dual_chunk import DualChunk

@@ -24,9 +24,6 @@ LONG = (0, 2)  # the documents that are longer than the extended window of 128
 PASSKEY = ("--passkey_lengths", "400", "--passkey_depths", "0.5", "--passkey_trials", "2")
 
 
-KEPT = ('"found": {}', '"found": {"kept": 1}')
-
-
 def by_position(model: Any, texts: list[Tensor], first: int, stop: int) -> float:
     return torch.cat([loss_by_position(model, ids)[0, first:stop] for ids in texts]).double().mean().item()
 
@@ -80,38 +77,34 @@ def test_nothing_is_measured_of_weights_that_are_shared_out(settings: Any, monke
     assert weights_digest(loaded.model) == "unknown"
 
 
-def test_what_was_measured_before_an_interruption_is_not_measured_again(
-    settings: Any,
-    tmp_path: Path,
-) -> None:
-    nothing = settings()
-    loaded: Checkpoint = load_checkpoint(nothing.checkpoint, dtype="fp32")
-    kept = tmp_path / "before.json"
-    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
-    kept.write_text(kept.read_text(encoding="utf-8").replace(*KEPT), encoding="utf-8")
-    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {"kept": 1}
-    assert BeforeAndAfter(loaded, settings("--passkey_trials", "2")).before(loaded.model, kept) == {}, (
-        "asked something else"
-    )
-    # What an earlier version kept, against the last tokens of the whole window alone, is measured again.
-    earlier = json.loads(kept.read_text(encoding="utf-8"))
-    kept.write_text(json.dumps({"evaluation": nothing.evaluation.model_dump(), "found": {"kept": 1}}), encoding="utf-8")
-    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
-    kept.write_text(json.dumps(earlier | {"evaluation": earlier["evaluation"] | {"format": 1}}), encoding="utf-8")
-    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
+@pytest.fixture
+def kept(settings: Any, tmp_path: Path) -> Path:
+    """What a run measured before it was interrupted, marked."""
+    loaded, place = load_checkpoint(settings().checkpoint, dtype="fp32"), tmp_path / "before.json"
+    assert BeforeAndAfter(loaded, settings()).before(loaded.model, place) == {}
+    place.write_text(place.read_text(encoding="utf-8").replace('"found": {}', '"found": {"kept": 1}'), encoding="utf-8")
+    return place
 
 
-@pytest.mark.parametrize("words", [("--factor", "4"), ("--method", "pi"), ("--dtype", "bf16"), ("--seed", "1")])
-def test_what_was_measured_of_another_model_is_measured_again(
-    words: tuple[str, ...], settings: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    "words", [("--passkey_trials", "2"), ("--factor", "4"), ("--method", "pi"), ("--dtype", "bf16"), ("--seed", "1")]
+)
+def test_only_what_was_measured_of_another_model_is_measured_again(
+    words: tuple[str, ...], settings: Any, kept: Path
 ) -> None:
     """A run that was killed before its first checkpoint leaves it to a new one, which may be of another extension."""
-    loaded: Checkpoint = load_checkpoint(settings().checkpoint, dtype="fp32")
-    kept = tmp_path / "before.json"
-    assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept) == {}
-    kept.write_text(kept.read_text(encoding="utf-8").replace(*KEPT), encoding="utf-8")
+    loaded = load_checkpoint(settings().checkpoint, dtype="fp32")
     assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept) == {"kept": 1}
     assert BeforeAndAfter(loaded, settings(*words)).before(loaded.model, kept) == {}
+
+
+def test_what_was_measured_of_other_weights_or_in_another_form_is_measured_again(settings: Any, kept: Path) -> None:
+    loaded, given, text = load_checkpoint(settings().checkpoint, dtype="fp32"), settings(), kept.read_text("utf-8")
+    assert BeforeAndAfter(replace(loaded, sha256="others"), given).before(loaded.model, kept) == {}
+    earlier = json.loads(text)
+    for evaluation in (given.evaluation.model_dump(), earlier["evaluation"] | {"format": 1}):
+        kept.write_text(json.dumps(earlier | {"evaluation": evaluation}), encoding="utf-8")
+        assert BeforeAndAfter(loaded, given).before(loaded.model, kept) == {}
 
 
 def test_what_was_measured_of_other_texts_is_measured_again(settings: Any, texts: list[str], tmp_path: Path) -> None:
@@ -127,14 +120,6 @@ def test_what_was_measured_of_other_texts_is_measured_again(settings: Any, texts
     assert digests[0] == digests[1]
     assert json.loads(json.dumps(results[0])) == results[1]
     assert len(set(digests)) == 4
-
-
-def test_what_was_measured_of_other_weights_is_measured_again(settings: Any, tmp_path: Path) -> None:
-    loaded: Checkpoint = load_checkpoint(settings().checkpoint, dtype="fp32")
-    kept = tmp_path / "before.json"
-    assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept) == {}
-    kept.write_text(kept.read_text(encoding="utf-8").replace(*KEPT), encoding="utf-8")
-    assert BeforeAndAfter(replace(loaded, sha256="others"), settings()).before(loaded.model, kept) == {}
 
 
 @pytest.mark.slow

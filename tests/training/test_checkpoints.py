@@ -47,9 +47,6 @@ def named_lora(change: Changed) -> Any:
     return get_peft_model(change(tiny()), config, adapter_name="mine")
 
 
-every_kind = pytest.mark.parametrize("build", [whole, lora, named_lora])
-
-
 def trainer(model: Any, directory: Path, callback: bool = True, measured: Any = None, **arguments: Any) -> Trainer:
     settings = {
         "max_steps": STEPS,
@@ -78,7 +75,7 @@ def losses(run: Trainer) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@every_kind
+@pytest.mark.parametrize("build", [whole, lora])
 def test_resuming_the_same_extension_goes_on_as_if_never_interrupted(build: Any, tmp_path: Path) -> None:
     through = trainer(build(extended), tmp_path)
     through.train()

@@ -42,7 +42,6 @@ SETUPS: dict[str, tuple[str, list[str]]] = {
 CASES = {
     "data-tied": ["data", "tied"],
     "sharded-tied": ["sharded", "tied"],
-    "sharded-untied": ["sharded", "untied"],
     "sharded-bf16": ["sharded", "bf16"],
     "context-pose": ["context", "pose"],
     "context-alibi": ["context", "alibi"],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
-from ctxext.training.checkpoint import load_base, require_device
+from ctxext.training.checkpoint import four_bits, load_base, require_device
 from ctxext.training.lora import attach_lora
 from tests.training._recipe import recipe
 
@@ -86,6 +86,19 @@ def test_a_run_goes_on_from_what_another_one_merged(
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         torch.testing.assert_close(adapted.eval()(tokens).logits, whole(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("said", "storage"), [("true", torch.bfloat16), (None, None), ("false", None)])
+def test_fsdp_gets_numbers_that_it_can_shard(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, storage: torch.dtype | None
+) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    if said is not None:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", said)
+    found = four_bits("nf4", torch.bfloat16)
+    assert found.get("bnb_4bit_quant_storage") == storage
+    assert found["bnb_4bit_compute_dtype"] == torch.bfloat16
+    assert found["load_in_4bit"]
 
 
 @pytest.mark.gpu

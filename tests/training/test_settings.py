@@ -96,16 +96,11 @@ def test_a_run_starts_from_a_choice(read: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({"method": method.to_dict()}), encoding="utf-8")
     plain = FILE.replace("{method: yarn, factor: 2, parameters: {beta_fast: 16}}", f"{{method: {path}}}")
     extension = read("--train", "a", text=plain).extension
+    with pytest.raises(InvalidParameterError, match="leave out factor, parameters"):
+        read("--train", "a", "--method", str(path))
     path.unlink()
     assert extension.method == "yarn", "a run records the method itself, not a file that may change"
     assert resolve(extension.method, extension.factor, None, 64, extension.parameters) == method
-
-
-def test_a_choice_and_a_factor(read: Any, tmp_path: Path) -> None:
-    path = tmp_path / "choice.json"
-    path.write_text(json.dumps({"method": YaRN(factor=2).to_dict()}), encoding="utf-8")
-    with pytest.raises(InvalidParameterError, match="leave out factor, parameters"):
-        read("--train", "a", "--method", str(path))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ctxext.core.code import why_absent
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.remap import RemapMethod
 from ctxext.models import find_architecture
 from ctxext.models.alibi import AlibiArchitecture
+from ctxext.models.unknown import why_absent
 
 # Groups of methods by what they change; a method belongs to the first one that fits.
 GROUPS: dict[str, type[Method]] = {

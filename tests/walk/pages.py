@@ -54,13 +54,19 @@ Groups of methods: {groups}.
 
 ## Refused or not checked, and why
 
-[Every reason in a sentence, and its model types](architectures-refused.csv)
+Every reason in a sentence, and its model types ([CSV](architectures-refused.csv)):
+
+<!-- architectures-refused.csv -->
+<!-- /architectures-refused.csv -->
 
 ## Every type
 
 {summary}. Numbers in brackets are [reasons](architectures-reasons.csv) why others of a group are not right.
 
-[Every type](architectures.csv)
+Every type ([CSV](architectures.csv)):
+
+<!-- architectures.csv -->
+<!-- /architectures.csv -->
 """
 
 MEANING = {

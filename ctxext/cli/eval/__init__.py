@@ -19,13 +19,13 @@ eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 @eval_app.callback()
 def main() -> None:
-    """Measure what a context is worth, with truncation beside it.
+    """Measure the value of a longer context against truncation.
 
     [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
     """
 
 
 for _found in pkgutil.iter_modules(__path__):
-    if _found.name != "common":
+    if _found.name not in ("asking", "common"):  # the drivers of the commands
         _module = importlib.import_module(f"{__name__}.{_found.name}")
         eval_app.command(_found.name.replace("_", "-"), cls=StrictCommand)(getattr(_module, _found.name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -12,25 +11,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ctxext.cli.options import HaystackOptions, Measurement, OutputOptions, ReaderOptions, SourceOptions
+from ctxext.cli.options import Measurement, OutputOptions, SourceOptions
 from ctxext.files import digest
 from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.report.page import Page
-    from ctxext.evaluation.trials import TrialReport
     from ctxext.measuring.checkpoint import Checkpoint
     from ctxext.measuring.journal import Journal
     from ctxext.measuring.provenance import Provenance
     from ctxext.measuring.readings import Reader
-    from ctxext.measuring.survey import Job, Prompt, Survey
+    from ctxext.measuring.survey import Job, Survey
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
-    from ctxext.texts.haystack import Haystack
 
 Result = TypeVar("Result", bound=Measurement)
-Drawn = TypeVar("Drawn", bound="Prompt")
-Asked = TypeVar("Asked", bound="TrialReport")
 
 
 @runtime_checkable
@@ -137,81 +132,6 @@ class Session:
         """Show and write what was measured, in the main process; see ``OutputOptions.write``."""
         if self.group.is_main:
             self.results.write(result, page(result), self.console)
-
-
-class Asking(Session):
-    """Measurement of things that are hidden in a text and asked for at several lengths, by several readings.
-
-    Attributes:
-        document: Text to hide things in; None for repeated noise.
-    """
-
-    def __init__(
-        self, asked: ReaderOptions, haystack: HaystackOptions, source: SourceOptions, results: OutputOptions
-    ) -> None:
-        self.document = haystack.document()  # before anything is loaded: a mistake is answered quickly
-        self._asked = asked
-        super().__init__(source, results, reference=asked.reference)
-
-    @functools.cached_property
-    def haystack(self) -> Haystack:
-        """The text as sentences of tokens."""
-        from ctxext.texts.haystack import noise, of_text
-
-        tokenizer, document = self.checkpoint.tokenizer, self.document
-        return noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
-
-    @functools.cached_property
-    def readers(self) -> tuple[Reader, ...]:
-        """The readings that are asked, the references first; see ``find_readers``."""
-        from ctxext.measuring.readings import find_readers
-
-        return find_readers(self.checkpoint, reference=self.reference, **self._asked.arguments())
-
-    @property
-    def lengths(self) -> list[int]:
-        """All lengths at which any reading is measured, in tokens, increasing."""
-        return lengths_of(self.readers)
-
-    def draw(self, make: Callable[..., Sequence[Drawn]], lengths: Sequence[int], **given: Any) -> Sequence[Drawn]:
-        """Make prompts of these lengths for the checkpoint; ``given`` are the other arguments of ``make``."""
-        from ctxext.measuring.forward import turning_point
-
-        with self.console.status("Drawing prompts ..."):
-            point = turning_point(self.checkpoint.model)
-            return make(self.checkpoint.tokenizer, lengths=lengths, turning_point=point, **given)
-
-    def ask(
-        self,
-        kind: type[Asked],
-        prompts: Sequence[Prompt],
-        where: str,
-        page: Callable[[Asked], Page],
-        *,
-        seed: int,
-        **about: Any,
-    ) -> None:
-        """Ask all readings everything that is not answered yet, then show and write the report.
-
-        Args:
-            where: Words for what things are hidden in.
-            about: More fields of the report; see ``TrialReport.of``.
-
-        Raises:
-            CtxextError: as the measurement does; finished trials are kept.
-            Exit: with code 130 on Ctrl-C.
-        """
-        from ctxext.measuring.labels import all_of, tokens_label
-        from ctxext.measuring.survey import Survey, jobs_of
-
-        jobs = jobs_of(self.readers, prompts)
-        survey = Survey(f"ctxext eval {kind.KIND}", self.checkpoint, jobs, journal=self.journal, group=self.group)
-        lengths = all_of(list(map(tokens_label, self.lengths)))
-        trained = self.readers[0].readings.trained_length
-        self.announce(self.checkpoint, trained, f"is asked at {lengths} tokens, {where}.")
-        self.console.print(f"Readings: {all_of([reader.reading.label for reader in self.readers])}.")
-        self.measure(survey)
-        self.finish(kind.of(survey, self.provenance(self.document, seed), **about), page)
 
 
 def texts_in_words(corpus: Corpus) -> str:

@@ -56,9 +56,9 @@ class ComparedOptions(MethodOptions):
 class HiddenKeyOptions:
     """Passkeys to ask for."""
 
-    passkey: bool = option("Also ask for passkeys at every length and depth.", default=True)
+    passkey: bool = option("Also test passkeys at every length and depth.", default=True)
     depth: list[float] | None = option(
-        "Where in the text passkeys stand, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
+        "Positions of passkeys in the text, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
     )
     trials: int = option("Passkeys per length and depth.", default=1, min=1)
     seed: Seed = 0

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 class KeyOptions:
     """Key tokens: where they are kept, and how they are found."""
 
-    keys: Path | None = option("File of key tokens: reused where it exists, else written.", show_default="none")
+    keys: Path | None = option("File of key tokens: reused if it exists, else written.", show_default="none")
     evaluator: str | None = option(
         "The checkpoint that finds key tokens; default the one measured, or its --reference."
     )
     short: int | None = token_option("Tokens of a short context; default a quarter of the trained window.")
     stride: int | None = token_option("Tokens that share a short context; default a quarter of --short.")
-    alpha: float | None = option("Least that a key token gains by the long context, nats; default the paper's 2.")
+    alpha: float | None = option("Least gain of a key token from the long context, nats; default the paper's 2.")
     beta: float | None = option(
         "Least log-likelihood of a key token in the long context, nats; default the paper's -2."
     )
@@ -69,7 +69,8 @@ def longppl(
     from ctxext.core.patching import describe
     from ctxext.evaluation import longppl as evaluation
     from ctxext.evaluation.longppl import longppl_page
-    from ctxext.measuring.readings import chosen_methods, factors_for, known_trained_length
+    from ctxext.measuring.readers import factors_for
+    from ctxext.measuring.readings import chosen_methods, known_trained_length
 
     if keys.keys is not None and not keys.keys.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {keys.keys.parent}", param_hint="--keys")

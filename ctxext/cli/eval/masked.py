@@ -25,8 +25,8 @@ from ctxext.cli.options import (
 class MaskingOptions:
     """Tokens that are masked."""
 
-    every: int = option("One token in so many is masked.", default=7)
-    passes: int = option("How often each text is read, each time with others masked.", default=1)
+    every: int = option("Mask one token in this many.", default=7)
+    passes: int = option("Passes over each text, each with other tokens masked.", default=1)
     seed: Seed = 0
 
 

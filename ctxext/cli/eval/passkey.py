@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctxext.cli.eval.common import Asking
+from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,
@@ -21,7 +21,7 @@ class PasskeyOptions:
     """Keys to hide."""
 
     depth: list[float] | None = option(
-        "Where in the text the key stands, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
+        "Positions of the key in the text, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
     )
     trials: int = option("Keys per length and depth.", default=1, min=1)
     seed: Seed = 0
@@ -36,7 +36,7 @@ def passkey(
     source: SourceOptions,
     results: OutputOptions,
 ) -> None:
-    """Ask for five digits hidden at every length and depth: unpatched, truncated, and extended.
+    """Measure whether five hidden digits are found, at every length and depth: unpatched, truncated, and extended.
 
     With --output, every finished job is kept: run the same command again after an interruption, and it goes on.
 

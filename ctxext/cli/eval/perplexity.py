@@ -31,7 +31,7 @@ class PerplexityOptions:
     """Lengths, and how a text is read."""
 
     length: list[int] | None = token_option(
-        "Tokens to read. Repeatable. Default: what the extended model is meant for.", "--length", "-l"
+        "Tokens to read. Repeatable. Default: the length of the extended model.", "--length", "-l"
     )
     mode: Literal["position", "sliding", "yarn", "longlora"] = option(
         "How a text is read: position (one pass gives the loss at every position), sliding (windows that are nearly "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxext.cli.eval.common import Asking
+from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,
@@ -27,13 +27,13 @@ class RetrievalOptions:
 
     task: list[str] | None = option(f"A kind of question: {', '.join(TASK_NAMES)}. Repeatable.", show_default="all")
     samples: int = option("Texts per task and length.", default=10, min=2)
-    choices: int = option("Questions about each text, and so answers to choose from.", default=4, min=2, max=8)
+    choices: int = option("Questions about each text, and therefore answers to choose from.", default=4, min=2, max=8)
     base: int | None = token_option(
         "The length whose score the effective length keeps 85 percent of.", show_default="the shortest"
     )
     seed: Seed = 0
     export_lm_eval: Path | None = option(
-        "Ask nothing, and write the questions into this folder as tasks of lm-evaluation-harness.",
+        "Measure nothing; write the questions into this folder as tasks of lm-evaluation-harness.",
         metavar="DIR",
         show_default="none",
     )
@@ -63,7 +63,7 @@ def retrieval(
     source: SourceOptions,
     results: OutputOptions,
 ) -> None:
-    """Let the model choose answers that no search finds, at every length: unpatched, truncated, and extended.
+    """Measure questions that keyword search cannot answer, at every length: unpatched, truncated, and extended.
 
     With --output, every finished job is kept: run the same command again after an interruption, and it goes on.
 

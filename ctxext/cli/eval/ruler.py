@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctxext.cli.eval.common import Asking
+from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
     OutputOptions,
@@ -26,9 +26,9 @@ TASKS = (
 class RulerOptions:
     """Tasks, and what they are made of."""
 
-    task: list[str] | None = option("A task, such as vt. Repeatable. Default: all that can be made from what is given.")
+    task: list[str] | None = option("A task, such as vt. Repeatable. Default: all that the inputs allow.")
     samples: int = option("Prompts per task and length; NVIDIA takes 500.", default=10, min=1)
-    chat: bool = option("Put prompts into the model's chat template.", "--chat", default=False)
+    chat: bool = option("Format prompts with the model's chat template.", "--chat", default=False)
     seed: Seed = 42  # that of NVIDIA's prompts
 
     def __post_init__(self) -> None:

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
 from ctxext.methods.parameters import Range
-from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 
 @dataclass(frozen=True, kw_only=True)

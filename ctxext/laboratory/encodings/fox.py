@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs, PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, OwnAttention, Pairs
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.spec import EncodingSpec, OwnAttention, Pairs
 
 BLOCK = 128
 """Queries whose windows are looked through together, at least."""

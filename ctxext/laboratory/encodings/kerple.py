@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs, PairScore
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
 
 LEAST = 0.01
 

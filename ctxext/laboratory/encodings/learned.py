@@ -10,9 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec
 from ctxext.methods.parameters import checked_rows
-from ctxext.spec import EncodingSpec
 
 
 @dataclass(frozen=True, kw_only=True)

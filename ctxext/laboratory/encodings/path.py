@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 from ctxext.laboratory.encodings.householder import Transitions
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.encoding import Carried, Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
 from ctxext.methods.parameters import Range
-from ctxext.spec import Carried, EncodingSpec, Pairs, PairScore
 
 WIDTH = 3
 """Tokens that a direction is mixed from: its own, and those before it."""

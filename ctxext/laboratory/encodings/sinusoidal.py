@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec
 from ctxext.methods.parameters import MOST_BASE, Range
-from ctxext.spec import EncodingSpec
 
 
 @dataclass(frozen=True, kw_only=True)

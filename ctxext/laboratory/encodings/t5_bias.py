@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
-from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Curve, Picture, ba
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.measuring.readings import known_trained_length, name_for
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod
-from ctxext.methods.encoding import Encoding
-from ctxext.methods.formulas import buckets_of
-from ctxext.spec import AlibiSpec, BucketSpec, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingSpec, Pairs
+from ctxext.models.buckets import buckets_of
+from ctxext.spec import AlibiSpec, BucketSpec
 
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
 TURNS = 32  # of a learned bias, at most: T5 has so many buckets

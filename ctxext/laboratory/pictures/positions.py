@@ -15,8 +15,8 @@ from ctxext.laboratory.pictures.picture import DEEPER, Picture, heat
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.measuring.readings import name_for
 from ctxext.methods import METHODS, Method
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec
+from ctxext.methods.remap import Band, Chunks, Piece, Region, RemapMethod
+from ctxext.spec import RopeSpec
 
 UNTRAINED, DROPPED = "#C0392B", "#E8E8E8"
 TOKENS = 16  # trained length of an example: the cells of its matrix hold their numbers

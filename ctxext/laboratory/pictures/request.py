@@ -21,10 +21,10 @@ from ctxext.core.subject import Subject, base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.readings import known_trained_length
 from ctxext.methods import EncodingMethod, Method, saved_class
-from ctxext.methods.encoding import Encoding
+from ctxext.methods.encoding import Encoding, EncodingSpec
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models.table_rows import twins_of
-from ctxext.spec import LLAMA, EncodingSpec, RopeSpec
+from ctxext.spec import LLAMA, RopeSpec
 
 UNTRAINED = "as it begins, untrained"
 SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)

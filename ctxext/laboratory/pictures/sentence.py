@@ -18,8 +18,7 @@ from ctxext.laboratory.pictures.bias import pairs_at
 from ctxext.laboratory.pictures.picture import DEEPER, DIVERGING, Picture, heat
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.methods import Method
-from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs, PairScore
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs, PairScore
 
 SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"
 MOST_TOKENS = 48  # more have no room for their names

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ctxext.kernels import Layout, named, sdpa
 from ctxext.laboratory.encodings.fox import FoX
-from ctxext.methods.encoding import Encoding
-from ctxext.spec import EncodingSpec
+from ctxext.methods.encoding import Encoding, EncodingSpec
 from tests._encodings import LAYOUTS, SCALE, SPEC, encoding_of, pairs_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "fox.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxext.core.scaling import is_windowed, of_layers
+from ctxext.core.scaling import all_windowed, is_windowed, layer_types, stated_window
 from ctxext.errors import IncompatibleError, InvalidParameterError
 
 
@@ -21,8 +21,8 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
     """
     if choice not in (None, "keep", "lift"):
         raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
-    window = _window(config)
-    if window is None or not _all_windowed(config):
+    window = stated_window(config)
+    if window is None or not all_windowed(config):
         if choice == "lift":
             raise IncompatibleError(
                 f"sliding_window='lift': this {config.model_type} has full-attention layers, which already see the "
@@ -40,7 +40,7 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
     if choice != "lift":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
-    if any(map(is_windowed, _layer_types(config))):
+    if any(map(is_windowed, layer_types(config))):
         # layer_types decide then, and transformers may require a number of tokens for the window.
         kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
         fields = {"layer_types": kinds}
@@ -51,50 +51,25 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
 
 def window_note(config: Any, target_length: int | None) -> str | None:
     """Return a sentence about windows that stay, None if there are none; arguments as for ``window_fields``."""
-    window = _window(config)
+    window = stated_window(config)
     if window is None:
         return None
-    if _all_windowed(config) and _reaches(window, target_length):
+    if all_windowed(config) and _reaches(window, target_length):
         return f"Every attention layer sees the last {window} tokens, enough for a text of {target_length} tokens."
-    if _all_windowed(config):
+    if all_windowed(config):
         return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
-    if not any(map(is_windowed, _layer_types(config))):
+    if not any(map(is_windowed, layer_types(config))):
         return None
     return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
 
 
-def mixes_windows(config: Any) -> bool:
-    """Return whether the config has layers with a window beside layers without one."""
-    return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
-
-
 def window_of(config: Any) -> int | None:
     """Return the number of tokens in the window of layers that have one; None if no layer has one."""
-    kinds = _layer_types(config)
-    return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
-
-
-def _layer_types(config: Any) -> list[str]:
-    return getattr(config, "layer_types", None) or []
+    kinds = layer_types(config)
+    has_window = not kinds or any(is_windowed(kind) or kind == "attention" for kind in kinds)
+    return stated_window(config) if has_window else None
 
 
 def _reaches(window: int, target_length: int | None) -> bool:
     """Return whether the last token of a text of this length sees the first one."""
     return target_length is not None and window >= target_length
-
-
-def _window(config: Any) -> int | None:
-    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
-        return max((int(window) for window in of_layers(config, "sliding_window") if window), default=None)
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(window)
-
-
-def _all_windowed(config: Any) -> bool:
-    layer_types = _layer_types(config)
-    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
-    if not layer_types:
-        return True
-    return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)

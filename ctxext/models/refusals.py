@@ -1,7 +1,7 @@
 """Refuse configs that contradict themselves, the file that they were read from, or the model that was built from them.
 
 The loader checks a config before a model is built from it, where transformers would fail without naming a field.
-``core/architecture.py`` runs the rest before a model is extended, as soon as a family of models has imported this file.
+``core/architecture.py`` runs the rest before a model is extended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.core.architecture import CHECKS
 from ctxext.core.code import source_of_home
-from ctxext.core.published import published_json, published_text
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.saved import extended_texts, saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import (
@@ -30,6 +29,8 @@ from ctxext.core.scaling import (
     REFUSALS,
     heads_of,
     is_windowed,
+    published_json,
+    published_text,
     rope_dicts,
     same_rope,
 )
@@ -380,13 +381,13 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, li
         CheckpointError: with each lost field, and the value that was built instead.
     """
     _refuse_idle_scaling(config, place)
-    unstated = unstated_base(published, config)
+    unstated = unstated_base(published, config) if published else None
     if unstated is not None and unstated[0] == "rope_parameters":  # readers of rope_scaling take their own default
         raise CheckpointError(
             f"The config.json of {place} has rope_parameters without rope_theta, for which transformers takes "
             f"{unstated[1]}. Write the base that the weights were trained with into rope_parameters."
         )
-    lost = lost_fields(published, config)
+    lost = lost_fields(published, config) if published else []
     if lost and live:
         try:
             again = type(config).from_dict(copy.deepcopy(published))
@@ -507,10 +508,8 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
     """Raise if a config asks for a kind of positions that the built model does not have.
 
     Checkpoints with code of their own may use a model type of transformers. The class of that type takes their weights
-    and ignores fields that it does not know. A model that was built from its own code passes.
-
-    Args:
-        kind: Kind of positions of the model: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
+    and ignores fields that it does not know. A model that was built from its own code passes. ``kind`` is "rotary",
+    "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
         IncompatibleError: with the field and the way out.

@@ -18,7 +18,7 @@ from ctxext.methods import RopeMethod
 def score_form(
     subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
 ) -> StoredForm:
-    """Find the stored form that applies the method's temperature to whole attention scores, if the model can.
+    """Find the stored form that applies the method's temperature to the scores of latent attention, if the model can.
 
     A temperature on cos and sin affects the rotated part of a head only. Models with latent attention can scale the
     whole score instead, by a number that they compute from their config when they are built. Such a form counts only if
@@ -29,8 +29,6 @@ def score_form(
             if there is no form at all.
     """
     text, spec = subject.text, sites[0].spec
-    if not hasattr(text, "qk_rope_head_dim"):
-        return find_stored_form(subject, method, sites, windows)
     scales = {method.frequencies(spec, length).attention_scale for length in checked_lengths(method, spec)}
     trained = _score_factor(Rebuild(subject), sites) if spec.inv_freq is not None else 1.0
     if len(scales) > 1:

@@ -1,0 +1,590 @@
+"""What every method that remaps positions promises with a cache: decoding is one pass, whatever is done on the way.
+
+Streaming drops the keys of all heads that no later query sees, retrieval heads those of the other heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+import ctxext
+from ctxext.caches.bounded import BoundedLayer, SplitLayer
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods import METHODS
+from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod, Sinks
+from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.methods.streaming import Streaming
+from ctxext.spec import RopeSpec
+from tests._caches import OF_ROWS, Reading, read
+from tests._models import logits, tiny, tokens
+from tests._programs import ROOT, ran
+from tests.contracts.test_remap import (
+    CARRYING,
+    EXACT,
+    KINDS,
+    REMAPS,
+    SELF_EXTEND,
+    TWO_KINDS,
+    error,
+    every_method,
+    every_pair,
+    example,
+    extended,
+    model_of,
+    patched,
+    require_equal,
+    target,
+)
+
+SINKS, WINDOW, SPARE = 4, 24, 32
+MOST = SINKS + WINDOW + 2 * SPARE  # with what may be cropped, and as much again between two cuts
+# Three layers of 4 groups: two read far in the first, which lie apart; none in the second; all in the third.
+HEADS = (0, 2, 8, 9, 10, 11)
+MIXED = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def split(**parameters: Any) -> PreTrainedModel:
+    method = RetrievalHeads(**{"factor": 4, "heads": HEADS, "sinks": SINKS, "window": WINDOW} | parameters)
+    return ctxext.patch(tiny(**MIXED).double(), method)
+
+
+def streaming(**changes: Any) -> PreTrainedModel:
+    return ctxext.patch(tiny(**changes).double(), Streaming(factor=4, sinks=SINKS, window=WINDOW))
+
+
+BOUNDED = {"streaming": streaming, "split": split}
+every_bound = pytest.mark.parametrize("made", BOUNDED.values(), ids=BOUNDED)
+
+
+def held(cache: DynamicCache) -> list[list[tuple[int, int]]]:
+    """Heads and keys of each part of each layer."""
+    found = []
+    for layer in cache.layers:
+        parts = [layer, layer.near] if isinstance(layer, SplitLayer) and layer.near is not None else [layer]
+        assert all(part.keys.shape == part.values.shape for part in parts)
+        found.append([tuple(part.keys.shape[1:3]) for part in parts])
+    return found
+
+
+def require_few(cache: DynamicCache, length: int) -> None:
+    """Hold the heads that see few keys to these, and the others to all."""
+    parts = held(cache)
+    if len(parts) == 2:  # streaming
+        assert {keys for part in parts for _, keys in part} <= set(range(MOST))
+        return
+    (far, near), (bounded,), (whole,) = parts
+    assert (far, whole) == ((2, length), (4, length))
+    assert (near[0], bounded[0]) == (2, 4)
+    assert near[1] == bounded[1] < MOST
+    assert [type(layer) for layer in cache.layers[:2]] == [SplitLayer, BoundedLayer]
+
+
+@pytest.mark.slow
+@every_pair
+def test_passes_of_any_size_are_one_pass(cls: type[RemapMethod], model_type: str) -> None:
+    """In a growing cache and in a static one, a padded row beside a full one; cropped, copied and reordered."""
+    kind = KINDS[model_type]
+    if not kind.decodes:
+        pytest.skip("transformers reads with a cache otherwise than without one")
+    model, method = extended(cls, model_type)
+    length = min(target(method), 120)
+    reading = Reading(model, length, [0], DynamicCache(config=model.config))
+    if not kind.continues:
+        reading.read(length - 3, 1, 1, 1)
+        return
+    reading.read(70, *[1] * 20, length - 90)
+    static = StaticCache(config=model.config, max_cache_len=length)
+    Reading(model, length, [0, 23], static).read(70, *[1] * 10, 9)
+    if model_type not in CARRYING and kind.changes == {}:
+        reading.copy()
+        reading.crop(3)
+        reading.repeat()
+        reading.read(1, 2)
+        with_gradient = model(reading.ids[:, :9], past_key_values=DynamicCache()).logits
+        assert error(with_gradient.detach(), reading.alone[0][:9]) < (EXACT if kind.form.tail is False else 1e-3)
+
+
+@every_bound
+@pytest.mark.parametrize("way", ["given", "made", "made, in a tuple", "made by the decoder alone"])
+def test_one_call_of_a_long_text_holds_few_keys(made: Any, way: str) -> None:
+    """After 200 tokens the heads that see few hold their window, and the first tokens."""
+    model, ids = made(), tokens(200)
+    with torch.no_grad():
+        cache = DynamicCache() if way == "given" else None
+        read_by = model.model if way == "made by the decoder alone" else model
+        out = read_by(ids, past_key_values=cache, use_cache=True, return_dict="tuple" not in way)
+        cache = out[1] if "tuple" in way else out.past_key_values
+    require_few(cache, 200)
+    assert held(cache)[1][0][1] >= SINKS + WINDOW
+    more = tokens(3, rows=2)[1:]
+    found = read(model, cache, torch.cat([ids, more], 1), [3])
+    assert error(found, logits(model, torch.cat([ids, more], 1))[:, -3:]) < EXACT
+    assert model(ids[:, :9], use_cache=False).past_key_values is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [[130] + [1] * 40, [37] * 5, [90, 1, 1, 60, 3, 25], [16] * 11, [10] + [1] * 170])
+@every_bound
+def test_few_keys_are_held_in_passes_of_any_size(made: Any, steps: list[int]) -> None:
+    reading, sizes = Reading(made(), sum(steps), [0, 0]), set()
+    for step in steps:
+        reading.read(step)
+        sizes.add(held(reading.cache)[1][0][1])
+    require_few(reading.cache, sum(steps))
+    assert max(sizes) < max(MOST + WINDOW, steps[0] + 1)
+    assert reading.cache.get_seq_length() == sum(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [[3, 95], [0, 140], [40, 40]])
+@every_bound
+def test_rows_that_begin_at_different_slots_keep_their_own_first_tokens(made: Any, padding: list[int]) -> None:
+    """The second row is inside the window when the first one could drop keys, and later drops its own."""
+    reading = Reading(made(), 260, padding)
+    reading.read(150, *[1] * 25, 20, 50, *[1] * 5)
+    assert held(reading.cache)[1][0][1] < 250
+    for change, rows in OF_ROWS:
+        other = copy.copy(reading)
+        other.cache, other.rows = copy.deepcopy(reading.cache), rows
+        change(other.cache)
+        other.read(1, 3)
+
+
+@pytest.mark.slow
+@every_bound
+def test_it_is_cropped_as_far_as_it_still_holds_what_is_seen_and_refused_beyond(made: Any) -> None:
+    reading = Reading(made(), 180, [0, 0])
+    reading.read(150)
+    reading.copy()
+    reading.crop(torch.tensor(20))  # a tensor, as transformers 5.17 decodes assisted
+    reading.read(7, *[1] * 13, 30)
+    before = held(reading.cache)
+    with pytest.raises(IncompatibleError, match=r"found 100.*the first 4 and the newest") as refusal:
+        reading.cache.crop(-100)
+    assert held(reading.cache) == before, "a refused crop takes nothing"
+    reading.crop(int(re.findall(r"cropped by up to (\d+) tokens", str(refusal.value))[0]))
+    reading.read(1, 3)
+    reading.empty()
+    reading.read(130, 1, 20)
+
+
+@every_bound
+def test_a_mask_that_forgets_the_padding_is_refused_before_anything_is_cached(made: Any) -> None:
+    model, cache = made(), DynamicCache()
+    ids, keep = tokens(220, rows=2), torch.arange(220)[None] >= torch.tensor([[0], [29]])
+    read(model, cache, ids, [200], keep)
+    before = held(cache)
+    with pytest.raises(InvalidParameterError, match="filled with padding in front of some rows"):
+        read(model, cache, ids, [1])
+    with pytest.raises(InvalidParameterError, match="covers 1 tokens, but the text has 201"):
+        model(ids[:, 200:201], past_key_values=cache, attention_mask=keep[:, 200:201])
+    assert held(cache) == before
+
+
+@pytest.mark.slow
+def test_right_padding_drops_nothing_and_stays_right() -> None:
+    """Slots do not tell distances there."""
+    model, cache, ids = streaming(), DynamicCache(), tokens(230, rows=2)
+    keep = torch.ones(2, 230, dtype=torch.bool)
+    keep[1, 180:200] = False
+    found = read(model, cache, ids, [200, 15, 15], keep)
+    assert held(cache)[0][0][1] == 230
+    assert error(found[1:, keep[1]], logits(model, ids[1:, keep[1]])) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("far", [{"far": "dual_chunk", "chunk": 32}, {"far": "rerope", "far_window": 40}])
+def test_other_far_methods_decode_as_without_a_cache(far: dict[str, Any], exact: bool) -> None:
+    reading = Reading(split(**far, exact=exact), 180, [0])
+    reading.read(130, *[1] * 40, 10)
+    assert len(held(reading.cache)[0]) == 2
+
+
+@pytest.mark.slow
+def test_plain_positions_inside_the_window_hold_less_and_see_the_window() -> None:
+    """Against dense attention of the second layer, whose heads all see the first and the nearest tokens."""
+    plain = {"far": "plain", "factor": 1, "exact": False, "window": 8}
+    model, whole = split(**plain, heads=(8, 9, 10, 11)), split(**plain, heads=tuple(range(12)))
+    ids, unextended = tokens(64), tiny(**MIXED).double()
+    assert error(logits(whole, ids), logits(unextended, ids)) < EXACT
+    assert error(logits(model, ids)[:, :8], logits(unextended, ids)[:, :8]) < EXACT
+    assert error(logits(model, ids)[:, 20:], logits(unextended, ids)[:, 20:]) > 1e-3
+
+
+def parts(cache: DynamicCache) -> list[Tensor]:
+    """Keys and values of the far and the near heads of the first layer."""
+    layer = cache.layers[0]
+    return [layer.keys, layer.values, layer.near.keys, layer.near.values]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cropped", "copied"])
+def test_a_step_writes_beside_the_held_keys_and_over_none_that_were_held_before(how: str) -> None:
+    """A text that goes on from fewer tokens, and two that go on from one cache; a copy in each step would be dear."""
+    model, cache = split(), DynamicCache()
+    ids = tokens(170)
+    read(model, cache, ids, [150, 1])
+    before = [(part.data_ptr(), part.shape[2]) for part in parts(cache)]
+    read(model, cache, ids, [1, 2])
+    assert [(part.data_ptr(), part.shape[2] - 3) for part in parts(cache)] == before
+    kept = [(part, part.clone()) for part in parts(cache)]
+    other = copy.deepcopy(cache) if how == "copied" else cache
+    if how == "cropped":
+        other.crop(-2)
+    at = other.get_seq_length()
+    more = torch.cat([ids[:, :at], ids[:, :5]], 1)
+    assert error(read(model, other, more, [1, 4]), logits(model, more)[:, at:]) < EXACT
+    assert all(torch.equal(part, held) for part, held in kept)
+    if how == "copied":
+        assert error(read(model, cache, ids, [1, 4]), logits(model, ids[:, :159])[:, 154:]) < EXACT
+
+
+@pytest.mark.slow
+@every_bound
+def test_a_cache_goes_on_outside_of_the_mode_that_filled_it(made: Any) -> None:
+    model, cache, ids, found = made(), DynamicCache(), tokens(160), []
+    for mode, steps in ((torch.inference_mode, [150, 1]), (torch.enable_grad, [1, 2]), (torch.inference_mode, [1])):
+        for step in steps:
+            at = int(cache.get_seq_length())
+            with mode():
+                found.append(model(ids[:, at : at + step], past_key_values=cache).logits.detach().clone())
+    assert error(torch.cat(found, 1), logits(model, ids[:, :155])) < EXACT
+
+
+def test_an_offloaded_layer_moves_both_parts() -> None:
+    cache = DynamicCache()
+    read(split(), cache, tokens(150), [150])
+    layer = cache.layers[0]
+    layer.device = layer.near.device = torch.device("meta")
+    layer.prefetch()
+    assert layer.keys.is_meta
+    assert layer.near.keys.is_meta
+
+
+def test_groups_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(InvalidParameterError, match=r"of which this model has 12 \(0 to 11\), found 12"):
+        split(heads=(3, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(0, 1, 2, 3), (0, 1, 2, 3, 5), (0, 1, 2, 3, 4, 5, 6, 7)], ids=str)
+def test_a_cache_of_which_some_layers_were_cropped_and_others_refused_is_not_read_further(
+    heads: tuple[int, ...],
+) -> None:
+    """The first layer holds all keys, and is cropped before a later one refuses."""
+    reading = Reading(split(heads=heads), 180, [0])
+    reading.read(179)
+    with pytest.raises(IncompatibleError, match=r"cropped by up to \d+ tokens, found 100"):
+        reading.cache.crop(-100)
+    with pytest.raises(IncompatibleError, match="Some layers of this cache hold 79 tokens and others 179"):
+        reading.read(1)
+    reading.empty()
+    reading.read(150, *[1] * 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", [Streaming(factor=4, window=WINDOW), RetrievalHeads(factor=4, heads=(0, 5), window=WINDOW)], ids=str
+)
+def test_a_layer_that_attends_twice_in_a_pass_drops_no_key_between(method: Streaming | RetrievalHeads) -> None:
+    model = ctxext.patch(tiny("diffllama").double(), method)
+    Reading(model, 140, [0]).read(100, *[1] * 10, 30)
+    assert not any("cache" in note for note in ctxext.describe(model).notes)
+
+
+def test_where_all_groups_read_far_nothing_is_said_of_others() -> None:
+    assert any("other groups" in note for note in ctxext.describe(split()).notes)
+    assert not any("other groups" in note for note in ctxext.describe(split(heads=tuple(range(12)))).notes)
+
+
+@pytest.mark.parametrize(("factor", "exact", "read"), [(4, True, "0.55"), (1, True, "1.00"), (1, False, "0.72")])
+def test_what_a_step_reads_is_said_of_the_longest_text(factor: float, exact: bool, read: str) -> None:
+    """Inside the trained window all groups read all keys, unless exact=False."""
+    notes = ctxext.describe(split(factor=factor, exact=exact)).notes
+    assert any(f"A step at {64 * factor:,} tokens reads {read} of the keys" in note for note in notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text"])
+def test_retrieval_heads_hold_less_unless_one_vector_serves_all_heads(model_type: str) -> None:
+    def numbers(model: PreTrainedModel) -> int:
+        reading = Reading(model, 180, [0], DynamicCache(config=model.config))
+        reading.read(150, 1, 29)
+        near = [layer.near for layer in reading.cache.layers if getattr(layer, "near", None) is not None]
+        return sum(part.keys.numel() + part.values.numel() for part in [*reading.cache.layers, *near])
+
+    plain, (model, _) = numbers(model_of(model_type)), extended(RetrievalHeads, model_type)
+    if model_type == "deepseek_v3":
+        assert numbers(model) == plain
+        assert "The cache holds all tokens" in str(ctxext.describe(model))
+    else:
+        assert numbers(model) < plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("name", ["self_extend", "streaming", "retrieval_heads"])
+def test_layers_that_share_keys(model_type: str, name: str) -> None:
+    """No layer drops keys that a later one reads, and those that compute the last queries only see what they saw."""
+    methods: dict[str, RemapMethod] = {
+        "self_extend": SELF_EXTEND,
+        "streaming": Streaming(factor=4, window=WINDOW, exact=False),
+        "retrieval_heads": RetrievalHeads(factor=4, heads=(3,), sinks=SINKS, window=WINDOW, exact=False),
+    }
+    model = tiny(model_type, **TWO_KINDS, num_kv_shared_layers=2).double()
+    short = tokens(40)
+    before = logits(model, short), logits(model, short, logits_to_keep=1)
+    patched(model, methods[name])
+    if name == "self_extend":
+        now = logits(model, short), logits(model, short, logits_to_keep=1)
+        assert all(map(torch.equal, now, before))
+    inputs, keep = tokens(150, rows=2), torch.ones(2, 150, dtype=torch.long)
+    keep[0, :9] = 0
+    for more in ({}, {"attention_mask": keep}):
+        expected = logits(model, inputs, **more)
+        require_equal(logits(model, inputs, logits_to_keep=5, **more), expected[:, -5:])
+        cache, found, at = DynamicCache(config=model.config), [], 0
+        for count in [100, *[1] * 30, 20]:
+            at += count
+            part = {key: mask[:, :at] for key, mask in more.items()}
+            with torch.no_grad():
+                found.append(model(inputs[:, at - count : at], past_key_values=cache, **part).logits)
+        require_equal(torch.cat(found, 1)[1:], expected[1:])
+        require_equal(torch.cat(found, 1)[:, 9:], expected[:, 9:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedSinks(RemapMethod):
+    """Streaming whose first tokens stand two places further on: a bounded cache, and keys that are turned."""
+
+    name: ClassVar[str] = "moved_sinks"
+    summary: ClassVar[str] = "for a test"
+    source: ClassVar[str] = "none"
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        far = Piece(region=Sinks(4, 20), query=PositionMap(scale=0.0, offset=30.0), key=PositionMap(offset=2.0))
+        return (Piece(region=Band(0, 20)), far)
+
+
+@pytest.mark.slow
+def test_a_cache_that_drops_keys_and_has_some_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "moved_sinks", MovedSinks)
+    reading = Reading(ctxext.patch(tiny().double(), MovedSinks(factor=4.0)), 90, [0])
+    reading.read(70, *[5] * 4)
+    assert held(reading.cache)[0][0][1] < 60
+    reading.crop(30)
+    reading.read(30)
+
+
+def drawn(chance: random.Random) -> tuple[PreTrainedModel, RemapMethod]:
+    """A model of one of several shapes, extended by any method, in half of the cases by retrieval heads."""
+    layers, kv_heads = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": 16}
+    model = tiny(
+        chance.choice(["llama", "glm", "cohere"]), **sizes, num_attention_heads=kv_heads * chance.choice([1, 2])
+    ).double()
+    others = [cls for cls in REMAPS.values() if cls is not RetrievalHeads]
+    if chance.random() < 0.5:
+        method = example(chance.choice(others), model)
+        return ctxext.patch(model, method), method
+    groups = range(layers * kv_heads)
+    far = chance.choice(["self_extend", "rerope", "dual_chunk", "plain"])
+    own = {
+        "rerope": {"far_window": 20},
+        "dual_chunk": {"chunk": 32, "local": 4},
+        "plain": {"factor": 1, "exact": False},
+    }
+    parameters = {
+        "factor": chance.choice([2, 4]),
+        "heads": chance.sample(groups, chance.randint(1, len(groups))),
+        "window": chance.choice([1, 2, 17, 24, 33]),
+        "sinks": chance.choice([1, 4, 30]),
+        "exact": chance.random() < 0.5,
+        "temperature": chance.choice(["none", "logn"]),
+    }
+    method = RetrievalHeads(far=far, **parameters | own.get(far, {}))
+    return ctxext.patch(model, method), method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(32))
+def test_whatever_users_do_to_a_cache_decoding_is_that_of_no_cache(seed: int) -> None:
+    """Passes of many sizes; between them crops, copies and other orders of rows, each padded at its own length."""
+    chance = random.Random(seed)
+    model, method = drawn(chance)
+    length = 190 if isinstance(method, RetrievalHeads) else min(target(method), 190)
+    rows = chance.choice([1, 2, 3])
+    is_static = chance.random() < 0.2
+    cache = StaticCache(config=model.config, max_cache_len=length) if is_static else None
+    reading = Reading(model, length, [chance.choice([0, 9, 70]) for _ in range(rows)], cache)
+    while reading.at < length:
+        how = chance.choice(["crop", "order", "copy", "repeat", "nothing", "nothing", "nothing"])
+        if how == "crop" and reading.at and not is_static:
+            try:
+                reading.crop(min(chance.choice([1, 5, 31, 60, reading.at]), reading.at))
+            except IncompatibleError:
+                reading.empty()
+        elif how == "order" and reading.at:
+            reading.pick([chance.randrange(len(reading.rows)) for _ in reading.rows])
+        elif how == "copy":
+            reading.copy()
+        elif how == "repeat" and reading.at and len(reading.rows) < 4 and not is_static:
+            reading.repeat()
+        reading.read(min(length - reading.at, chance.choice([1, 1, 1, 5, 37, 90])))
+
+
+@pytest.mark.slow
+def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied() -> None:
+    """Cropped into the window, its keys are turned back, which rounds; emptied, every bit is the plain model's."""
+    for model, plain in ((extended()[0], model_of("llama")), (split(), tiny(**MIXED).double())):
+        reading = Reading(model, 190, [0])
+        reading.read(70, *[1] * 20)
+        reading.crop(20)
+        reading.read(120)
+        reading.empty()
+        short = tokens(50)
+        found = read(model, reading.cache, short, [30, *[1] * 20])
+        assert torch.equal(found, read(plain, DynamicCache(), short, [30, *[1] * 20]))
+        reading.empty()
+        reading.read(100, *[1] * 40, 50)
+
+
+def generated(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
+    found: Tensor = model.generate(ids, **GREEDY | {"attention_mask": torch.ones_like(ids)} | how)
+    return found
+
+
+@pytest.mark.slow
+@every_pair
+def test_generate_writes_the_same_with_any_cache_and_whoever_stands_beside(
+    cls: type[RemapMethod], model_type: str
+) -> None:
+    is_plain = KINDS[model_type].changes == {}
+    model = model_of(model_type) if is_plain else model_of(model_type).float()
+    method = example(cls, model)
+    require_generated(patched(model, method), min(target(method) - 10, 100), is_plain=is_plain)
+
+
+@pytest.mark.slow
+@every_bound
+def test_generate_is_the_same_where_keys_are_dropped(made: Any) -> None:
+    require_generated(made(), 120, is_plain=True)
+
+
+def require_generated(model: PreTrainedModel, length: int, *, is_plain: bool) -> None:
+    ids, keep = tokens(length, rows=2), torch.ones(2, length, dtype=torch.long)
+    keep[1, :23] = 0
+    batch = generated(model, ids, attention_mask=keep)
+    for other in ({"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(batch, generated(model, ids, attention_mask=keep, **other)), other
+    beams = [generated(model, ids, attention_mask=keep, num_beams=2, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*beams)
+    if is_plain:
+        assert torch.equal(batch[1:, length:], generated(model, ids[1:, 23:])[:, length - 23 :])
+        assert torch.equal(generated(model, ids[:1], prompt_lookup_num_tokens=3), batch[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("looked_up", [2, 10])
+def test_generate_over_the_end_of_the_trained_window_with_guesses_that_are_taken_back(looked_up: int) -> None:
+    """No key is dropped that a crop back into the trained window would need."""
+    model, ids = split(), tokens(50)
+    wanted = generated(model, ids, use_cache=False, max_new_tokens=60)
+    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=looked_up, max_new_tokens=60), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "top_k": 5, "num_return_sequences": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"prefill_chunk_size": 64},
+        {"prefill_chunk_size": 7, "num_beams": 2},
+    ],
+    ids=str,
+)
+def test_every_way_to_generate_is_that_of_no_cache(how: dict[str, Any]) -> None:
+    """Three rows, which leave the trained window at different steps."""
+    model, ids = split(), tokens(90, rows=3)
+    keep = (torch.arange(90)[None] >= torch.tensor([[0], [40], [60]])).long()
+    results = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        given = how if cached else {name: value for name, value in how.items() if name != "prefill_chunk_size"}
+        results.append(generated(model, ids, attention_mask=keep, use_cache=cached, max_new_tokens=50, **given))
+    assert torch.equal(*results)
+
+
+@pytest.mark.slow
+def test_an_assistant_and_a_chat_with_a_kept_cache() -> None:
+    model, assistant, text, cache = split(), split(exact=False), tokens(50), DynamicCache()
+    for turn in range(3):
+        wanted = generated(model, text, use_cache=False)
+        assert torch.equal(generated(model, text, past_key_values=cache), wanted)
+        assert torch.equal(generated(model, text, assistant_model=assistant), wanted)
+        text = torch.cat([wanted, tokens(30 + turn)], 1)
+    assert len(held(cache)[0]) == 2
+
+
+@pytest.mark.slow
+@every_method
+def test_under_autocast_the_cache_itself_is_turned(cls: type[RemapMethod]) -> None:
+    """There, attention is given a copy of the keys in 16 bits, and the cache keeps what rotation left: 32."""
+    model = tiny()
+    method = example(cls, model)
+    ctxext.patch(model, method)
+    ids = tokens(min(target(method), 96))
+    cache = DynamicCache()
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids[:, :80], past_key_values=cache)
+            for at in range(80, 90):
+                model(ids[:, at : at + 1], past_key_values=cache)
+        assert cache.layers[0].keys.dtype is torch.float32
+        found = model(ids[:, 90:], past_key_values=cache).logits
+    wanted = logits(model, ids)[:, 90:]
+    assert error(found, wanted) < 0.1 * float(wanted.abs().max()), "more than bfloat16 costs: keys stand elsewhere"
+
+
+class OtherLayer(DynamicLayer):
+    """A layer of a cache that may keep something else than what it returns."""
+
+
+@pytest.mark.slow
+@every_method
+def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> None:
+    model, method = extended(cls)
+    ids = tokens(min(target(method), 96))
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = OtherLayer
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([80, *[1] * (ids.shape[1] - 80)], 1)]
+    assert all(type(layer) is OtherLayer for layer in cache.layers)
+    assert error(torch.cat(parts, 1), logits(model, ids)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(("self_extend", "retrieval_heads"), marks=pytest.mark.slow),
+        pytest.param(("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"), marks=pytest.mark.nightly),
+    ],
+    ids=["two", "others"],
+)
+def test_a_step_is_one_graph_and_whole_texts_are_refused_with_the_reason(what: tuple[str, ...]) -> None:
+    """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
+    done = ran(["-m", "tests.contracts.compiled_remap_program", *what], ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
