@@ -104,7 +104,8 @@ def _code(name: str) -> str:
 @functools.cache
 def by_formula_markdown() -> str:
     """For each method, what other programs make of a Llama that ctxext extended."""
-    plain = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=TRAINED)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 1}
+    plain = LlamaConfig(**shape, max_position_embeddings=TRAINED)
     tables = [name for name, method in _methods().items() if isinstance(method, TableMethod)]
     lines = [
         f"| method | vLLM | SGLang | mlx-lm | {' | '.join(READERS)} |",

@@ -162,5 +162,5 @@ def test_forms_for_issues_ask_for_what_is_needed() -> None:
 def _is_about(path: Path, part: str) -> bool:
     """By its name, or because families that are alike share a file and are its parameters."""
     stem = path.stem.removeprefix("test_")
-    shared = re.search(rf'parametrize\("\w+", \[[^\]]*"{part}"', path.read_text(encoding="utf-8"))
-    return stem == part or stem.startswith(f"{part}_") or shared is not None
+    listed = re.compile(rf'(?:parametrize\("\w+", |^FAMILIES = )\[[^\]]*"{part}"', re.M)
+    return stem == part or stem.startswith(f"{part}_") or listed.search(path.read_text(encoding="utf-8")) is not None

@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "methods",
     [
-        pytest.param(("self_extend", "retrieval_heads"), marks=pytest.mark.slow),
-        pytest.param(("dual_chunk", "rerope", "streaming", "dpe"), marks=pytest.mark.nightly),
+        pytest.param(("retrieval_heads",), marks=pytest.mark.slow),
+        pytest.param(("self_extend", "dual_chunk", "rerope", "streaming", "dpe"), marks=pytest.mark.nightly),
     ],
-    ids=["two", "others"],
+    ids=["heads", "others"],
 )
 def test_steps_through_the_kernels_are_one_pass(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...]) -> None:
     """On dynamic and static caches, a padded row beside a full one, one to three tokens at a time."""

@@ -12,13 +12,7 @@ from ctxext.kernels import BACKENDS, AttentionBackend, Call, Layout
 from tests._products import crossed
 from tests.kernels.cases import LAYOUTS, Case, case, error, leave_flex_uncompiled, naive, torchs_own, truth
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
+DEVICES = ["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("name", sorted(BACKENDS))]

@@ -281,9 +281,11 @@ def test_settled_keys_go_with_sinks(new: int, name: str) -> None:
     assert float((out - truth).abs().max()) < 1e-13
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    crossed(["self_extend", "dual_chunk", "streaming"], [torch.bfloat16, torch.float32, torch.float16]),
+)
 @every_layout
-@pytest.mark.parametrize("method", ["self_extend", "dual_chunk", "streaming"])
 def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[], Layout], dtype: torch.dtype) -> None:
     where = layout()
     q, k, v = (x.detach() for x in _tensors(where, dtype))

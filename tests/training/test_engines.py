@@ -49,11 +49,19 @@ CASES = {
     "context-dynamic": ["context", "dynamic"],
     "machines-untied": ["machines", "untied"],
 }
+DAY = ("data-tied", "context-pose")  # all others run at night
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The output directory of every case, and of a single process on each checkpoint."""
+def runs(
+    corpus: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> dict[str, Path]:
+    """The output directory of every case that is tested now, and of a single process on its checkpoint."""
+    tested = [item for item in request.session.items if item.path == request.path]
+    by_night = any(item.get_closest_marker("nightly") for item in tested)
     root = tmp_path_factory.mktemp("engines")
     for name in ("tied", "untied", "bloom"):
         tie = {} if name == "bloom" else {"tie_word_embeddings": name == "tied"}
@@ -69,11 +77,14 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
         return {"name": name, "engine": engine, "config": str(CONFIG), "words": known, **flags}
 
     two, four = (("--training.accumulation", count) for count in "24")  # sequences in a step, as so many processes read
-    ones = [case(f"one-{setup}", "none", setup, *two) for setup in SETUPS]
-    ones.append(case("one-untied-four", "none", "untied", *four))
-    several = {name: parts for name, parts in CASES.items() if parts[0] != "machines"}
+    several = {name: CASES[name] for name in (CASES if by_night else DAY) if name != "machines-untied"}
+    ones = [
+        case(f"one-{setup}", "none", setup, *two) for setup in dict.fromkeys(setup for _, setup in several.values())
+    ]
     cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in several.items()]
-    cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
+    if by_night:
+        ones += [case("one-untied", "none", "untied", *two), case("one-untied-four", "none", "untied", *four)]
+        cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
     cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
     read = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -84,7 +95,8 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
     with mock.patch.dict(os.environ, read):  # packages read it as they are imported
         start(ones, 1, root)
         start(cases, 2, root)
-        start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
+        if by_night:
+            start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
     return {path.name: path for path in (root / "runs").iterdir()}
 
 
@@ -131,7 +143,9 @@ def single(case: str) -> str:
     return f"one-{setup}" + "-four" * (engine == "machines")
 
 
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DAY else pytest.mark.nightly) for case in CASES]
+)
 
 
 @every_case
@@ -161,7 +175,13 @@ def test_frequencies_stay_in_float32(case: str, runs: dict[str, Path]) -> None:
         assert torch.equal(buffer, expected[name]), name
 
 
-@pytest.mark.parametrize("case", ["data-tied", "sharded-tied", "sharded-bf16", "context-bloom"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "data-tied",
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("sharded-tied", "sharded-bf16", "context-bloom")),
+    ],
+)
 def test_the_adapter_is_whole_and_extended(case: str, runs: dict[str, Path]) -> None:
     ours, theirs = (ctxext.load(runs[name] / "adapter", dtype=torch.float32).eval() for name in (case, single(case)))
     assert ctxext.describe(ours).fingerprint == ctxext.describe(theirs).fingerprint
@@ -173,10 +193,12 @@ def test_the_adapter_is_whole_and_extended(case: str, runs: dict[str, Path]) -> 
         torch.testing.assert_close(logits(plain, tokens()), found, atol=1e-3, rtol=0)
 
 
+@pytest.mark.nightly
 def test_merged_models_are_among_them(runs: dict[str, Path]) -> None:
     assert {name for name in CASES if (runs[name] / "merged").exists()} == {"data-tied", "sharded-tied"}
 
 
+@pytest.mark.nightly
 def test_shards_are_resumed_with_the_losses_of_a_run_never_interrupted(runs: dict[str, Path]) -> None:
     assert losses(runs["resumed"]) == pytest.approx(losses(runs["sharded-tied"]), rel=1e-5)
 
