@@ -3,6 +3,7 @@
     python scripts/bench_training.py                                           # SmolLM2-135M, 4K and 8K, on the CPU
     python scripts/bench_training.py --model llama-8b --lengths 65536,131072   # on an 80 GB GPU
     python scripts/bench_training.py --model llama-8b --longest 1048576        # and the longest that fits
+    python scripts/bench_training.py --lengths 16384 --shares                  # and the parts of a step's time
 
 Every measurement is a process of its own that lets a ``Trainer`` take a step to warm up and then the measured ones, on
 the same tokens; the variants of a length take turns, round after round. "Stock" is activation checkpointing as
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -56,6 +58,17 @@ VARIANTS: dict[str, dict[str, Memory]] = {
 }
 
 
+# What a step does, by the names of torch's operations: the first part whose pattern is found in a name.
+PARTS = {
+    "attention": "scaled_dot_product|flash|flex",
+    "products with weights": r"aten::(mm|addmm|bmm)$",
+    "loss": "log_softmax|exp_|scatter|gather|masked_fill",
+    "optimiser and norm of gradients": "sqrt|lerp|addcdiv|addcmul|_foreach|linalg",
+    "copies, casts, zeros": "copy|_to_copy|clone|cat|fill_|zero_|contiguous",
+    "all else": "",
+}
+
+
 @dataclass(frozen=True)
 class Setting:
     """One measurement.
@@ -72,6 +85,7 @@ class Setting:
         method: that the model is patched by, to 4 times its length; None for the stock model.
         loss_chunk: tokens whose logits exist at a time, where it is not the variant's.
         steps: measured ones, after one to warm up.
+        shares: whether the last step is profiled, which makes it slower.
         threads: of the CPU; 0 for torch's own choice.
     """
 
@@ -87,6 +101,7 @@ class Setting:
     threads: int = 0
     method: str | None = None
     loss_chunk: int | None = None
+    shares: bool = False
 
     @property
     def memory(self) -> Memory:
@@ -102,18 +117,23 @@ class Measured:
     seconds: float = math.nan
     added_mib: float = math.nan
     losses: tuple[float, ...] = ()
+    shares: tuple[tuple[str, float], ...] = ()
     why_not: str = ""
 
 
 class StepTimes(TrainerCallback):  # type: ignore[misc]
-    """Seconds of every step, of the optimizer's too."""
+    """Seconds of every step, of the optimizer's too; with ``shares``, what the last step spent them on."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, shares: bool = False) -> None:
         self.device = device
         self.seconds: list[float] = []
+        self.shares: tuple[tuple[str, float], ...] = ()
+        self.profile = torch.profiler.profile() if shares else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
+        if self.profile is not None and state.global_step == state.max_steps - 1:
+            self.profile.start()
         bench.synchronize(self.device)
         self._start = time.perf_counter()
 
@@ -121,6 +141,19 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]
         """Stop it."""
         bench.synchronize(self.device)
         self.seconds.append(time.perf_counter() - self._start)
+        if self.profile is not None and state.global_step == state.max_steps:
+            self.profile.stop()
+            self.shares = shares_of(self.profile, self.device)
+
+
+def shares_of(profile: torch.profiler.profile, device: str) -> tuple[tuple[str, float], ...]:
+    """Return the share of every part of ``PARTS`` in the time of a profiled step's operations."""
+    spent = dict.fromkeys(PARTS, 0.0)
+    for event in profile.key_averages():
+        part = next(name for name, pattern in PARTS.items() if re.search(pattern, event.key))
+        spent[part] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+    whole = sum(spent.values())
+    return tuple((part, seconds / whole) for part, seconds in spent.items())
 
 
 def build(setting: Setting) -> Any:
@@ -145,7 +178,7 @@ def measure(setting: Setting) -> Measured:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (setting.length,), generator=generator)
     rows = [{"input_ids": ids, "labels": ids}] * (setting.steps + 1)
-    times = StepTimes(setting.device)
+    times = StepTimes(setting.device, shares=setting.shares)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -167,7 +200,7 @@ def measure(setting: Setting) -> Measured:
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             return Measured(why_not=str(error).splitlines()[0][:90])
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return Measured(statistics.median(times.seconds[1:]), math.nan if added is None else added, losses)
+    return Measured(statistics.median(times.seconds[1:]), math.nan if added is None else added, losses, times.shares)
 
 
 def in_a_process(setting: Setting) -> Measured:
@@ -190,6 +223,7 @@ def compared(setting: Setting, names: list[str], rounds: int, say: bench.Say) ->
             statistics.median(m.seconds for m in measured),
             max(m.added_mib for m in measured),
             measured[0].losses,
+            measured[-1].shares,
             next((m.why_not for m in measured if m.why_not), ""),
         )
         for name, measured in results.items()
@@ -246,19 +280,29 @@ def main(
     steps: Annotated[int, typer.Option(help="measured steps per process", min=1)] = 1,
     threads: bench.Threads = 0,
     device: bench.Device = bench.DEVICE,
+    shares: Annotated[bool, typer.Option("--shares", help="profile a step: the share of each part")] = False,
     longest_up_to: Annotated[int, typer.Option("--longest", help="also look for the longest that fits", min=0)] = 0,
     markdown: bench.Markdown = None,
 ) -> None:
     """Measure a LoRA training step with and without ctxext."""
     chosen = bench.listed(only, VARIANTS[device], ";")
     names = [name for name in VARIANTS[device] if not chosen or name in chosen]
-    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers, steps, threads)
+    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers, steps, threads, shares=shares)
+    columns = ("tokens", "variant", "seconds", *PARTS) if shares else COLUMNS
 
     def rows(say: bench.Say) -> Iterator[bench.Row]:
         for length in map(int, bench.listed(lengths)):
             results = compared(replace(setting, length=length), names, rounds, say)
             for name, measured in results.items():
-                yield cells(length, name, measured, results.get(STOCK))
+                if shares and not measured.why_not:
+                    yield [
+                        f"{length:,}",
+                        name,
+                        f"{measured.seconds:.1f}",
+                        *(f"{share:.1%}" for _, share in measured.shares),
+                    ]
+                else:
+                    yield cells(length, name, measured, results.get(STOCK))
         for name in names if longest_up_to else ():
             length, measured = longest(replace(setting, variant=name), longest_up_to, say)
             yield cells(length, f"{name}: longest", measured, None)
@@ -266,7 +310,7 @@ def main(
     trained = "LoRA, norms and embeddings" if whole else "LoRA"
     shape = f"{model}{f', {layers} layers' if layers else ''}, {dtype}, {trained} of rank {rank}"
     title = f"One training step of a random model of the shape of {shape}; {bench.machine(device)}"
-    bench.report(title, COLUMNS, rows, markdown)
+    bench.report(title, columns, rows, markdown)
 
 
 if __name__ == "__main__":
