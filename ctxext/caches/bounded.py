@@ -44,6 +44,12 @@ class Reach(NamedTuple):
         """Number of newest tokens held beyond these, so that a cache may be cropped; twice as many cause a drop."""
         return max(32, self.newest // 16)
 
+    def held(self, length: int) -> int:
+        """Count the tokens that a layer holds of a text of ``length`` tokens, once it has read them in one call."""
+        first, newest, whole_before = self
+        is_short = length < max(first + newest + 2 * self.spare, whole_before + self.spare * (whole_before > 0))
+        return length if is_short else first + newest - 1 + self.spare
+
     def __str__(self) -> str:
         most = self.first + self.newest + 2 * self.spare
         whole = f"all of up to {self.whole_before + self.spare:,} tokens, and of a longer text " * (

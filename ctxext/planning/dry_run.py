@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
+from ctxext.caches.bounded import Reach
 from ctxext.caches.records import cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
@@ -53,11 +56,38 @@ class Taken(NamedTuple):
         kept: bytes that all layers keep until the end of the pass, or the backward pass.
         work: peak of temporary bytes on top of ``kept``.
         passing: the part of ``kept`` that the next token frees: keys and values that have left a window.
+        last: the part of ``kept`` that the last layer keeps.
     """
 
     kept: int
     work: int
     passing: int = 0
+    last: int = 0
+
+
+class Bound(NamedTuple):
+    """The key heads of a layer that see a bounded number of tokens.
+
+    Args:
+        share: share of these heads among all key heads of the layer.
+    """
+
+    reach: Reach
+    share: Fraction
+
+
+class Reading(NamedTuple):
+    """Way in which a prompt is read into a cache.
+
+    Args:
+        chunk: tokens of one pass; None for the whole prompt.
+        bits: bits of a number in the cache, its share of scales included; None for those of the dtype.
+        bounds: bounds of layers by their index; other layers hold all tokens, or those in their windows.
+    """
+
+    chunk: int | None = None
+    bits: float | None = None
+    bounds: Mapping[int, Bound] = {}
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,6 +131,34 @@ class PassesOn(DynamicCache):  # type: ignore[misc]
         return indexer_key_states
 
 
+class HeldCache(DynamicCache):  # type: ignore[misc]
+    """A cache in which keys and values have a shape, beside storages as large as those in which a reading holds them."""
+
+    def __init__(self, config: Any, reading: Reading) -> None:
+        super().__init__(config=config)
+        self.reading, self.packs = reading, True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values unpacked, and hold them packed."""
+        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer, bound = self.layers[layer_idx], self.reading.bounds.get(layer_idx)
+        if self.packs or self.reading.bits or bound:
+            layer.keys, layer.values = (self._packed(part, bound) for part in (layer.keys, layer.values))
+        return states
+
+    def _packed(self, part: Tensor, bound: Bound | None) -> Tensor:
+        """Return a view of the shape of keys or values, into as many bytes as they are held in."""
+        rows, heads, length, size = part.shape
+        tokens = Fraction(rows * heads * length)
+        if bound is not None:
+            tokens *= 1 - bound.share * (1 - Fraction(bound.reach.held(length), length))
+        number = self.reading.bits or 8 * part.element_size()
+        stored = part.new_empty(int(tokens * math.ceil(size * number / 8)), dtype=torch.uint8)
+        return stored[: part.element_size()].view(part.dtype).expand(part.shape)
+
+
 class DryRun:
     """Passes of one sequence through a model, without data.
 
@@ -110,15 +168,20 @@ class DryRun:
         tile: tokens that pass through an MLP at a time; None for all.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, tile: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, tile: int | None = None, reading: Reading | None = None
+    ) -> None:
         self.causal: Any = base_model(model)
-        self.dtype, self.tile = dtype, tile
+        self.dtype, self.tile, self.reading = dtype, tile, reading or Reading()
         self._taken: dict[tuple[str, int], Taken] = {}
         self.hidden_bytes: int = self.causal.config.get_text_config(decoder=True).hidden_size * dtype.itemsize
         self.base: Any = self.causal.get_submodule(require_head(self.causal))
         self.layers = layers_of(self.causal)
         self.positions = learned_positions(self.causal)
-        kinds = [_kind(self.causal, layer, index) for index, layer in enumerate(self.layers)]
+        kinds = [
+            (*_kind(self.causal, layer, index), self.reading.bounds.get(index))
+            for index, layer in enumerate(self.layers)
+        ]
         self.kinds = [
             [index for index, other in enumerate(kinds) if index and other == kind] for kind in dict.fromkeys(kinds[1:])
         ]
@@ -171,10 +234,21 @@ class DryRun:
             return self._over_kinds(run, training=True)
 
     def _prefill(self, length: int) -> Taken:
+        chunk, argument = min(self.reading.chunk or length, length), cache_argument(self.base)
+        if argument is None and (self.reading.bits or self.reading.chunk):
+            raise IncompatibleError(
+                f"A {self.causal.config.model_type} takes no cache of keys and values. Leave cache_bits and "
+                f"prompt_chunk out."
+            )
 
         def run(live: LiveBytes) -> tuple[int, int]:
-            inputs = torch.zeros(1, length, dtype=torch.long)
-            output = self.causal(input_ids=inputs, use_cache=True, logits_to_keep=1)
+            inputs, options = torch.zeros(1, length, dtype=torch.long), dict[str, Any](use_cache=True, logits_to_keep=1)
+            if argument is not None and (chunk < length or self.reading.bits or self.reading.bounds):
+                options[argument] = cache = HeldCache(self.causal.config, self.reading)
+                if chunk < length:
+                    self.causal(input_ids=inputs[:, : length - chunk], **options)
+                live.peak, cache.packs = live.now, False
+            output = self.causal(input_ids=inputs[:, length - chunk :], **options)
             held = [value for name, value in output.items() if name != "logits"]
             passing = _beyond_windows(cache_in(output))
             del output, inputs
@@ -213,7 +287,7 @@ class DryRun:
         most the second degree, at lengths that are multiples of chunks and windows.
         """
         start = FIRST
-        beyond = [window for window in (*self._windows(), self.tile or 0) if window < length]
+        beyond = [window for window in (*self._windows(), *self._steps()) if window < length]
         while any(start <= window for window in beyond):
             start *= 2
         step = max(start // 2, self.tile or 0)
@@ -237,6 +311,12 @@ class DryRun:
         text = vars(self.causal.config.get_text_config(decoder=True))
         sizes = [value for name, value in text.items() if re.search(r"window|attention_chunk", name)]
         return [value for value in sizes if isinstance(value, int) and not isinstance(value, bool)]
+
+    def _steps(self) -> list[int]:
+        """Return the lengths of tiles and chunks, and those from which a bounded layer drops tokens."""
+        reaches = [bound.reach for bound in self.reading.bounds.values()]
+        most = [max(first + newest, whole) + 2 * reach.spare for reach in reaches for first, newest, whole in [reach]]
+        return [self.tile or 0, self.reading.chunk or 0, *most]
 
     @functools.cached_property
     def _loops(self) -> bool:
@@ -269,8 +349,10 @@ class DryRun:
             for index in indices:
                 each[index] = both.kept - without.kept
         # While a layer is at work, later layers keep nothing: not yet, or in a backward pass no longer.
-        work = max(peak - sum(each[last + 1 :]) for last, peak in peaks.items())
-        return Taken(alone.kept + sum(each), work, passing)
+        # Of a prompt in chunks they keep all chunks but one, which is not taken off.
+        later = 0 if self.reading.chunk and not training else 1
+        work = max(peak - later * sum(each[last + 1 :]) for last, peak in peaks.items())
+        return Taken(alone.kept + sum(each), work, passing, each[-1] if self.kinds else alone.kept)
 
     def _needed(self, index: int) -> tuple[int, ...]:
         """Return the layers before one without which it does not run, since it takes what they made (shared keys)."""
@@ -386,7 +468,8 @@ def _beyond_windows(cache: Any) -> int:
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
         if isinstance(tensor, Tensor)
     ]
-    return sum(tensor.untyped_storage().nbytes() - tensor.numel() * tensor.element_size() for tensor in tensors)
+    sizes = ((tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()) for tensor in tensors)
+    return sum(max(0, stored - held) for stored, held in sizes)
 
 
 def _kind(causal: PreTrainedModel, layer: nn.Module, index: int) -> tuple[Any, ...]:

@@ -9,23 +9,38 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ctxext.attention.remap import RemapAttend
+from ctxext.attention.split_heads import SplitAttend
+from ctxext.caches.call import ATTENTION
 from ctxext.checkpoints.load import attached, meta_model
 from ctxext.core.saved import plain_config, saved_extension
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.planning.dry_run import DryRun
+from ctxext.methods import known_methods
+from ctxext.methods.parameters import checked_tokens
+from ctxext.methods.remap import RemapMethod
+from ctxext.planning.dry_run import Bound, DryRun, Reading
 from ctxext.planning.quantised import packed_weights, stored_as
-from ctxext.training.memory import Memory
+from ctxext.training.memory import Memory, layers_of
 
 STEP = 256
 """Step in tokens between planned lengths."""
 LIMIT = 2**27
 """Longest length, in tokens, that is searched."""
+CACHE_BITS = {8: 8 + 16 / 32, 4: 4 + 16 / 32}
+"""Bits of a number in a quantised cache: llama.cpp's q8_0 and q4_0, whose 32 numbers share a scale of 16 bits.
+
+transformers' ``QuantizedCache`` takes as many, since 64 numbers share a scale and a zero point of 16 bits each. Up to 127
+newest tokens, which it holds in full beside them while it decodes, are not counted.
+"""
+DRAFT_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fields of configs that count draft heads for multi-token prediction."""
 FOLLOWING = ("dynamic", "longrope")
 """Rope types of transformers whose frequencies depend on the length of the current text."""
 
@@ -43,6 +58,8 @@ class Breakdown:
         layer: activations of the one layer that is at work, of the largest kind.
         loss: logits, loss and gradients of a chunk of tokens, and the gradient of the hidden states.
         host: activations kept in the host's memory, not part of ``total``.
+        draft: weights of draft heads, which a server adds for multi-token prediction; not part of ``total``.
+        draft_cache: keys and values of draft heads; not part of ``total``.
     """
 
     length: int
@@ -56,6 +73,8 @@ class Breakdown:
     layer: int = 0
     loss: int = 0
     host: int = 0
+    draft: int = 0
+    draft_cache: int = 0
 
     @property
     def fixed(self) -> int:
@@ -76,6 +95,7 @@ class Plan:
         dequantised: bytes of the largest weight that is unpacked for use; 0 if no weight is quantised.
         advice: remedy where not even a short sequence fits.
         memory: storage of a training step's activations; None for a context in use.
+        heads: number of draft heads.
     """
 
     run: DryRun
@@ -83,6 +103,7 @@ class Plan:
     dequantised: int
     advice: str
     memory: Memory | None = None
+    heads: int = 0
 
     def at(self, length: int) -> Breakdown:
         """Return the memory of one sequence of ``length`` tokens."""
@@ -91,7 +112,8 @@ class Plan:
         layer = taken.work + self.dequantised
         if self.memory is None:
             cache = taken.kept - taken.passing
-            return replace(self.fixed, length=length, cache=cache, passing=taken.passing, layer=layer)
+            held = {"cache": cache, "passing": taken.passing, "draft_cache": self.heads * taken.last}
+            return replace(self.fixed, length=length, layer=layer, **held)
         hidden, chunk = length * self.run.hidden_bytes, self.memory.loss_chunk
         loss = self.run.whole_loss(length) if chunk is None else self.run.loss(min(chunk, length)) + hidden
         host = len(self.run.layers) * hidden if self.memory.offload else 0
@@ -143,13 +165,34 @@ def plan_serving(
     *,
     dtype: torch.dtype = torch.bfloat16,
     quantisation: str | None = None,
+    cache_bits: int | None = None,
+    prompt_chunk: int | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """Plan the memory of a context in use; arguments and errors as for ``plan_training``, but weights stay packed."""
+    """Plan the memory of a context in use; other arguments and errors as for ``plan_training``. Weights stay packed.
+
+    Under a remapping method a layer at work is counted as that of the plain model, and its cache as the method holds it.
+
+    Args:
+        cache_bits: bits of a number in a quantised cache, 8 or 4; scales are counted too. None for ``dtype``.
+        prompt_chunk: tokens of a prompt that are read at a time, as by ``prefill_chunk_size`` of ``generate``; None for
+            all.
+
+    Raises:
+        InvalidParameterError: for other ``cache_bits``, or a ``prompt_chunk`` below 1.
+        IncompatibleError: for either of them where a model takes no cache of keys and values.
+    """
+    if cache_bits is not None and cache_bits not in CACHE_BITS:
+        raise InvalidParameterError(f"cache_bits must be 8 or 4, or None for the dtype's, found {cache_bits}.")
+    if prompt_chunk is not None:
+        checked_tokens("prompt_chunk", prompt_chunk)
     model = without_weights(config, dtype, trust_remote_code)
     saved, dequantised = packed_weights(model, quantisation, training=False)
-    fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved)
-    return Plan(DryRun(model, dtype), fixed, dequantised, _advice(model, quantisation, training=False))
+    heads, draft = _draft_heads(model, quantisation)
+    fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved, draft=draft)
+    reading = Reading(prompt_chunk, cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code))
+    advice = _advice(model, quantisation, training=False)
+    return Plan(DryRun(model, dtype, reading=reading), fixed, dequantised, advice, heads=heads)
 
 
 def longest(plan: Plan, budget: int) -> Breakdown:
@@ -210,11 +253,50 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
     return model if saved_extension(model.config, "the config") is None else attached(model, "the config")
 
 
+def _bounds(config: Any, trust_remote_code: bool) -> dict[int, Bound]:
+    """Find the layers in which the method of an extended config drops keys that no later token sees."""
+    saved = saved_extension(config, "the config")
+    if saved is None or not issubclass(known_methods()[saved["method"]["method"]], RemapMethod):
+        return {}
+    chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
+    model, bounds = attached(meta_model(_with_own_attention(config), **chosen), "the config"), dict[int, Bound]()
+    for index, layer in enumerate(layers_of(model)):
+        attends = (getattr(module, "_ctxext_attend", None) for module in layer.modules())
+        for attend in attends:
+            if isinstance(attend, RemapAttend) and attend.drops and attend.reach is not None:
+                groups = attend.heads if isinstance(attend, SplitAttend) else None
+                share = Fraction(1) if groups is None else Fraction(len(groups.near.numbers), groups.near.total)
+                bounds[index] = Bound(attend.reach, share)
+    return bounds
+
+
+def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
+    """Count the draft heads of a config, and the bytes of their weights.
+
+    A head has a decoder layer, a projection of two hidden states to one, and three norms; it shares the embeddings.
+    """
+    text = model.config.get_text_config(decoder=True)
+    heads = next((count for name in DRAFT_HEADS if isinstance(count := getattr(text, name, None), int)), 0)
+    layer, hidden = layers_of(model)[-1], text.hidden_size
+    saved, _ = packed_weights(model, quantisation, training=False, layers=[layer])
+    around = (2 * hidden * hidden + 3 * hidden) * model.dtype.itemsize
+    return heads, heads * (_bytes(layer.parameters()) - saved + around)
+
+
+def _with_own_attention(config: Any) -> Any:
+    """Copy a config, without the attention that ``ctxext.patch`` gave a live model."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config(decoder=True)):
+        if part._attn_implementation_internal == ATTENTION:
+            part._attn_implementation_internal = None
+    return config
+
+
 def _plainly_rotated(config: Any) -> Any:
     """Copy a config and make its frequencies static, so that computing them needs no data."""
-    saved = saved_extension(config, "the config")
-    rotates = saved is not None and "rope_parameters" in saved["original"]
-    config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
+    saved, config = saved_extension(config, "the config"), _with_own_attention(config)
+    if saved is not None and "rope_parameters" in saved["original"]:
+        config = plain_config(config, saved)
     for _, rope in rope_dicts(config.get_text_config(decoder=True)):
         if rope.get("rope_type") in FOLLOWING:
             rope["rope_type"] = "default"
