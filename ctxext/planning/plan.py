@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.attention.remap import RemapAttend
 from ctxext.attention.split_heads import SplitAttend
-from ctxext.caches.call import ATTENTION
+from ctxext.caches.bounded import Reach
 from ctxext.checkpoints.load import attached, meta_model
 from ctxext.core.saved import plain_config, saved_extension
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
@@ -25,7 +25,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
-from ctxext.planning.dry_run import Bound, DryRun, Reading
+from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
 from ctxext.training.memory import Memory, layers_of
 
@@ -34,10 +34,9 @@ STEP = 256
 LIMIT = 2**27
 """Longest length, in tokens, that is searched."""
 CACHE_BITS = {8: 8 + 16 / 32, 4: 4 + 16 / 32}
-"""Bits of a number in a quantised cache: llama.cpp's q8_0 and q4_0, whose 32 numbers share a scale of 16 bits.
+"""Bits of a number in a quantised cache: in llama.cpp's q8_0 and q4_0, 32 numbers share a scale of 16 bits.
 
-transformers' ``QuantizedCache`` takes as many, since 64 numbers share a scale and a zero point of 16 bits each. Up to 127
-newest tokens, which it holds in full beside them while it decodes, are not counted.
+In transformers, 64 share a scale and a zero point; up to 127 newest tokens that it holds plain are not counted.
 """
 DRAFT_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of configs that count draft heads for multi-token prediction."""
@@ -109,11 +108,12 @@ class Plan:
         """Return the memory of one sequence of ``length`` tokens."""
         self.run.require_positions(length)
         taken = self.run.prefill(length) if self.memory is None else self.run.step(length)
-        layer = taken.work + self.dequantised
+        # The layer at work has all its keys and values, unpacked.
+        layer = taken.work + self.dequantised + (taken.most if taken.spared else 0)
         if self.memory is None:
-            cache = taken.kept - taken.passing
-            held = {"cache": cache, "passing": taken.passing, "draft_cache": self.heads * taken.last}
-            return replace(self.fixed, length=length, layer=layer, **held)
+            cache, drafted = taken.kept - taken.passing - taken.spared, int(self.heads * taken.most * self.run.packing)
+            more = {"passing": taken.passing, "layer": layer, "draft_cache": drafted}
+            return replace(self.fixed, length=length, cache=cache, **more)
         hidden, chunk = length * self.run.hidden_bytes, self.memory.loss_chunk
         loss = self.run.whole_loss(length) if chunk is None else self.run.loss(min(chunk, length)) + hidden
         host = len(self.run.layers) * hidden if self.memory.offload else 0
@@ -171,7 +171,7 @@ def plan_serving(
 ) -> Plan:
     """Plan the memory of a context in use; other arguments and errors as for ``plan_training``. Weights stay packed.
 
-    Under a remapping method a layer at work is counted as that of the plain model, and its cache as the method holds it.
+    A remapping method is counted by its cache, its layer at work by the plain model's.
 
     Args:
         cache_bits: bits of a number in a quantised cache, 8 or 4; scales are counted too. None for ``dtype``.
@@ -180,7 +180,6 @@ def plan_serving(
 
     Raises:
         InvalidParameterError: for other ``cache_bits``, or a ``prompt_chunk`` below 1.
-        IncompatibleError: for either of them where a model takes no cache of keys and values.
     """
     if cache_bits is not None and cache_bits not in CACHE_BITS:
         raise InvalidParameterError(f"cache_bits must be 8 or 4, or None for the dtype's, found {cache_bits}.")
@@ -190,9 +189,9 @@ def plan_serving(
     saved, dequantised = packed_weights(model, quantisation, training=False)
     heads, draft = _draft_heads(model, quantisation)
     fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved, draft=draft)
-    reading = Reading(prompt_chunk, cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code))
-    advice = _advice(model, quantisation, training=False)
-    return Plan(DryRun(model, dtype, reading=reading), fixed, dequantised, advice, heads=heads)
+    bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
+    run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
+    return Plan(run, fixed, dequantised, _advice(model, quantisation, training=False), heads=heads)
 
 
 def longest(plan: Plan, budget: int) -> Breakdown:
@@ -253,20 +252,18 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
     return model if saved_extension(model.config, "the config") is None else attached(model, "the config")
 
 
-def _bounds(config: Any, trust_remote_code: bool) -> dict[int, Bound]:
+def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Fraction]]:
     """Find the layers in which the method of an extended config drops keys that no later token sees."""
     saved = saved_extension(config, "the config")
     if saved is None or not issubclass(known_methods()[saved["method"]["method"]], RemapMethod):
         return {}
     chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
-    model, bounds = attached(meta_model(_with_own_attention(config), **chosen), "the config"), dict[int, Bound]()
+    model, bounds = attached(meta_model(config, **chosen), "the config"), dict[int, tuple[Reach, Fraction]]()
     for index, layer in enumerate(layers_of(model)):
-        attends = (getattr(module, "_ctxext_attend", None) for module in layer.modules())
-        for attend in attends:
+        for attend in (getattr(module, "_ctxext_attend", None) for module in layer.modules()):
             if isinstance(attend, RemapAttend) and attend.drops and attend.reach is not None:
-                groups = attend.heads if isinstance(attend, SplitAttend) else None
-                share = Fraction(1) if groups is None else Fraction(len(groups.near.numbers), groups.near.total)
-                bounds[index] = Bound(attend.reach, share)
+                near = attend.heads.near if isinstance(attend, SplitAttend) else None
+                bounds[index] = attend.reach, Fraction(len(near.numbers), near.total) if near else Fraction(1)
     return bounds
 
 
@@ -283,20 +280,13 @@ def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int,
     return heads, heads * (_bytes(layer.parameters()) - saved + around)
 
 
-def _with_own_attention(config: Any) -> Any:
-    """Copy a config, without the attention that ``ctxext.patch`` gave a live model."""
-    config = copy.deepcopy(config)
-    for part in (config, config.get_text_config(decoder=True)):
-        if part._attn_implementation_internal == ATTENTION:
-            part._attn_implementation_internal = None
-    return config
-
-
 def _plainly_rotated(config: Any) -> Any:
     """Copy a config and make its frequencies static, so that computing them needs no data."""
-    saved, config = saved_extension(config, "the config"), _with_own_attention(config)
-    if saved is not None and "rope_parameters" in saved["original"]:
-        config = plain_config(config, saved)
+    saved = saved_extension(config, "the config")
+    rotates = saved is not None and "rope_parameters" in saved["original"]
+    config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
+    if rotates:  # a live model's config names the attention that ctxext gave it
+        config.get_text_config(decoder=True)._attn_implementation_internal = None
     for _, rope in rope_dicts(config.get_text_config(decoder=True)):
         if rope.get("rope_type") in FOLLOWING:
             rope["rope_type"] = "default"

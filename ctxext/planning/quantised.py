@@ -134,10 +134,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def stored_weights(model: PreTrainedModel, stored: Stored, layers: Iterable[nn.Module] | None = None) -> list[Tensor]:
-    """Return the quantised weights of decoder layers: of linear layers, and experts that are one tensor.
-
-    ``layers`` are some of the decoder layers; None stands for all.
-    """
+    """Return the quantised weights of some decoder layers, or of all: of linear layers, and experts in one tensor."""
     weights = []
     names = {id(module): name for name, module in model.named_modules()}
     for layer in layers_of(model) if layers is None else layers:
@@ -159,10 +156,6 @@ def packed_weights(
     Args:
         quantisation: quantisation of the linear layers on loading; None for that of the config.
         layers: decoder layers to count; None for all.
-
-    Raises:
-        UnknownNameError: for an unknown ``quantisation``.
-        InvalidParameterError: for a ``quantisation`` of weights that are quantised already.
     """
     stored = stored_as(model.config)
     if quantisation is not None:
