@@ -1,4 +1,4 @@
-"""What a cache takes: quantised, read in chunks, dropped by a method, of draft heads. By hand, and against real caches."""
+"""What a cache takes: quantised, read in chunks, dropped by a method, of draft heads; by hand, and held by a model."""
 
 from __future__ import annotations
 
