@@ -113,9 +113,12 @@ def plan(
     from ctxext.checkpoints.adapters import base_of, is_adapter
     from ctxext.checkpoints.load import extended_config
     from ctxext.checkpoints.source import checked_path, quantised_beside, read_any_config
-    from ctxext.planning.plan import plan_serving, plan_training, reach_of
+    from ctxext.planning.plan import longest, plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
+
+    def taken(plan: Plan) -> Breakdown:
+        return longest(plan, size or 0) if asked.length is None else plan.at(asked.length)
 
     size = None if asked.memory is None else parse_bytes(asked.memory)
     way = Memory(**asdict(memory) | {"loss_chunk": memory.loss_chunk or None})
@@ -136,11 +139,10 @@ def plan(
             "cache_bits": asked.cache_bits and int(asked.cache_bits),
             "prompt_chunk": asked.prompt_chunk,
         }
-        serving = _planned(plan_serving(config, **cached, **common), size, asked.length)
+        serving = taken(plan_serving(config, **cached, **common))
         try:
             require_package("peft", "train", "Training is planned with")
-            planned = plan_training(config, memory=way, **asdict(trained), **common)
-            training: Breakdown | str = _planned(planned, size, asked.length)
+            training: Breakdown | str = taken(plan_training(config, memory=way, **asdict(trained), **common))
         except (IncompatibleError, InvalidParameterError) as error:
             training = str(error)
     plans, reach, stored = {"training": training, "serving": serving}, reach_of(config), stored_as(config)
@@ -186,16 +188,6 @@ def _storage_sentence(stored: Stored, dtype: str) -> str:
         )
     counted = f"Its linear layers are stored as {stored.method}, {stored.bits:.3g} bits a weight, and counted so"
     return f"{counted}." if stored.trains_packed else f"{counted} in use. Training is counted with them in {dtype}."
-
-
-def _planned(plan: Plan, size: int | None, length: int | None) -> Breakdown:
-    """Return what a length takes, or the longest one that the memory holds."""
-    from ctxext.planning.plan import longest
-
-    if length is not None:
-        return plan.at(length)
-    assert size is not None  # one of the two is given
-    return longest(plan, size)
 
 
 def _dtype(config: Any, dtype: str) -> tuple[Any, str]:

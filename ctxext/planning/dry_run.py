@@ -124,7 +124,6 @@ class DryRun:
         model: nn.Module,
         dtype: torch.dtype,
         tile: int | None = None,
-        *,
         chunk: int | None = None,
         bits: float | None = None,
         bounds: Mapping[int, tuple[Reach, Fraction]] | None = None,
@@ -201,7 +200,6 @@ class DryRun:
                     if isinstance(getattr(layer, "keys", None), Tensor):
                         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
                 past, live.peak = {str(cache_argument(self.base)): cache}, live.now
-                del cache
             output = self.causal(input_ids=inputs[:, first:], use_cache=True, logits_to_keep=1, **past)
             held = [value for name, value in output.items() if name != "logits"]
             aside = _beyond_windows(cache_in(output)), self._spared(cache_in(output))
@@ -358,11 +356,7 @@ class DryRun:
             ) from error
         except CtxextError:
             raise
-        except (
-            RuntimeError,
-            LookupError,
-            *REFUSALS,
-        ) as error:  # from the model's own code: learned positions that end, for example
+        except (RuntimeError, LookupError, *REFUSALS) as error:  # of the model's code: learned positions that end
             raise IncompatibleError(
                 f"{type(self.causal).__name__} does not run at this length, or in this dtype: "
                 f"{str(error).strip().partition(chr(10))[0]:.160}"
@@ -416,8 +410,8 @@ def _beyond_windows(cache: Any) -> int:
 
     transformers cuts a view out of the keys of a pass, so that all of them stay until the next token replaces the view.
     """
-    tensors = [tensor for _, tensor in _keys_and_values(cache)]
-    return sum(tensor.untyped_storage().nbytes() - tensor.numel() * tensor.element_size() for tensor in tensors)
+    parts = _keys_and_values(cache)
+    return sum(part.untyped_storage().nbytes() - part.numel() * part.element_size() for _, part in parts)
 
 
 def _keys_and_values(cache: Any) -> Iterator[tuple[int, Tensor]]:

@@ -34,10 +34,7 @@ STEP = 256
 LIMIT = 2**27
 """Longest length, in tokens, that is searched."""
 CACHE_BITS = {8: 8 + 16 / 32, 4: 4 + 16 / 32}
-"""Bits of a number in a quantised cache: in llama.cpp's q8_0 and q4_0, 32 numbers share a scale of 16 bits.
-
-In transformers, 64 share a scale and a zero point; up to 127 newest tokens that it holds plain are not counted.
-"""
+"""Bits of a number in a cache: 32 share a scale of 16 bits (llama.cpp), or 64 a scale and a zero point (transformers)."""
 DRAFT_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of configs that count draft heads for multi-token prediction."""
 FOLLOWING = ("dynamic", "longrope")
@@ -149,9 +146,7 @@ def plan_training(
     if lora_rank < 1:
         raise InvalidParameterError(f"lora_rank must be at least 1, found {lora_rank}.")
     model = without_weights(config, dtype, trust_remote_code)
-    saved, dequantised = packed_weights(model, quantisation, training=True)
-    weights = _bytes(model.parameters()) - saved
-    advice = _advice(model, quantisation, training=True)
+    weights, dequantised, advice = _weights(model, quantisation, training=True)
     model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
     memory = memory or Memory()
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
@@ -175,8 +170,7 @@ def plan_serving(
 
     Args:
         cache_bits: bits of a number in a quantised cache, 8 or 4; scales are counted too. None for ``dtype``.
-        prompt_chunk: tokens of a prompt that are read at a time, as by ``prefill_chunk_size`` of ``generate``; None for
-            all.
+        prompt_chunk: tokens of a prompt that are read at a time, ``prefill_chunk_size`` of ``generate``; None for all.
 
     Raises:
         InvalidParameterError: for other ``cache_bits``, or a ``prompt_chunk`` below 1.
@@ -186,12 +180,12 @@ def plan_serving(
     if prompt_chunk is not None:
         checked_tokens("prompt_chunk", prompt_chunk)
     model = without_weights(config, dtype, trust_remote_code)
-    saved, dequantised = packed_weights(model, quantisation, training=False)
+    weights, dequantised, advice = _weights(model, quantisation, training=False)
     heads, draft = _draft_heads(model, quantisation)
-    fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved, draft=draft)
+    fixed = Breakdown(length=0, weights=weights, draft=draft)
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
-    return Plan(run, fixed, dequantised, _advice(model, quantisation, training=False), heads=heads)
+    return Plan(run, fixed, dequantised, advice, heads=heads)
 
 
 def longest(plan: Plan, budget: int) -> Breakdown:
@@ -268,10 +262,7 @@ def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Frac
 
 
 def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
-    """Count the draft heads of a config, and the bytes of their weights.
-
-    A head has a decoder layer, a projection of two hidden states to one, and three norms; it shares the embeddings.
-    """
+    """Count the draft heads, and their bytes: each is a decoder layer, a projection of two states to one, three norms."""
     text = model.config.get_text_config(decoder=True)
     heads = next((count for name in DRAFT_HEADS if isinstance(count := getattr(text, name, None), int)), 0)
     layer, hidden = layers_of(model)[-1], text.hidden_size
@@ -293,14 +284,15 @@ def _plainly_rotated(config: Any) -> Any:
     return config
 
 
-def _advice(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> str:
-    """Return the remedy where nothing fits; suggest nothing that would be refused for this checkpoint."""
-    stored = stored_as(model.config)
+def _weights(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> tuple[int, int, str]:
+    """Count the bytes of all weights, and of the largest that is unpacked; find a remedy where nothing fits."""
+    saved, dequantised = packed_weights(model, quantisation, training=training)
+    stored, advice = stored_as(model.config), "Allow more, or take a smaller model: its weights are quantised already."
     if quantisation is None and stored is None:
-        return "Allow more, or quantise (--quantisation nf4)."
-    if training and stored is not None and not stored.trains_packed:
-        return "Allow more, or train the plain checkpoint that it was quantised from (there, --quantisation nf4)."
-    return "Allow more, or take a smaller model: its weights are quantised already."
+        advice = "Allow more, or quantise (--quantisation nf4)."
+    elif training and stored is not None and not stored.trains_packed:
+        advice = "Allow more, or train the plain checkpoint that it was quantised from (there, --quantisation nf4)."
+    return _bytes(model.parameters()) - saved, dequantised, advice
 
 
 def _bytes(tensors: Any) -> int:

@@ -153,9 +153,7 @@ def packed_weights(
 ) -> tuple[int, int]:
     """Count the bytes that quantisation saves, and the bytes of the largest weight that is unpacked for use.
 
-    Args:
-        quantisation: quantisation of the linear layers on loading; None for that of the config.
-        layers: decoder layers to count; None for all.
+    ``quantisation`` is that of linear layers on loading, None for the config's; ``layers`` are some decoder layers.
     """
     stored = stored_as(model.config)
     if quantisation is not None:

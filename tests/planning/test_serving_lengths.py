@@ -35,8 +35,8 @@ def test_a_row_by_hand(row: dict[str, str]) -> None:
         fixed += linear * (NF4 / 8 - 2) + 2 * hidden * inner  # and the largest weight, unpacked
     stored = 16 if bits == 16 else bits + 0.5
     token = layers * 2 * keys * stored / 8
-    # At work in a layer of transformers: its keys and values for every query head, the mask of a chunk in one byte and in
-    # two, and the unpacked keys and values themselves.
+    # At work in a layer of transformers: its keys and values for every query head, the mask of a chunk in one byte and
+    # in two, and the unpacked keys and values themselves.
     token += 2 * 2 * heads + CHUNK * (1 + 2) + (0 if bits == 16 else 2 * 2 * keys)
     for card, size in CARDS.items():
         length = 0 if row[card] == "-" else int(row[card].replace(",", ""))
