@@ -267,8 +267,7 @@ def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int,
     heads = next((count for name in DRAFT_HEADS if isinstance(count := getattr(text, name, None), int)), 0)
     layer, hidden = layers_of(model)[-1], text.hidden_size
     saved, _ = packed_weights(model, quantisation, training=False, layers=[layer])
-    around = (2 * hidden * hidden + 3 * hidden) * model.dtype.itemsize
-    return heads, heads * (_bytes(layer.parameters()) - saved + around)
+    return heads, heads * (_bytes(layer.parameters()) - saved + (2 * hidden + 3) * hidden * model.dtype.itemsize)
 
 
 def _plainly_rotated(config: Any) -> Any:
