@@ -183,7 +183,7 @@ class RemapAttend:
         return (*self.far.pieces, *self.far.ahead)
 
     @property
-    def _reach(self) -> Reach | None:
+    def reach(self) -> Reach | None:
         """Numbers of tokens that a query of the heads with the smallest ones sees; None if there is no bound."""
         return self.far.reach
 
@@ -274,7 +274,7 @@ class RemapAttend:
 
     def _drop_unseen(self, cached: Any, layout: Layout) -> None:
         """Drop keys of a growing cache layer that no query after those of ``layout`` can see."""
-        reach = self._reach
+        reach = self.reach
         if reach is None or not self.drops or not isinstance(cached, DynamicLayer):
             return
         if isinstance(cached, BoundedLayer | SplitLayer):

@@ -41,7 +41,7 @@ class SplitAttend(RemapAttend):
         return (*super()._all_pieces, *self.near.pieces)
 
     @property
-    def _reach(self) -> Reach | None:
+    def reach(self) -> Reach | None:
         return self.near.reach
 
     def _dropping(self, reach: Reach, cached: DynamicLayer) -> SplitLayer:

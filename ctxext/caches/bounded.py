@@ -44,12 +44,21 @@ class Reach(NamedTuple):
         """Number of newest tokens held beyond these, so that a cache may be cropped; twice as many cause a drop."""
         return max(32, self.newest // 16)
 
+    @property
+    def most(self) -> int:
+        """Number of tokens held at most of a text that is not held whole."""
+        return self.first + self.newest + 2 * self.spare
+
+    @property
+    def bend(self) -> int:
+        """Length in tokens from which a text that is read in one call is not held whole."""
+        return max(self.most, self.whole_before and self.whole_before + self.spare)
+
     def __str__(self) -> str:
-        most = self.first + self.newest + 2 * self.spare
         whole = f"all of up to {self.whole_before + self.spare:,} tokens, and of a longer text " * (
             self.whole_before > 0
         )
-        return f"{whole}the first {self.first} and the newest, at most {most:,} in all"
+        return f"{whole}the first {self.first} and the newest, at most {self.most:,} in all"
 
 
 def reach_of(regions: Sequence[Region]) -> Reach | None:
@@ -299,7 +308,7 @@ def removed_by(argument: int | Tensor, length: int) -> int:
 
 def is_worth_dropping(reach: Reach, layout: Layout, held: int) -> bool:
     """Return whether, after the call of ``layout``, many of the ``held`` keys are out of sight and of crops' reach."""
-    if held < reach.first + reach.newest + 2 * reach.spare:
+    if held < reach.most:
         return False
     return reach.whole_before == 0 or _next_position(layout) >= reach.whole_before + reach.spare
 

@@ -36,7 +36,6 @@ from ctxext.cli.options import (
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
-from ctxext.errors import InvalidParameterError
 from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import runtime_names
 
@@ -201,12 +200,8 @@ def export(
     from ctxext.checkpoints.export import export as make
     from ctxext.cli.show import show_export
 
-    given = extension.arguments()
-    if extension.method is None and any(value is not None for value in given.values()):
-        flags = [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]
-        raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
-        made = make(checkpoint, to=to, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
+        made = make(checkpoint, to=to, gguf=gguf, trust_remote_code=trust, progress=progress, **extension.arguments())
     _print_json(made) if as_json else show_export(made, terminal())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from rich.console import Console
 
-from ctxext.cli.options import Checkpoint, Dtype, Json, Trust, grouped, option, token_option
+from ctxext.cli.options import Checkpoint, Dtype, ExtensionOptions, Json, Trust, grouped, option, token_option
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.progress import terminal
 from ctxext.quantities import parse_bytes
@@ -32,6 +32,8 @@ ROWS = {
     "loss": "a chunk's logits and loss",
     "total": "peak",
     "host": "kept in the host's memory instead",
+    "draft": "draft heads (MTP), on servers only",
+    "draft_cache": "their keys and values",
 }
 
 
@@ -51,6 +53,15 @@ class PlanOptions:
     )
     dtype: Dtype = option("auto is fp16 where the config says so, else bf16.", default="auto")
     quantisation: Literal["nf4"] | None = option("nf4: 4-bit weights, as in QLoRA.", show_default="none")
+    cache_bits: Literal["8", "4"] | None = option(
+        "Bits of a number in a quantised cache, in use; scales are counted too.", show_default="those of the dtype"
+    )
+    prompt_chunk: int | None = token_option(
+        "Tokens of a prompt read at a time, in use: prefill_chunk_size of generate(), -ub of llama.cpp.",
+        "--prompt-chunk",
+        least=1,
+        show_default="all",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +95,7 @@ def plan(
     checkpoint: Checkpoint,
     *,
     asked: PlanOptions,
+    extension: ExtensionOptions,
     trained: TrainedOptions,
     memory: MemoryOptions,
     as_json: Json = False,
@@ -91,7 +103,7 @@ def plan(
 ) -> None:
     """Predict the longest context that fits, for LoRA training and in use, with its breakdown. No weights are loaded.
 
-    One sequence, as recipes/finetune.py trains it and generate() reads it.
+    One sequence, as recipes/finetune.py trains it and generate() reads it. With --method, as extended by that method.
 
     [bold]Example[/]: ctxext plan meta-llama/Llama-3.1-8B --memory 80GiB
     """
@@ -99,10 +111,14 @@ def plan(
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
 
     from ctxext.checkpoints.adapters import base_of, is_adapter
+    from ctxext.checkpoints.load import extended_config
     from ctxext.checkpoints.source import checked_path, quantised_beside, read_any_config
-    from ctxext.planning.plan import plan_serving, plan_training, reach_of
+    from ctxext.planning.plan import longest, plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
+
+    def taken(plan: Plan) -> Breakdown:
+        return longest(plan, size or 0) if asked.length is None else plan.at(asked.length)
 
     size = None if asked.memory is None else parse_bytes(asked.memory)
     way = Memory(**asdict(memory) | {"loss_chunk": memory.loss_chunk or None})
@@ -117,11 +133,16 @@ def plan(
     with terminal(stderr=True).status("Planning ..."), warnings.catch_warnings():
         # PEFT reads an attribute that transformers has renamed, and says so.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        serving = _planned(plan_serving(config, **common), size, asked.length)
+        if extension.method is not None:
+            config = extended_config(config, **extension.arguments(), trust_remote_code=trust)
+        cached: dict[str, Any] = {
+            "cache_bits": asked.cache_bits and int(asked.cache_bits),
+            "prompt_chunk": asked.prompt_chunk,
+        }
+        serving = taken(plan_serving(config, **cached, **common))
         try:
             require_package("peft", "train", "Training is planned with")
-            planned = plan_training(config, memory=way, **asdict(trained), **common)
-            training: Breakdown | str = _planned(planned, size, asked.length)
+            training: Breakdown | str = taken(plan_training(config, memory=way, **asdict(trained), **common))
         except (IncompatibleError, InvalidParameterError) as error:
             training = str(error)
     plans, reach, stored = {"training": training, "serving": serving}, reach_of(config), stored_as(config)
@@ -131,8 +152,9 @@ def plan(
         typer.echo(json.dumps(about | {name: _as_json(made, size) for name, made in plans.items()} | beside, indent=2))
         return
     console = terminal(soft_wrap=True)
-    quantisation = f", {asked.quantisation}" if asked.quantisation else ""
-    _show(console, plans, f"{checkpoint}, {dtype}{quantisation}", size)
+    parts = [checkpoint, extension.method, dtype, asked.quantisation]
+    title = ", ".join([part for part in parts if part] + [f"{asked.cache_bits}-bit cache"] * bool(asked.cache_bits))
+    _show(console, plans, title, size)
     if stored is not None and asked.quantisation is None:
         console.print(_storage_sentence(stored, dtype), style="yellow")
     _show_reach(console, plans, reach, config.model_type)
@@ -166,16 +188,6 @@ def _storage_sentence(stored: Stored, dtype: str) -> str:
         )
     counted = f"Its linear layers are stored as {stored.method}, {stored.bits:.3g} bits a weight, and counted so"
     return f"{counted}." if stored.trains_packed else f"{counted} in use. Training is counted with them in {dtype}."
-
-
-def _planned(plan: Plan, size: int | None, length: int | None) -> Breakdown:
-    """Return what a length takes, or the longest one that the memory holds."""
-    from ctxext.planning.plan import longest
-
-    if length is not None:
-        return plan.at(length)
-    assert size is not None  # one of the two is given
-    return longest(plan, size)
 
 
 def _dtype(config: Any, dtype: str) -> tuple[Any, str]:

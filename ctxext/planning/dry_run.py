@@ -13,7 +13,8 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
+from ctxext.caches.bounded import Reach
 from ctxext.caches.records import cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
@@ -53,11 +55,15 @@ class Taken(NamedTuple):
         kept: bytes that all layers keep until the end of the pass, or the backward pass.
         work: peak of temporary bytes on top of ``kept``.
         passing: the part of ``kept`` that the next token frees: keys and values that have left a window.
+        spared: the part of ``kept`` that a quantised cache, or one that drops keys, does not take.
+        most: the part of ``kept`` that belongs to the layer that keeps the most.
     """
 
     kept: int
     work: int
     passing: int = 0
+    spared: int = 0
+    most: int = 0
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -108,17 +114,30 @@ class DryRun:
         model: a causal language model on the meta device, patched or adapted for its run. Its weights become fake
             tensors here, and weights outside its layers are frozen.
         tile: tokens that pass through an MLP at a time; None for all.
+        chunk: tokens of a prompt that are read at a time; None for all.
+        bits: bits of a number in the cache; None for those of the dtype.
+        bounds: reach of the key heads that drop keys, and their share of the key heads, by the index of a layer.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, tile: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        tile: int | None = None,
+        chunk: int | None = None,
+        bits: float | None = None,
+        bounds: Mapping[int, tuple[Reach, Fraction]] | None = None,
+    ) -> None:
         self.causal: Any = base_model(model)
-        self.dtype, self.tile = dtype, tile
+        self.dtype, self.tile, self.chunk = dtype, tile, chunk
+        self.packing = Fraction(1 if bits is None else bits / (8 * dtype.itemsize))
+        self.bounds = bounds or {}
         self._taken: dict[tuple[str, int], Taken] = {}
         self.hidden_bytes: int = self.causal.config.get_text_config(decoder=True).hidden_size * dtype.itemsize
         self.base: Any = self.causal.get_submodule(require_head(self.causal))
         self.layers = layers_of(self.causal)
         self.positions = learned_positions(self.causal)
-        kinds = [_kind(self.causal, layer, index) for index, layer in enumerate(self.layers)]
+        kinds = [(*_kind(self.causal, layer, index), self.bounds.get(index)) for index, layer in enumerate(self.layers)]
         self.kinds = [
             [index for index, other in enumerate(kinds) if index and other == kind] for kind in dict.fromkeys(kinds[1:])
         ]
@@ -156,7 +175,7 @@ class DryRun:
         argument = cache_argument(self.base)
         passes_on = {} if argument is None else {argument: PassesOn()}
 
-        def run(live: LiveBytes) -> tuple[int, int]:
+        def run(live: LiveBytes) -> tuple[int, ...]:
             inputs = torch.zeros(1, length, dtype=torch.long)
             hidden = self.base(input_ids=inputs, use_cache=False, **passes_on)[0]
             kept = live.now
@@ -165,20 +184,27 @@ class DryRun:
             del gradients
             del hidden
             loss.backward()  # type: ignore[no-untyped-call]
-            return kept, 0
+            return (kept,)
 
         with self._frozen_embedding():
             return self._over_kinds(run, training=True)
 
     def _prefill(self, length: int) -> Taken:
+        first = max(length - (self.chunk or length), 0)
 
-        def run(live: LiveBytes) -> tuple[int, int]:
-            inputs = torch.zeros(1, length, dtype=torch.long)
-            output = self.causal(input_ids=inputs, use_cache=True, logits_to_keep=1)
+        def run(live: LiveBytes) -> tuple[int, ...]:
+            inputs, past = torch.zeros(1, length, dtype=torch.long), dict[str, Any]()
+            if first:  # the chunks before the last one
+                cache = cache_in(self.causal(input_ids=inputs[:, :first], use_cache=True, logits_to_keep=1))
+                for layer in cache.layers:  # of a view, the tokens outside are gone when the last chunk is read
+                    if isinstance(getattr(layer, "keys", None), Tensor):
+                        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+                past, live.peak = {str(cache_argument(self.base)): cache}, live.now
+            output = self.causal(input_ids=inputs[:, first:], use_cache=True, logits_to_keep=1, **past)
             held = [value for name, value in output.items() if name != "logits"]
-            passing = _beyond_windows(cache_in(output))
+            aside = _beyond_windows(cache_in(output)), self._spared(cache_in(output))
             del output, inputs
-            return (live.now if held else 0), passing
+            return (live.now if held else 0), *aside
 
         return self._over_kinds(run, training=False)
 
@@ -213,8 +239,9 @@ class DryRun:
         most the second degree, at lengths that are multiples of chunks and windows.
         """
         start = FIRST
-        beyond = [window for window in (*self._windows(), self.tile or 0) if window < length]
-        while any(start <= window for window in beyond):
+        bends = [self.tile or 0, self.chunk or 0, *self._windows(), *(reach.bend for reach, _ in self.bounds.values())]
+        beyond = [bend for bend in bends if bend < length]
+        while any(start <= bend for bend in beyond):
             start *= 2
         step = max(start // 2, self.tile or 0)
         while length > start + 3 * step and self._loops:
@@ -238,6 +265,16 @@ class DryRun:
         sizes = [value for name, value in text.items() if re.search(r"window|attention_chunk", name)]
         return [value for value in sizes if isinstance(value, int) and not isinstance(value, bool)]
 
+    def _spared(self, cache: Any) -> int:
+        """Count the bytes of keys and values that quantising them, or dropping some, spares."""
+        spared = Fraction(0)
+        for index, part in _keys_and_values(cache):
+            (reach, share), length, held = self.bounds.get(index, (None, 0)), part.shape[-2], Fraction(1)
+            if reach is not None and length >= reach.bend:
+                held -= share * Fraction(length - (reach.most - reach.spare - 1), length)
+            spared += part.numel() * part.element_size() * (1 - held * self.packing)
+        return int(spared)
+
     @functools.cached_property
     def _loops(self) -> bool:
         """True if a layer makes more operations for a longer text."""
@@ -250,27 +287,28 @@ class DryRun:
                 counts.append(live.operations)
         return counts[1] > counts[0]
 
-    def _over_kinds(self, run: Callable[[LiveBytes], tuple[int, int]], *, training: bool) -> Taken:
+    def _over_kinds(self, run: Callable[[LiveBytes], tuple[int, ...]], *, training: bool) -> Taken:
         """Run the first layer alone, then with one layer of each kind behind it; add up the bytes of all layers."""
         self._know_outputs()
 
         def taken(*real: int) -> Taken:
             with self._running(0, *real, training=training) as live:
-                kept, passing = run(live)
-            return Taken(kept, live.peak - kept, passing)
+                kept, *aside = run(live)
+            return Taken(kept, live.peak - kept, *aside)
 
         alone = taken()
-        peaks, each, passing = {0: alone.work}, [0] * len(self.layers), alone.passing
+        peaks, each, passing, spared = {0: alone.work}, [0] * len(self.layers), alone.passing, alone.spared
         for indices in self.kinds:
             needed = self._needed(indices[0])
             without, both = taken(*needed) if needed else alone, taken(*needed, indices[0])
             peaks[indices[-1]] = both.work
             passing += (both.passing - without.passing) * len(indices)
+            spared += (both.spared - without.spared) * len(indices)
             for index in indices:
                 each[index] = both.kept - without.kept
         # While a layer is at work, later layers keep nothing: not yet, or in a backward pass no longer.
         work = max(peak - sum(each[last + 1 :]) for last, peak in peaks.items())
-        return Taken(alone.kept + sum(each), work, passing)
+        return Taken(alone.kept + sum(each), work, passing, spared, max(alone.kept, *each))
 
     def _needed(self, index: int) -> tuple[int, ...]:
         """Return the layers before one without which it does not run, since it takes what they made (shared keys)."""
@@ -318,11 +356,7 @@ class DryRun:
             ) from error
         except CtxextError:
             raise
-        except (
-            RuntimeError,
-            LookupError,
-            *REFUSALS,
-        ) as error:  # from the model's own code: learned positions that end, for example
+        except (RuntimeError, LookupError, *REFUSALS) as error:  # of the model's code: learned positions that end
             raise IncompatibleError(
                 f"{type(self.causal).__name__} does not run at this length, or in this dtype: "
                 f"{str(error).strip().partition(chr(10))[0]:.160}"
@@ -358,11 +392,7 @@ def _is_straight(points: list[Taken]) -> bool:
 def _extrapolated(points: list[Taken], place: float) -> Taken | None:
     """Extrapolate from values at equal distances to ``place``, counted in these distances from the first value.
 
-    Args:
-        points: three values on a straight line, or four values.
-
-    Returns:
-        The extrapolation; None if four values do not lie on a curve of the second degree.
+    Three points lie on a straight line; None is the answer if four do not lie on a curve of the second degree.
     """
     straight, continued, beyond = _is_straight(points), [], place - (len(points) - 1)
     for values in zip(*points, strict=True):
@@ -380,13 +410,14 @@ def _beyond_windows(cache: Any) -> int:
 
     transformers cuts a view out of the keys of a pass, so that all of them stay until the next token replaces the view.
     """
-    tensors = [
-        tensor
-        for layer in getattr(cache, "layers", ())
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        if isinstance(tensor, Tensor)
-    ]
-    return sum(tensor.untyped_storage().nbytes() - tensor.numel() * tensor.element_size() for tensor in tensors)
+    parts = _keys_and_values(cache)
+    return sum(part.untyped_storage().nbytes() - part.numel() * part.element_size() for _, part in parts)
+
+
+def _keys_and_values(cache: Any) -> Iterator[tuple[int, Tensor]]:
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        parts = getattr(layer, "keys", None), getattr(layer, "values", None)
+        yield from ((index, part) for part in parts if isinstance(part, Tensor))
 
 
 def _kind(causal: PreTrainedModel, layer: nn.Module, index: int) -> tuple[Any, ...]:

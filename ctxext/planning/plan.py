@@ -9,23 +9,34 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ctxext.attention.remap import RemapAttend
+from ctxext.attention.split_heads import SplitAttend
+from ctxext.caches.bounded import Reach
 from ctxext.checkpoints.load import attached, meta_model
 from ctxext.core.saved import plain_config, saved_extension
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods import known_methods
+from ctxext.methods.parameters import checked_tokens
+from ctxext.methods.remap import RemapMethod
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
-from ctxext.training.memory import Memory
+from ctxext.training.memory import Memory, layers_of
 
 STEP = 256
 """Step in tokens between planned lengths."""
 LIMIT = 2**27
 """Longest length, in tokens, that is searched."""
+CACHE_BITS = {8: 8 + 16 / 32, 4: 4 + 16 / 32}
+"""Bits of a number in a cache: 32 share a scale of 16 bits (llama.cpp), 64 a scale and a zero point (transformers)."""
+DRAFT_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fields of configs that count draft heads for multi-token prediction."""
 FOLLOWING = ("dynamic", "longrope")
 """Rope types of transformers whose frequencies depend on the length of the current text."""
 
@@ -43,6 +54,8 @@ class Breakdown:
         layer: activations of the one layer that is at work, of the largest kind.
         loss: logits, loss and gradients of a chunk of tokens, and the gradient of the hidden states.
         host: activations kept in the host's memory, not part of ``total``.
+        draft: weights of draft heads, which a server adds for multi-token prediction; not part of ``total``.
+        draft_cache: keys and values of draft heads; not part of ``total``.
     """
 
     length: int
@@ -56,6 +69,8 @@ class Breakdown:
     layer: int = 0
     loss: int = 0
     host: int = 0
+    draft: int = 0
+    draft_cache: int = 0
 
     @property
     def fixed(self) -> int:
@@ -76,6 +91,7 @@ class Plan:
         dequantised: bytes of the largest weight that is unpacked for use; 0 if no weight is quantised.
         advice: remedy where not even a short sequence fits.
         memory: storage of a training step's activations; None for a context in use.
+        heads: number of draft heads.
     """
 
     run: DryRun
@@ -83,15 +99,18 @@ class Plan:
     dequantised: int
     advice: str
     memory: Memory | None = None
+    heads: int = 0
 
     def at(self, length: int) -> Breakdown:
         """Return the memory of one sequence of ``length`` tokens."""
         self.run.require_positions(length)
         taken = self.run.prefill(length) if self.memory is None else self.run.step(length)
-        layer = taken.work + self.dequantised
+        # The layer at work has all its keys and values, unpacked.
+        layer = taken.work + self.dequantised + (taken.most if taken.spared else 0)
         if self.memory is None:
-            cache = taken.kept - taken.passing
-            return replace(self.fixed, length=length, cache=cache, passing=taken.passing, layer=layer)
+            cache, drafted = taken.kept - taken.passing - taken.spared, int(self.heads * taken.most * self.run.packing)
+            more = {"passing": taken.passing, "layer": layer, "draft_cache": drafted}
+            return replace(self.fixed, length=length, cache=cache, **more)
         hidden, chunk = length * self.run.hidden_bytes, self.memory.loss_chunk
         loss = self.run.whole_loss(length) if chunk is None else self.run.loss(min(chunk, length)) + hidden
         host = len(self.run.layers) * hidden if self.memory.offload else 0
@@ -127,9 +146,7 @@ def plan_training(
     if lora_rank < 1:
         raise InvalidParameterError(f"lora_rank must be at least 1, found {lora_rank}.")
     model = without_weights(config, dtype, trust_remote_code)
-    saved, dequantised = packed_weights(model, quantisation, training=True)
-    weights = _bytes(model.parameters()) - saved
-    advice = _advice(model, quantisation, training=True)
+    weights, dequantised, advice = _weights(model, quantisation, training=True)
     model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
     memory = memory or Memory()
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
@@ -143,13 +160,32 @@ def plan_serving(
     *,
     dtype: torch.dtype = torch.bfloat16,
     quantisation: str | None = None,
+    cache_bits: int | None = None,
+    prompt_chunk: int | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """Plan the memory of a context in use; arguments and errors as for ``plan_training``, but weights stay packed."""
+    """Plan the memory of a context in use; other arguments and errors as for ``plan_training``. Weights stay packed.
+
+    A remapping method is counted by its cache, its layer at work by the plain model's.
+
+    Args:
+        cache_bits: bits of a number in a quantised cache, 8 or 4; scales are counted too. None for ``dtype``.
+        prompt_chunk: tokens of a prompt that are read at a time, ``prefill_chunk_size`` of ``generate``; None for all.
+
+    Raises:
+        InvalidParameterError: for other ``cache_bits``, or a ``prompt_chunk`` below 1.
+    """
+    if cache_bits is not None and cache_bits not in CACHE_BITS:
+        raise InvalidParameterError(f"cache_bits must be 8 or 4, or None for the dtype's, found {cache_bits}.")
+    if prompt_chunk is not None:
+        checked_tokens("prompt_chunk", prompt_chunk)
     model = without_weights(config, dtype, trust_remote_code)
-    saved, dequantised = packed_weights(model, quantisation, training=False)
-    fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved)
-    return Plan(DryRun(model, dtype), fixed, dequantised, _advice(model, quantisation, training=False))
+    weights, dequantised, advice = _weights(model, quantisation, training=False)
+    heads, draft = _draft_heads(model, quantisation)
+    fixed = Breakdown(length=0, weights=weights, draft=draft)
+    bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
+    run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
+    return Plan(run, fixed, dequantised, advice, heads=heads)
 
 
 def longest(plan: Plan, budget: int) -> Breakdown:
@@ -210,25 +246,52 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
     return model if saved_extension(model.config, "the config") is None else attached(model, "the config")
 
 
+def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Fraction]]:
+    """Find the layers in which the method of an extended config drops keys that no later token sees."""
+    saved = saved_extension(config, "the config")
+    if saved is None or not issubclass(known_methods()[saved["method"]["method"]], RemapMethod):
+        return {}
+    chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
+    model, bounds = attached(meta_model(config, **chosen), "the config"), dict[int, tuple[Reach, Fraction]]()
+    for index, layer in enumerate(layers_of(model)):
+        for attend in (getattr(module, "_ctxext_attend", None) for module in layer.modules()):
+            if isinstance(attend, RemapAttend) and attend.drops and attend.reach is not None:
+                near = attend.heads.near if isinstance(attend, SplitAttend) else None
+                bounds[index] = attend.reach, Fraction(len(near.numbers), near.total) if near else Fraction(1)
+    return bounds
+
+
+def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
+    """Count the draft heads, and their bytes: each is a decoder layer, a projection of two states, three norms."""
+    text = model.config.get_text_config(decoder=True)
+    heads = next((count for name in DRAFT_HEADS if isinstance(count := getattr(text, name, None), int)), 0)
+    layer, hidden = layers_of(model)[-1], text.hidden_size
+    saved, _ = packed_weights(model, quantisation, training=False, layers=[layer])
+    return heads, heads * (_bytes(layer.parameters()) - saved + (2 * hidden + 3) * hidden * model.dtype.itemsize)
+
+
 def _plainly_rotated(config: Any) -> Any:
     """Copy a config and make its frequencies static, so that computing them needs no data."""
     saved = saved_extension(config, "the config")
     rotates = saved is not None and "rope_parameters" in saved["original"]
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
+    if rotates:  # a live model's config names the attention that ctxext gave it
+        config.get_text_config(decoder=True)._attn_implementation_internal = None
     for _, rope in rope_dicts(config.get_text_config(decoder=True)):
         if rope.get("rope_type") in FOLLOWING:
             rope["rope_type"] = "default"
     return config
 
 
-def _advice(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> str:
-    """Return the remedy where nothing fits; suggest nothing that would be refused for this checkpoint."""
-    stored = stored_as(model.config)
+def _weights(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> tuple[int, int, str]:
+    """Count the bytes of all weights, and of the largest that is unpacked; find a remedy where nothing fits."""
+    saved, dequantised = packed_weights(model, quantisation, training=training)
+    stored, advice = stored_as(model.config), "Allow more, or take a smaller model: its weights are quantised already."
     if quantisation is None and stored is None:
-        return "Allow more, or quantise (--quantisation nf4)."
-    if training and stored is not None and not stored.trains_packed:
-        return "Allow more, or train the plain checkpoint that it was quantised from (there, --quantisation nf4)."
-    return "Allow more, or take a smaller model: its weights are quantised already."
+        advice = "Allow more, or quantise (--quantisation nf4)."
+    elif training and stored is not None and not stored.trains_packed:
+        advice = "Allow more, or train the plain checkpoint that it was quantised from (there, --quantisation nf4)."
+    return _bytes(model.parameters()) - saved, dequantised, advice
 
 
 def _bytes(tensors: Any) -> int:

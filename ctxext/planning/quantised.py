@@ -7,7 +7,7 @@ share a scale, or a name such as ``int4`` or ``fp8``. Weights without such a fie
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +133,11 @@ def _matches(pattern: str, name: str) -> bool:
     return bool(pattern) and f".{pattern}." in f".{name}."
 
 
-def stored_weights(model: PreTrainedModel, stored: Stored) -> list[Tensor]:
-    """Return the quantised weights of the decoder layers: of linear layers, and experts that are one tensor."""
+def stored_weights(model: PreTrainedModel, stored: Stored, layers: Iterable[nn.Module] | None = None) -> list[Tensor]:
+    """Return the quantised weights of some decoder layers, or of all: of linear layers, and experts in one tensor."""
     weights = []
     names = {id(module): name for name, module in model.named_modules()}
-    for layer in layers_of(model):
+    for layer in layers_of(model) if layers is None else layers:
         for module in layer.modules():
             if not stored.holds(names[id(module)]):
                 continue
@@ -148,15 +148,12 @@ def stored_weights(model: PreTrainedModel, stored: Stored) -> list[Tensor]:
     return weights
 
 
-def packed_weights(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> tuple[int, int]:
+def packed_weights(
+    model: PreTrainedModel, quantisation: str | None, *, training: bool, layers: Iterable[nn.Module] | None = None
+) -> tuple[int, int]:
     """Count the bytes that quantisation saves, and the bytes of the largest weight that is unpacked for use.
 
-    Args:
-        quantisation: quantisation of the linear layers on loading; None for that of the config.
-
-    Raises:
-        UnknownNameError: for an unknown ``quantisation``.
-        InvalidParameterError: for a ``quantisation`` of weights that are quantised already.
+    ``quantisation`` is that of linear layers on loading, None for the config's; ``layers`` are some decoder layers.
     """
     stored = stored_as(model.config)
     if quantisation is not None:
@@ -171,7 +168,7 @@ def packed_weights(model: PreTrainedModel, quantisation: str | None, *, training
         stored = Stored("bitsandbytes", QUANTISED[quantisation])
     if stored is None or stored.bits is None or (training and not stored.trains_packed):
         return 0, 0
-    weights = stored_weights(model, stored)
+    weights = stored_weights(model, stored, layers)
     sizes = [weight.numel() * weight.element_size() for weight in weights]
     saved = sum(sizes) - int(sum(weight.numel() for weight in weights) * stored.bits / 8)
     return saved, max(sizes, default=0) if stored.is_unpacked_in_use else 0

@@ -91,6 +91,33 @@ def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Pat
     assert json.loads(cli("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
 
 
+@pytest.mark.slow
+def test_a_quantised_cache_of_a_plain_checkpoint_as_extended(cli: Cli, llama: Path) -> None:
+    """Of four groups two read far; the others see 4 first tokens and 32 of the newest, with 32 to spare."""
+    retrieval = ("--method", "retrieval_heads", "--factor", 4, "-p", "heads=[0,3]", "-p", "window=32")
+    asked = ("--length", 4096, "--cache-bits", "8", "--prompt-chunk", 512)
+    found = json.loads(cli("plan", llama, *asked, *retrieval, "--json").stdout)
+    assert found["serving"]["cache"] == (2 * 4096 + 2 * (4 + 31 + 32)) * KV / 4 * 8.5 / 16
+    assert (found["reach"], found["serving"]["draft"], found["training"]["draft"]) == (1024, 0, 0)
+    assert "retrieval_heads, bf16, 8-bit cache" in cli("plan", llama, *asked, *retrieval).stdout
+
+
+@pytest.mark.slow
+def test_draft_heads_are_named_beside_the_peak(cli: Cli, tmp_path: Path) -> None:
+    LlamaConfig(**SHAPE, num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    printed = cli("plan", tmp_path, "--length", 4096).stdout
+    assert printed.index("peak") < printed.index("draft heads (MTP), on servers only") < printed.index("their keys and")
+    assert (
+        json.loads(cli("plan", tmp_path, "--length", 4096, "--json").stdout)["serving"]["draft_cache"] == 4096 * KV / 2
+    )
+
+
+def test_options_of_a_method_need_its_name(cli: Cli, llama: Path) -> None:
+    refused = cli("plan", llama, "--length", 256, "--factor", 4, "-p", "heads=[0]")
+    assert (refused.exit_code, "--factor, --param: only with --method" in refused.stderr) == (1, True)
+    assert "0 tokens are too few. Give 1 or more." in cli("plan", llama, "--length", 256, "--prompt-chunk", 0).stderr
+
+
 def test_an_adapter_is_planned_by_its_base(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}')
     said = " ".join(cli("plan", tmp_path, "--length", 256).stderr.split())

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
 from tests._models import tiny
+from tests.texts.test_conversations import PLAIN, chat_tokenizer, write
 from tests.training._recipe import CONFIGS, losses, recipe, words_of
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -37,6 +38,7 @@ CHECKPOINTS: dict[str | None, tuple[int, str, dict[str, Any]]] = {
     "mistralai/Mistral-7B-v0.1": (8192, "mistral", {"sliding_window": 16}),
     "bigscience/bloom-560m": (2048, "bloom", {}),
     "bigscience/bloom-7b1": (2048, "bloom", {}),
+    "Qwen/Qwen3-0.6B": (32768, "qwen3", {"tie_word_embeddings": True}),
     "google-bert/bert-base-uncased": (512, "bert", {"vocab_size": 258}),
 }
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -54,7 +56,7 @@ def models(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
         if key not in made:
             made[key] = tmp_path_factory.mktemp(model_type)
             tiny(model_type, **{"vocab_size": 257} | changes).save_pretrained(made[key])
-            own = copy.deepcopy(tokenizer)
+            own = chat_tokenizer(PLAIN) if model_type == "qwen3" else copy.deepcopy(tokenizer)
             if model_type == "bert":
                 own.add_special_tokens({"mask_token": "<mask>"})
             own.save_pretrained(made[key])
@@ -128,6 +130,9 @@ def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus:
         small["extension.trained_length"] = LLAMA_3_1["max_position_embeddings"]
     if real.memory.mlp_tile is not None:
         small["memory.mlp_tile"] = 8
+    if path.stem.endswith("chats"):
+        turns = [{"role": "user", "content": "aa"}, {"role": "assistant", "content": "zzz"}]
+        small["data.train"] = write(tmp_path / "chats.jsonl", *8 * [{"messages": turns}])
     settings = read_settings(path, words_of(small))
     stages = [Stage(**stage.model_dump() | {"steps": 1, "length": 24}) for stage in real.stages]
     recipe.finetune(settings.model_copy(update={"stages": stages}))
