@@ -51,12 +51,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_188,
+    "lines of ctxext/": 52_336,
     "lines that importing the verb pulls in": 4_119,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_825,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_618,
+    "lines that eval perplexity pulls in": 13_621,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 23,
@@ -65,8 +65,8 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 4_815,
-    "lines of tests/": 47_289,
+    "lines of scripts/": 4_916,
+    "lines of tests/": 47_549,
     "parameters of the widest command": 5,
 }
 
