@@ -17,18 +17,14 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
 
-# The files that state shapes of tensors: those are checked while the quick tests run. The check of every argument takes
-# half as long again; make nightly has it, and so has pytest by itself.
-SHAPED = $(shell grep -rl --include=*.py "from jaxtyping" ctxext | sed 's/\.py$$//; s/\//./g' | paste -sd, -)
-CORE = -n 2 --dist loadscope -m "not slow and not nightly" --jaxtyping-packages=$(SHAPED),beartype.beartype
-SLOW := -n 2 --dist loadscope -m "slow and not nightly" --override-ini addopts="-q --strict-markers"
+# The check of every argument's type and shape takes half as long again; make nightly has it, and so has pytest by itself.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
 
-core: $(INSTALLED) ## the quick tests, before each commit (2 minutes on 2 idle cores)
-	$(BIN)/python -m pytest $(CORE) --tell-seconds 1
+core: $(INSTALLED) ## the quick tests, before each commit (3 minutes on 2 idle cores)
+	$(PYTEST) -m "not slow and not nightly"
 
-test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
-	$(BIN)/python -m pytest $(CORE) --tell-seconds 1
-	$(BIN)/python -m pytest $(SLOW)
+test: $(INSTALLED) ## the test suite: CPU, offline (9 minutes on 2 idle cores)
+	$(PYTEST) -m "not nightly"
 
 nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
 	$(BIN)/python -m pytest -n 2 --dist loadscope

@@ -31,7 +31,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", some(ORDERS, "ctxext first", "two threads"))
+@pytest.mark.parametrize("order", some(ORDERS, "two threads"))
 def test_whoever_imports_both_is_told_how_to_read_a_checkpoint(order: str, extended: Path, tmp_path: Path) -> None:
     """Whatever is imported first, on whichever thread."""
     program = f"""

@@ -196,7 +196,7 @@ def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", some(ROPE_METHODS, *A_FEW[2:], ids=lambda method: method.name))
+@pytest.mark.parametrize("method", some(ROPE_METHODS, METHODS["dynamic_yarn"], ids=lambda method: method.name))
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
     model = patched(method)
