@@ -83,7 +83,7 @@ def runs(
     ]
     cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in several.items()]
     if by_night:
-        ones += [case("one-untied", "none", "untied", *two), case("one-untied-four", "none", "untied", *four)]
+        ones.append(case("one-untied-four", "none", "untied", *four))
         cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
     cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
     read = {
