@@ -159,7 +159,7 @@ class Dense:
         if reaches:
             self.remapped.add(getattr(module, "layer_idx", 0))
         seen = (mask[..., : k.shape[2]] == 0).expand(len(q), 1, q.shape[2], k.shape[2])[:, 0]
-        rows, shared, first = [], q.shape[1] // k.shape[1], getattr(module, "layer_idx", 0) * k.shape[1]
+        rows, shared, first = [], q.shape[1] // k.shape[1], (getattr(module, "layer_idx", 0) or 0) * k.shape[1]
         inputs = [self.unrotated(x.double()) if reaches else x.double() for x in (q, k)]
         how: dict[str, Any] = {"scale": q.shape[3] ** -0.5 if scaling is None else scaling, "softcap": softcap}
         for row, visible in enumerate(seen):
