@@ -66,7 +66,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 4_916,
-    "lines of tests/": 47_560,
+    "lines of tests/": 47_572,
     "parameters of the widest command": 5,
 }
 

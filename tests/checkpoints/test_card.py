@@ -70,7 +70,7 @@ def test_what_the_card_says_is_so(method: str, plain: Path, tmp_path: Path, monk
         assert f"{made.command}  # {'vllm' if method == 'yarn' else made.notes[0]}" in exports
         module = "python -m vllm.entrypoints.openai.api_server --model"  # the plugin's release has no `vllm serve`
         assert made.command.startswith(f"{'vllm serve' if method == 'yarn' else module} {place.name} --max-model-len")
-        assert len(exports) == (5 if method == "yarn" else 1)  # with ctxext's plugin
+        assert len(exports) == (4 if method == "yarn" else 1)  # with ctxext's plugin
         assert card(place).data.tags == ["ctxext", method]
         assert card(place).data.library_name == (None if method == "yarn" else "ctxext")
         assert card(place).data.base_model is None  # a local path is none
