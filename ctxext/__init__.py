@@ -28,8 +28,10 @@ if typing.TYPE_CHECKING:
     from ctxext.core.patching import describe, patch, patched, unpatch
     from ctxext.methods import package as methods
     from ctxext.methods.base import method
+    from ctxext.serving.ask import ask
 
 __all__ = [
+    "ask",
     "choose",
     "describe",
     "errors",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "ask": "serving.ask",
     "choose": "choosing.choose",
     "describe": "core.patching",
     "export": "checkpoints.export",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -287,3 +288,9 @@ def is_choice(method: object) -> TypeGuard[str]:
 def digest(content: str | bytes) -> str:
     """Return the first 12 hexadecimal digits of the SHA-256 of some bytes, or of a text in UTF-8."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]
+
+
+def package_folders(package: str) -> list[Path]:
+    """Return the folders of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]

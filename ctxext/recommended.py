@@ -12,12 +12,14 @@ class Recommendation:
 
     Args:
         beside: another method that must apply to the model too; None for none.
+        trains: True where the method helps only once the model is trained with it.
     """
 
     wish: str
     methods: tuple[str, ...]
     why: str
     beside: str | None = None
+    trains: bool = False
 
     def __str__(self) -> str:
         others = f" (or {', '.join(self.methods[1:])})" if self.methods[1:] else ""
@@ -44,9 +46,10 @@ RECOMMENDED = (
         "fine-tune for some ten steps",
         ("self_extend",),
         "on code that repeats it ends 0.42 nats below the best truncation, and yarn 0.34",
+        trains=True,
     ),
-    Recommendation("fine-tune for some hundred steps", ("yarn",), "its paper took 400 steps"),
-    Recommendation("fine-tune on plenty of long text", ("abf", "llama3"), "Code Llama was trained so"),
+    Recommendation("fine-tune for some hundred steps", ("yarn",), "its paper took 400 steps", trains=True),
+    Recommendation("fine-tune on plenty of long text", ("abf", "llama3"), "Code Llama was trained so", trains=True),
     Recommendation("extend BLOOM, MPT, an ALiBi Falcon", ("alibi",), "distances stay exact, in fused kernels"),
     Recommendation(
         "extend an embedding model or another table of positions",
@@ -58,6 +61,7 @@ RECOMMENDED = (
         "train the new rows of a table of positions",
         ("hierarchical",),
         "each new position has a row of its own, and short texts stay as they were; untrained it finds the fewest",
+        trains=True,
     ),
 )
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.limits import copy_raised
-from ctxext.checkpoints.load import attached, load, meta_model, refuse_lacking, replaces_weights
+from ctxext.checkpoints.load import attached, load, load_saved, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import (
     Contents,
@@ -31,11 +31,11 @@ from ctxext.checkpoints.source import (
     read_tokenizer,
     refuse_source,
 )
-from ctxext.core.patching import patch
+from ctxext.core.patching import describe, patch
 from ctxext.core.saved import describe_saved, extended_texts, with_old_form
 from ctxext.core.scaling import same_rope
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination
+from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination, whole_files
 from ctxext.methods import Method
 from ctxext.spec import Description
 
@@ -91,7 +91,7 @@ def patch_checkpoint(
 
     Args:
         source: a directory with config.json and safetensors weights, a name on the hub, or a ``.gguf`` file, whose
-            weights are dequantised to bfloat16; stays as it is.
+            weights are dequantised to bfloat16; stays as it is. Of a file, no ``method`` makes a plain directory.
         destination: a path where nothing exists yet.
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
             writes into the source's: safetensors before 0.8 does so when a model is saved over it. By default the
@@ -168,16 +168,24 @@ def _unpacked(
     results: str | None,
     arguments: dict[str, Any],
 ) -> Written:
-    """Write an extended checkpoint of safetensors out of a GGUF file, its tokenizer included."""
+    """Write a checkpoint of safetensors out of a GGUF file, its tokenizer included, extended if there is a method."""
     _refuse_destination(source, destination)
     if link:
         raise InvalidParameterError(f"link: the weights in {source} are written anew. Leave link out.")
-    model = load(source, method, dtype=torch.bfloat16, **arguments)
+    if method is None:
+        model: Any = load_saved(source, plain_class=AutoModelForCausalLM, dtype=torch.bfloat16)
+    else:
+        model = load(source, method, dtype=torch.bfloat16, **arguments)
     if chosen is not None:
         model.config.ctxext = model.config.ctxext | {"chosen": chosen}
-    save(model, destination, tokenizer=read_tokenizer(source.parent, gguf_file=source.name), results=results)
-    description = describe_saved(model.config.ctxext, model.config.model_type)
-    return Written(directory=destination, description=description, linked=0, cloned=0, copied=0, unpacked=True)
+    tokenizer = read_tokenizer(source.parent, gguf_file=source.name)
+    if method is None:
+        with whole_files(destination, last=["config.json"]) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    else:
+        save(model, destination, tokenizer=tokenizer, results=results)
+    return Written(directory=destination, description=describe(model), linked=0, cloned=0, copied=0, unpacked=True)
 
 
 def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:

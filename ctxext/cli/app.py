@@ -15,6 +15,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn
 from typer import Argument, Option
 
+from ctxext.cli.ask import ask
 from ctxext.cli.check import check
 from ctxext.cli.choose import choose
 from ctxext.cli.eval import eval_app
@@ -27,7 +28,6 @@ from ctxext.cli.options import (
     ExtensionOptions,
     Json,
     Markdown,
-    NewExtensionOptions,
     StrictCommand,
     Trained,
     Trust,
@@ -36,6 +36,7 @@ from ctxext.cli.options import (
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
+from ctxext.errors import InvalidParameterError
 from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import runtime_names
 
@@ -133,21 +134,26 @@ def inspect(
 def patch(
     *,
     source: Annotated[
-        Path, Argument(help="A directory with safetensors weights, a name on the hub, or a .gguf file.", metavar="SRC")
+        Path,
+        Argument(help="A directory with safetensors weights, a .gguf file, a name on the hub, or demo.", metavar="SRC"),
     ],
     destination: Annotated[Path, Argument(help="The directory to write, which must not exist yet.", metavar="DST")],
-    extension: NewExtensionOptions,
+    extension: ExtensionOptions,
     copy: CopyOptions,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Write an extended copy of a checkpoint: a new config, and the same weights.
 
-    The weights are never loaded, except those of a GGUF file, which are dequantised to bfloat16. DST appears whole at
-    the end, or not at all.
+    The weights are never loaded, except those of a GGUF file, which are dequantised to bfloat16; without --method it
+    becomes a plain checkpoint. DST appears whole at the end, or not at all.
 
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
+    extension.require_method()
+    if extension.method is None and source.suffix != ".gguf":
+        raise InvalidParameterError("Give --method; `ctxext methods` lists them. Only a .gguf file is copied plain.")
+
     from ctxext.checkpoints.write import patch_checkpoint
     from ctxext.cli.show import show_written
 
@@ -211,6 +217,7 @@ app.command(cls=StrictCommand)(plan)
 app.command(cls=StrictCommand)(choose)
 app.command(cls=StrictCommand)(heads)
 app.command(cls=StrictCommand)(show)
+app.command(cls=StrictCommand)(ask)
 app.command(cls=StrictCommand)(serve)
 app.command(cls=StrictCommand)(check)
 

@@ -25,7 +25,7 @@ from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
-from ctxext.files import parse_json
+from ctxext.files import package_folders, parse_json
 from ctxext.measuring.checkpoint import Checkpoint, checked_device
 from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
@@ -39,7 +39,7 @@ from ctxext.methods import saved_class
 from ctxext.progress import StageBar, status, terminal
 from ctxext.quantities import duration
 from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind
-from ctxext.texts.documents import Document, package_folders, read_documents
+from ctxext.texts.documents import Document, read_documents
 
 METHODS = ("self_extend", "yarn")
 FIGURE, DATA, TABLE, UNFINISHED = "demo.png", "result.json", "table.md", "unfinished"

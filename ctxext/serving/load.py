@@ -58,9 +58,7 @@ def load_served(
     checkpoint = load_checkpoint(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     model: Any = checkpoint.model
     if method is not None:
-        if patched_state(base_model(model)) is not None:
-            unpatch(model)
-        patch(model, method, **extension)
+        extend_loaded(model, method, **extension)
     notes = _kept_for_a_request(model)
     description = describe(model)
     factor = None
@@ -77,6 +75,17 @@ def load_served(
         "stored_dtype": checkpoint.stored,
     }
     return Served(name or source or checkpoint.name, checkpoint, description.target_length, facts, notes)
+
+
+def extend_loaded(model: Any, method: str | Method, **extension: Any) -> None:
+    """Extend a loaded model; the method takes the place of an extension that was saved.
+
+    Raises:
+        CtxextError: as ``ctxext.patch``.
+    """
+    if patched_state(base_model(model)) is not None:
+        unpatch(model)
+    patch(model, method, **extension)
 
 
 def _kept_for_a_request(model: Any) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import re
@@ -25,7 +24,7 @@ from ctxext.errors import (
     require_package,
     unwritable,
 )
-from ctxext.files import parse_json
+from ctxext.files import package_folders, parse_json
 from ctxext.texts.conversations import checked_messages, parsed
 from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder
 from ctxext.texts.pdf import is_pdf, pdf_text
@@ -101,12 +100,6 @@ def installed_texts() -> list[Path]:
         require_package(TEXT_PACKAGE, "demo", "Give your own text with --text; the default one needs")
         raise InvalidParameterError(f"The package {TEXT_PACKAGE} holds no plays. Give your own text with --text.")
     return plays
-
-
-def package_folders(package: str) -> list[Path]:
-    """Return the folders of an installed package, without importing it."""
-    spec = importlib.util.find_spec(package)
-    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
 
 
 def _read(source: str, split: str | None, column: str | None) -> Iterator[Document]:

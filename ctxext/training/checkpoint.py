@@ -15,11 +15,12 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
+from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core import patching
 from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
-from ctxext.measuring.checkpoint import Checkpoint, default_checkpoint, load_checkpoint
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings

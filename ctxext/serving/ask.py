@@ -1,0 +1,191 @@
+"""Answer questions about a text that the model reads once."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from ctxext.core.patching import describe, patch
+from ctxext.core.subject import cache_argument
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.recommended import RECOMMENDED
+
+ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
+CHUNK = 1024  # tokens of a text read at a time
+MOST = 4  # times the trained length that is extended without being told to: further was not measured
+
+
+def prompt_of(tokenizer: Any, text: str, question: str) -> list[int]:
+    """Return the tokens of a prompt: the text, then the question, in the chat template where there is one."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer(f"{text}\n\nQuestion: {question}\nAnswer:")["input_ids"])
+    said = [{"role": "user", "content": f"{text}\n\nAnswer from the text above: {question}"}]
+    return list(tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+
+
+@dataclass
+class ReadText:
+    """A text that stands in front of each question, and the model's cache of it.
+
+    Args:
+        questions: Questions that are known already; others may be asked too.
+        new: Tokens of an answer, at most, above 0.
+    """
+
+    model: Any
+    tokenizer: Any
+    text: str
+    questions: Sequence[str] = ()
+    new: int = ANSWER
+    cache: Any = field(default=None, init=False)
+    cached: list[int] = field(default_factory=list, init=False)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the model reads as intended; None where its config does not say."""
+        description = describe(self.model)
+        return description.target_length or description.trained_length
+
+    @property
+    def needed(self) -> int:
+        """Tokens of the text, the longest question and an answer."""
+        longest = max((len(self._prompt(question)) for question in self.questions), default=0)
+        return (longest or len(self._prompt("")) + QUESTION) + self.new
+
+    @property
+    def ids(self) -> list[int]:
+        """Tokens that begin the prompt of every question."""
+        first, second = (self._prompt(question) for question in ("a", "1"))
+        same = takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
+        return [token for token, _ in same][:-2]  # those at the end may join a question's
+
+    def extend(self) -> None:
+        """Extend a plain model by the method that is recommended without training, as far as the text needs it.
+
+        Raises:
+            IncompatibleError: no such method applies to the model.
+        """
+        trained = describe(self.model).trained_length
+        if trained is None or self.needed <= trained or describe(self.model).method is not None:
+            return
+        refusal: IncompatibleError | None = None
+        for method in (recommended.methods[0] for recommended in RECOMMENDED if not recommended.trains):
+            try:
+                patch(self.model, method, factor=min(MOST, math.ceil(self.needed / trained)))
+                return
+            except IncompatibleError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def cut(self) -> int:
+        """Leave out the beginning of a text that exceeds the window; return the number of tokens left out."""
+        over = 0 if self.window is None else self.needed - self.window
+        if over <= 0:
+            return 0
+        places = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if over >= len(places):
+            raise InvalidParameterError(f"The window of {self.window:,} tokens leaves no room for a text.")
+        self.text = self.text[places[over][0] :]
+        return over + self.cut()  # tokens at the cut may join otherwise
+
+    def read(self, progress: Callable[[int], object] = lambda _: None) -> None:
+        """Fill the cache with the text; ``progress`` is called with the number of tokens of each chunk.
+
+        Raises:
+            InvalidParameterError: text, question and answer exceed the window.
+        """
+        if self.window is not None and self.needed > self.window:
+            raise InvalidParameterError(
+                f"Text, question and answer take {self.needed:,} tokens, and the model's window has {self.window:,}. "
+                f"Raise the factor, or cut the text."
+            )
+
+        def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
+            progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
+
+        cache, ids = self._empty(), self.ids
+        hook = self.model.register_forward_hook(advance, with_kwargs=True)
+        try:
+            self._written(ids, cache, 1)  # whose one token is not cached
+        finally:
+            hook.remove()
+        self.cache, self.cached = cache, ids
+
+    def answer(self, question: str, streamer: BaseStreamer | None = None) -> str:
+        """Return the greedy answer to a question, as ``model.generate`` gives it for the whole prompt.
+
+        Args:
+            streamer: Receiver of the answer's tokens while they are generated.
+
+        Raises:
+            InvalidParameterError: text, question and answer exceed the window.
+        """
+        self.questions = [*self.questions, question]
+        if self.cache is None:
+            self.read()
+        prompt = self._prompt(question)
+        holds = prompt[: len(self.cached)] == self.cached
+        cache = copy.deepcopy(self.cache) if holds else self._empty()
+        written = self._written(prompt, cache, self.new, streamer)
+        return str(self.tokenizer.decode(written[len(prompt) :], skip_special_tokens=True)).strip()
+
+    def _empty(self) -> Any:
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+
+    def _written(self, ids: list[int], cache: Any, new: int, streamer: BaseStreamer | None = None) -> Tensor:
+        """Return tokens, and those that the model writes after them."""
+        tokens = torch.tensor([ids], device=self.model.device)
+        given = {cache_argument(self.model) or "past_key_values": cache}
+        written: Tensor = self.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=new,
+            do_sample=False,
+            prefill_chunk_size=CHUNK,
+            streamer=streamer,
+            **given,
+        )
+        return written[0]
+
+    def _prompt(self, question: str) -> list[int]:
+        return prompt_of(self.tokenizer, self.text, question)
+
+
+def ask(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: str | Sequence[str],
+    questions: str | Sequence[str],
+    *,
+    max_new_tokens: int = ANSWER,
+) -> list[str]:
+    """Answer questions about texts, which the model reads once.
+
+    The texts stand in front of each question, inside the tokenizer's chat template where it has one. Extend the model
+    first (``ctxext.patch``) where they are longer than its trained length.
+
+    Args:
+        model: Causal language model, extended or not.
+        texts: One text, or several, which are read in this order with an empty line between them.
+        questions: One question, or several, each answered by itself.
+        max_new_tokens: Tokens of an answer, at most, above 0.
+
+    Returns:
+        The greedy answer to each question, as ``model.generate`` gives it for the whole prompt.
+
+    Raises:
+        InvalidParameterError: text, question and answer exceed the model's window.
+    """
+    texts, questions = ([given] if isinstance(given, str) else list(given) for given in (texts, questions))
+    text = ReadText(model, tokenizer, "\n\n".join(texts), questions, max_new_tokens)
+    return [text.answer(question) for question in questions]

@@ -1,0 +1,138 @@
+"""Questions about a text: the text is read once, and each answer is that of ``generate`` on the whole prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from typer.testing import Result
+
+import ctxext
+from ctxext.errors import InvalidParameterError
+from ctxext.serving.ask import ReadText, prompt_of
+from tests._models import byte_model, trained_for
+
+Cli = Callable[..., Result]
+QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
+TEXT = "The ship came in at dawn with Ada on board. " * 5
+TRAINED, NEW = 64, 6
+
+
+def model(method: str | None = None, *, factor: float = 8, **parameters: Any) -> Any:
+    """A model of bytes, trained for 64 tokens, and extended."""
+    made = trained_for(byte_model(), TRAINED)
+    return made if method is None else ctxext.patch(made, method, factor=factor, **parameters)
+
+
+def whole(answering: Any, tokenizer: Any, text: str, question: str) -> str:
+    """The answer to a prompt that is read in one call."""
+    prompt = torch.tensor([prompt_of(tokenizer, text, question)])
+    written = answering.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+    return str(tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
+
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("yarn", {}),
+    ("self_extend", {}),
+    ("retrieval_heads", {"heads": [0, 3]}),
+    ("streaming", {}),
+    ("dynamic_ntk", {"growth": "doubling"}),
+    ("dynamic_yarn", {"growth": "request"}),
+]
+
+
+@pytest.mark.parametrize(("method", "parameters"), METHODS, ids=[method for method, _ in METHODS])
+def test_each_answer_is_that_of_the_whole_prompt(
+    method: str, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctxext.serving.ask.CHUNK", 16)
+    extended = model(method, **parameters)
+    answers = ctxext.ask(extended, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW)
+    assert answers == [whole(extended, tokenizer, TEXT, question) for question in QUESTIONS]
+
+
+def test_the_text_is_read_once_and_in_chunks(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctxext.serving.ask.CHUNK", 64)
+    text, chunks = ReadText(model("yarn"), tokenizer, TEXT, QUESTIONS, NEW), list[int]()
+    text.read(chunks.append)
+    assert chunks == [64, 64, 64, len(text.ids) - 192]
+    widths: list[int] = []
+    text.model.register_forward_hook(
+        lambda _, given, named, __: widths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    for question in QUESTIONS:
+        text.answer(question)
+    assert sum(widths) < 2 * (len(max(QUESTIONS, key=len)) + 40)
+
+
+def test_a_question_that_joins_the_text_is_read_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Where a tokenizer gives other tokens before the question, nothing of the cache is used."""
+    text = ReadText(model("yarn"), tokenizer, TEXT, (), NEW)
+    text.read()
+    text.text = TEXT.lower()
+    assert text.answer(QUESTIONS[0]) == whole(text.model, tokenizer, TEXT.lower(), QUESTIONS[0])
+
+
+def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+    extended = model("yarn")
+    with pytest.raises(InvalidParameterError, match="the model's window has 512"):
+        ctxext.ask(extended, tokenizer, [TEXT, TEXT, TEXT], QUESTIONS, max_new_tokens=NEW)
+    text = ReadText(extended, tokenizer, 3 * TEXT, QUESTIONS, NEW)
+    over = text.needed - 512
+    assert text.cut() == over > 0
+    assert text.text == (3 * TEXT)[over:]
+    assert text.needed == 512
+    with pytest.raises(InvalidParameterError, match="no room for a text"):
+        ReadText(extended, tokenizer, "short", QUESTIONS, 500).cut()
+
+
+@pytest.mark.parametrize(("length", "factor"), [(10, None), (120, 3), (1000, 4), (70, 2)])
+def test_a_plain_model_is_extended_as_far_as_the_text_needs(
+    length: int, factor: int | None, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    text = ReadText(model(), tokenizer, "a" * length, ["Who?"], 10)
+    text.extend()
+    description = ctxext.describe(text.model)
+    assert (description.method or {}).get("method") == (None if factor is None else "self_extend")
+    assert text.window == TRAINED * (factor or 1)
+
+
+def test_at_the_command_line(cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    place, folder = tmp_path / "model", tmp_path / "texts"
+    for part in (model(), tokenizer):
+        part.save_pretrained(place)
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text(TEXT[:50])
+    given = ["ask", place, "-t", folder, QUESTIONS[0], "-q", QUESTIONS[1], "--tokens", NEW, "--dtype", "fp32"]
+    found = cli(*given, "--json")
+    assert found.exit_code == 0, found.stderr
+    read = f"# a\n\n{TEXT[:50]}\n\n# b\n\n{TEXT[:50]}"
+    extended = model("self_extend", factor=3)
+    expected = [whole(extended, tokenizer, read, question) for question in QUESTIONS]
+    assert [json.loads(line) for line in found.stdout.splitlines()] == [
+        {"question": question, "answer": answer} for question, answer in zip(QUESTIONS, expected, strict=True)
+    ]
+    assert f"self_extend, reads {len(prompt_of(tokenizer, read, QUESTIONS[1]))} of 192 tokens" in found.stderr
+    assert "finds what is written, and understands little" in found.stderr
+
+
+def test_questions_are_typed_where_none_is_given(
+    cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in (model(), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("x" * 400)
+    typed = iter([*QUESTIONS, ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    told = cli("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8)
+    assert told.exit_code == 0, told.stderr
+    assert "of the text are left out: they exceed the window" in told.stderr
+    assert len(told.stdout.splitlines()) >= 2
