@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import Argument
 
-from ctxext.cli.options import Checkpoint, Column, Dtype, ExtensionOptions, Json, Split, Trust, grouped, option
+from ctxext.cli.options import Column, ExtensionOptions, Json, SourceOptions, Split, grouped, option
 from ctxext.errors import InvalidParameterError
 from ctxext.progress import StageBar, status, terminal
 
@@ -29,27 +29,22 @@ class AskOptions:
         "-t",
         default=...,
     )
-    more: list[str] | None = option(
-        "Another question about the same text. Repeatable.", "--question", "-q", show_default="none"
-    )
+    more: list[str] | None = option("Another question. Repeatable.", "--question", "-q", show_default="none")
     tokens: int = option("Tokens of an answer, at most.", default=256, min=1)
     split: Split = None
     column: Column = None
-    dtype: Dtype = option("auto is bf16 where it is safe.", default="auto")
-    device: str | None = option("cpu, cuda, cuda:1, ...; default cuda if there is one.")
 
 
 @grouped
 def ask(
-    checkpoint: Checkpoint,
-    question: Annotated[str | None, Argument(help="What to ask.", show_default="questions that you type")] = None,
     *,
+    source: SourceOptions,
+    question: Annotated[str | None, Argument(help="What to ask.", show_default="questions that you type")] = None,
     asked: AskOptions,
     extension: ExtensionOptions,
-    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Answer questions about a text that is longer than the model's window. The text is read once.
+    """Answer questions about a text that may be longer than the model's window. The text is read once.
 
     Without --method a plain model is extended as far as the text needs, up to four times its trained length, by the
     method that `ctxext inspect` recommends without training. The beginning of a longer text is left out.
@@ -69,31 +64,30 @@ def ask(
     from ctxext.serving.load import extend_loaded
     from ctxext.texts.documents import read_documents
 
-    notes = terminal(stderr=True)
+    notes = terminal(stderr=True, soft_wrap=True)
     documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
     together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
     with status(notes, "Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, dtype=asked.dtype, device=asked.device, trust_remote_code=trust)
-    text = ReadText(loaded.model, loaded.tokenizer, together, tuple(questions), asked.tokens)
+        loaded = load_checkpoint(source.checkpoint, **source.loading)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    text = ReadText(model, tokenizer, together, questions, asked.tokens)
     if extension.method is not None:
-        extend_loaded(loaded.model, **extension.arguments())
+        extend_loaded(model, **extension.arguments())
     else:
         text.extend()
-    left_out = text.cut()
-    description, size = describe(loaded.model), sum(weight.numel() for weight in loaded.model.parameters())
-    method = (description.method or {}).get("method", "not extended")
-    notes.print(f"{loaded.name}, {method}, reads {text.needed - text.new:,} of {text.window or 0:,} tokens.")
+    left_out, tokens = text.cut(), len(text.shared)
+    method = (describe(model).method or {}).get("method", "not extended")
+    notes.print(f"{loaded.name}, {method}, reads {text.needed - text.new:,} of {text.window:,} tokens.")
     if left_out:
         notes.print(f"The first {left_out:,} tokens of the text are left out: they exceed the window.", style="yellow")
-    if size < SMALL:
+    if (size := sum(weight.numel() for weight in model.parameters())) < SMALL:
         notes.print(f"A model of {size / 1e6:.0f}M parameters finds what is written, and understands little.")
-    tokens = len(text.ids)
     with StageBar(notes, float(tokens)) as bar:
         text.read(lambda read: bar(f"reading {tokens:,} tokens", float(read)))
     for one in questions or typed():
-        if not as_json and len(questions) > 1:
+        if len(questions) > 1 and not as_json:
             notes.print(f"\n{one}", style="bold")
-        streamer = None if as_json else TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         answer = text.answer(one, streamer)
         if as_json:
             typer.echo(json.dumps({"question": one, "answer": answer}))

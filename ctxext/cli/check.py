@@ -67,13 +67,7 @@ def check(
     from ctxext.serving.load import load_served
 
     client = Client(asked.url, asked.api_key, asked.name)
-    served = load_served(
-        source.checkpoint,
-        dtype=source.dtype,
-        device=source.device,
-        trust_remote_code=source.trust,
-        **extension.arguments(),
-    )
+    served = load_served(source.checkpoint, **source.loading, **extension.arguments())
     window = describe(served.checkpoint.model).target_length or asked.length
     tokens = min(window, asked.length)
     ids = text.read(served.checkpoint, tokens=tokens).documents[0].input_ids

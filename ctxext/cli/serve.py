@@ -50,14 +50,7 @@ def serve(
     from ctxext.serving.server import serve as answer
 
     listening = bound(server.host, server.port)
-    served = load_served(
-        source.checkpoint,
-        name=server.name,
-        dtype=source.dtype,
-        device=source.device,
-        trust_remote_code=source.trust,
-        **extension.arguments(),
-    )
+    served = load_served(source.checkpoint, name=server.name, **source.loading, **extension.arguments())
     app = application(
         served,
         key=server.api_key,

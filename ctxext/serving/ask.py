@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from ctxext.core.patching import describe, patch
 from ctxext.core.subject import cache_argument
@@ -21,7 +21,7 @@ from ctxext.recommended import RECOMMENDED
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
 CHUNK = 1024  # tokens of a text read at a time
-MOST = 4  # times the trained length that is extended without being told to: further was not measured
+MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
 
 
 def prompt_of(tokenizer: Any, text: str, question: str) -> list[int]:
@@ -34,10 +34,10 @@ def prompt_of(tokenizer: Any, text: str, question: str) -> list[int]:
 
 @dataclass
 class ReadText:
-    """A text that stands in front of each question, and the model's cache of it.
+    """A text that comes before each question, and the model's cache of it.
 
     Args:
-        questions: Questions that are known already; others may be asked too.
+        questions: Questions that are known already; others may follow.
         new: Tokens of an answer, at most, above 0.
     """
 
@@ -46,50 +46,52 @@ class ReadText:
     text: str
     questions: Sequence[str] = ()
     new: int = ANSWER
-    cache: Any = field(default=None, init=False)
-    cached: list[int] = field(default_factory=list, init=False)
+    _cache: Any = field(default=None, init=False)
+    _cached: list[int] = field(default_factory=list, init=False)
 
     @property
-    def window(self) -> int | None:
-        """Tokens that the model reads as intended; None where its config does not say."""
+    def window(self) -> int:
+        """Tokens that the model reads as intended; the largest number where its config does not say."""
         description = describe(self.model)
-        return description.target_length or description.trained_length
+        return description.target_length or description.trained_length or sys.maxsize
 
     @property
     def needed(self) -> int:
         """Tokens of the text, the longest question and an answer."""
-        longest = max((len(self._prompt(question)) for question in self.questions), default=0)
-        return (longest or len(self._prompt("")) + QUESTION) + self.new
+        longest = max((len(prompt_of(self.tokenizer, self.text, one)) for one in self.questions), default=0)
+        return (longest or len(self.shared) + QUESTION) + self.new
 
     @property
-    def ids(self) -> list[int]:
+    def shared(self) -> list[int]:
         """Tokens that begin the prompt of every question."""
-        first, second = (self._prompt(question) for question in ("a", "1"))
+        first, second = (prompt_of(self.tokenizer, self.text, question) for question in ("a", "1"))
         same = takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
         return [token for token, _ in same][:-2]  # those at the end may join a question's
 
     def extend(self) -> None:
-        """Extend a plain model by the method that is recommended without training, as far as the text needs it.
+        """Extend a plain model as far as the text needs, by the method that is recommended without training.
 
         Raises:
             IncompatibleError: no such method applies to the model.
         """
-        trained = describe(self.model).trained_length
-        if trained is None or self.needed <= trained or describe(self.model).method is not None:
+        if self.needed <= self.window or describe(self.model).method is not None:
             return
-        refusal: IncompatibleError | None = None
-        for method in (recommended.methods[0] for recommended in RECOMMENDED if not recommended.trains):
+        methods = [recommended.methods[0] for recommended in RECOMMENDED if not recommended.trains]
+        for method in methods:
             try:
-                patch(self.model, method, factor=min(MOST, math.ceil(self.needed / trained)))
+                patch(self.model, method, factor=min(MOST, math.ceil(self.needed / self.window)))
                 return
-            except IncompatibleError as error:
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+            except IncompatibleError:
+                if method == methods[-1]:
+                    raise
 
     def cut(self) -> int:
-        """Leave out the beginning of a text that exceeds the window; return the number of tokens left out."""
-        over = 0 if self.window is None else self.needed - self.window
+        """Leave out the beginning of a text that exceeds the window; return the number of tokens left out.
+
+        Raises:
+            InvalidParameterError: nothing of the text would be left.
+        """
+        over = self.needed - self.window
         if over <= 0:
             return 0
         places = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -104,7 +106,7 @@ class ReadText:
         Raises:
             InvalidParameterError: text, question and answer exceed the window.
         """
-        if self.window is not None and self.needed > self.window:
+        if self.needed > self.window:
             raise InvalidParameterError(
                 f"Text, question and answer take {self.needed:,} tokens, and the model's window has {self.window:,}. "
                 f"Raise the factor, or cut the text."
@@ -113,52 +115,41 @@ class ReadText:
         def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
             progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
 
-        cache, ids = self._empty(), self.ids
+        cache, self._cached = self._empty(), self.shared
         hook = self.model.register_forward_hook(advance, with_kwargs=True)
         try:
-            self._written(ids, cache, 1)  # whose one token is not cached
+            self._write(self._cached, cache, 1)  # one token, which is not cached
         finally:
             hook.remove()
-        self.cache, self.cached = cache, ids
+        self._cache = cache
 
-    def answer(self, question: str, streamer: BaseStreamer | None = None) -> str:
+    def answer(self, question: str, streamer: Any = None) -> str:
         """Return the greedy answer to a question, as ``model.generate`` gives it for the whole prompt.
 
         Args:
-            streamer: Receiver of the answer's tokens while they are generated.
+            streamer: Streamer of transformers, which receives the answer's tokens as they are generated.
 
         Raises:
             InvalidParameterError: text, question and answer exceed the window.
         """
         self.questions = [*self.questions, question]
-        if self.cache is None:
+        if self._cache is None:
             self.read()
-        prompt = self._prompt(question)
-        holds = prompt[: len(self.cached)] == self.cached
-        cache = copy.deepcopy(self.cache) if holds else self._empty()
-        written = self._written(prompt, cache, self.new, streamer)
-        return str(self.tokenizer.decode(written[len(prompt) :], skip_special_tokens=True)).strip()
+        prompt = prompt_of(self.tokenizer, self.text, question)
+        holds = prompt[: len(self._cached)] == self._cached
+        written = self._write(prompt, copy.deepcopy(self._cache) if holds else self._empty(), self.new, streamer)
+        return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
 
     def _empty(self) -> Any:
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
-    def _written(self, ids: list[int], cache: Any, new: int, streamer: BaseStreamer | None = None) -> Tensor:
-        """Return tokens, and those that the model writes after them."""
-        tokens = torch.tensor([ids], device=self.model.device)
-        given = {cache_argument(self.model) or "past_key_values": cache}
-        written: Tensor = self.model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=new,
-            do_sample=False,
-            prefill_chunk_size=CHUNK,
-            streamer=streamer,
-            **given,
-        )
-        return written[0]
-
-    def _prompt(self, question: str) -> list[int]:
-        return prompt_of(self.tokenizer, self.text, question)
+    def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
+        """Return the tokens that the model writes after a prompt, of which the cache may hold the beginning."""
+        tokens = torch.tensor([prompt], device=self.model.device)
+        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
+        given |= {cache_argument(self.model) or "past_key_values": cache}
+        written = self.model.generate(**given, max_new_tokens=new, do_sample=False, prefill_chunk_size=CHUNK)
+        return list(written[0, len(prompt) :].tolist())
 
 
 def ask(
@@ -171,7 +162,7 @@ def ask(
 ) -> list[str]:
     """Answer questions about texts, which the model reads once.
 
-    The texts stand in front of each question, inside the tokenizer's chat template where it has one. Extend the model
+    The texts come before each question, inside the tokenizer's chat template where it has one. Extend the model
     first (``ctxext.patch``) where they are longer than its trained length.
 
     Args:

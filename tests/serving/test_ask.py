@@ -62,7 +62,7 @@ def test_the_text_is_read_once_and_in_chunks(
     monkeypatch.setattr("ctxext.serving.ask.CHUNK", 64)
     text, chunks = ReadText(model("yarn"), tokenizer, TEXT, QUESTIONS, NEW), list[int]()
     text.read(chunks.append)
-    assert chunks == [64, 64, 64, len(text.ids) - 192]
+    assert chunks == [64, 64, 64, len(text.shared) - 192]
     widths: list[int] = []
     text.model.register_forward_hook(
         lambda _, given, named, __: widths.append(named["input_ids"].shape[1]), with_kwargs=True

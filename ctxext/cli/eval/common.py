@@ -77,10 +77,9 @@ class Session:
 
     def load(self, name: str | None) -> Any:
         """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""
-        source = self._source
-        device = source.device or self.group.device
+        loading = self._source.loading
         with self.console.status("Loading the checkpoint ..."):
-            return self._load(name, dtype=source.dtype, device=device, trust_remote_code=source.trust)
+            return self._load(name, **loading | {"device": loading["device"] or self.group.device})
 
     def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
         """Print what is about to be measured: the checkpoint, its trained length in tokens, and what happens to it."""
