@@ -151,7 +151,8 @@ def show_repeats(repeats: Sequence[Repeats], checkpoint: str, texts: Sequence[st
         told = f"{expected} nats per token, {' to '.join(between)} for 95 % of texts"
         console.print(f"  predicted at twice the window: {told}", style="dim", soft_wrap=True)
     if fitting := len(repeats) - len(longer):
-        console.print(f"Within the window, where a longer one has nothing to offer: {fitting} of {len(repeats)} texts.")
+        costs = "Within the window, where a longer one has nothing to offer and static scaling costs quality"
+        console.print(f"{costs}: {fitting} of {len(repeats)} texts.", soft_wrap=True)
     if longer:
         files = [word for text in texts for word in ("--text", text)]
         console.print(GUIDE)
