@@ -17,7 +17,7 @@ from ctxext.methods.pi import PI
 from ctxext.spec import RopeSpec
 from scripts import golden_numbers
 from tests._famous import famous_checkpoint
-from tests._models import tiny
+from tests._models import RECENT, tiny
 from tests._programs import command
 
 GOLDEN = json.loads(golden_numbers.FILE.read_text(encoding="utf-8"))
@@ -43,6 +43,7 @@ def method_of(case: dict[str, Any]) -> Any:
     return method.from_dict(case["parameters"])
 
 
+@pytest.mark.skipif(not RECENT, reason="older functions read other fields of a config")
 def test_the_file_is_what_the_installed_transformers_computes() -> None:
     made = golden_numbers.contents()
     for part in ("version", "fields", "methods", "configs"):
@@ -96,7 +97,7 @@ def test_show_prints_the_same(name: str, method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["yarn", "pi", "ntk", "abf", "llama3", "longrope", "ntk_by_parts"])
 def test_a_trainer_that_writes_its_length_into_the_config_changes_no_stock_form(method: str) -> None:
     """torchtitan's backend does so; pytorch/torchtitan#4117 was this mistake in its own models."""
-    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if method == "longrope" else {}
+    factors: dict[str, Any] = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if method == "longrope" else {}
     config = ctxext.patch(tiny("llama"), method, factor=4, **factors).config
     before = LlamaRotaryEmbedding(config)
     config.max_position_embeddings = 16
