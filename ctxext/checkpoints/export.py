@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
+from ctxext.core.drafts import about_drafts, draft_heads
 from ctxext.core.saved import (
     GUARDED_FIELD,
     already_extended,
@@ -35,6 +37,7 @@ from ctxext.rope_types import GUARD
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
 from ctxext.runtimes.llama_cpp import architecture_of, in_file
+from ctxext.spec import ExtensionArguments
 
 
 def export(
@@ -51,7 +54,8 @@ def export(
 
     Call it before deploying: runtimes disagree on rope scaling, and none of them warns when it computes something else.
     ``exact`` is claimed only for runtimes and versions that were run, or whose code was read. No weights are loaded and
-    nothing is started; a file is written only with ``gguf``.
+    nothing is started; a file is written only with ``gguf``. Where the runtime has no such flags, or they would leave
+    draft heads (MTP) behind, the command first writes an extended copy, and the flags are for that copy.
 
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (treated as if saved by ``ctxext.save``). With
@@ -89,8 +93,10 @@ def export(
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
     place = "CHECKPOINT" if isinstance(checkpoint, nn.Module) else os.fspath(checkpoint)
     if gguf is None:
-        made = export_config(config, to=to, served=served, trust_remote_code=trust_remote_code, guarded=guarded)
-        return with_start(made, place)
+        known = {"to": to, "trust_remote_code": trust_remote_code}
+        if served is None:
+            return with_start(export_config(config, guarded=guarded, **known), place)
+        return _of_original(config, served, place, _patch_command(place, method, trust_remote_code, arguments), **known)
     extended = _extension_of(config, served, trust_remote_code)
     saved = saved_extension(config, f"this {config.model_type}")
     plain = served or (config if saved is None else plain_config(config, saved))
@@ -105,6 +111,29 @@ def with_start(made: Export, checkpoint: str) -> Export:
     file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
     runtime = RUNTIMES[made.target]
     return replace(made, start=(*made.start, checkpoint) if made.start else runtime.start(checkpoint, file))
+
+
+def _of_original(config: Any, served: Any, place: str, first: tuple[str, ...], **known: Any) -> Export:
+    """Export a checkpoint that is not extended yet: by flags, or by a copy where flags leave something behind."""
+    runtime = RUNTIMES[known["to"]]
+    flags = None if runtime.needs_copy(config) else with_start(export_config(config, served=served, **known), place)
+    if flags is not None and not (runtime.drafts_missed and draft_heads(config)):
+        return flags
+    made = with_start(export_config(config, checked=True, **known), "NEW")
+    notes = made.notes if flags is None else (*made.notes, f"{flags.notes[-1]} Without drafts: {flags.command}")
+    return replace(made, first=first, notes=notes)
+
+
+def _patch_command(place: str, method: Any, trust_remote_code: bool, arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Return the command that writes what ``export`` was given as an extended checkpoint."""
+    given = {"method": method} | arguments if isinstance(method, str) else method.to_dict()
+    options = {field.name for field in fields(ExtensionArguments)}
+    words = ["ctxext", "patch", place, "NEW"] + ["--trust-remote-code"] * trust_remote_code
+    for name, value in given.items():
+        said = value if isinstance(value, str) else json.dumps(value)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", said] if name in options else ["-p", f"{name}={said}"]
+    return tuple(words)
 
 
 def _read(
@@ -175,7 +204,9 @@ def export_config(
     extension = read_extended(config, served) if checked else _extension_of(config, served, trust_remote_code)
     exported = RUNTIMES[to].export(replace(extension, guarded=guarded))
     obeyed = tuple(str(field) for field in foreign_fields(config) if to in field.programs)
-    return replace(exported, exact=False, notes=(*exported.notes, *obeyed)) if obeyed else exported
+    missed = RUNTIMES[to].drafts_missed if exported.by_flag.keys() - {RUNTIMES[to].length_flag} else ""
+    drafts = about_drafts(config, missed or RUNTIMES[to].drafts)
+    return replace(exported, exact=exported.exact and not obeyed, notes=(*exported.notes, *obeyed, *drafts))
 
 
 def exports_of(config: Any, place: str, **known: bool) -> dict[str, Export | str]:

@@ -270,6 +270,9 @@ class CopyOptions:
         dir_okay=False,
         show_default="none",
     )
+    draft: Path | None = option(
+        "A draft for SRC (an EAGLE head, a small model), extended to the same length as DST-draft.", show_default="none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

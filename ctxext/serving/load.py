@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctxext.core.drafts import about_drafts
 from ctxext.core.patching import describe, extend, patch, patched_state, unpatch
 from ctxext.core.saved import arguments_of
 from ctxext.core.subject import base_model
@@ -61,7 +62,8 @@ def load_served(
         if patched_state(base_model(model)) is not None:
             unpatch(model)
         patch(model, method, **extension)
-    notes = _kept_for_a_request(model)
+    says = "ctxext serve does not draft with them; each pass gives one token."
+    notes = _kept_for_a_request(model) + about_drafts(model.config, says)
     description = describe(model)
     factor = None
     if description.trained_length and description.target_length:
