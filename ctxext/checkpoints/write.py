@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
@@ -194,6 +195,12 @@ def patch_with_draft(
         own = read_any_config(draft, trust_remote_code=given.get("trust_remote_code", False))
         if stated_length(text_of(own)) == trained_length:  # a scaled config must be told so, too
             same_length["trained_length"] = trained_length
+        classes = own.architectures or ()
+        if classes and not written.description.stock and not any(hasattr(transformers, name) for name in classes):
+            raise IncompatibleError(
+                f"Servers run {', '.join(classes)}, and only ctxext computes this extension. Extend both by a method "
+                f"that config.json expresses, such as yarn."
+            )
         return replace(written, draft=patch_checkpoint(draft, beside, method, **same_length))
     except CtxextError as error:
         raise IncompatibleError(f"{destination} was written, and no draft for it from {draft}. {error}") from error

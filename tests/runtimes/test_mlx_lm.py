@@ -123,8 +123,7 @@ def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: P
     model = tiny_of("llama")
     model.save_pretrained(tmp_path / "plain")
     made = export(tmp_path / "plain", to="mlx-lm", method="yarn", factor=4.0)
-    first = f"ctxext patch {tmp_path / 'plain'} NEW --method yarn --factor 4.0"
-    assert (made.command, made.exact) == (f"{first} && mlx_lm.server --model NEW", True)
+    assert made.command == f"ctxext patch {tmp_path}/plain NEW --method yarn --factor 4.0 && mlx_lm.server --model NEW"
     ctxext.patch(model, "yarn", factor=4.0)
     model.save_pretrained(tmp_path / "stock")
     ctxext.save(model, tmp_path / "saved")

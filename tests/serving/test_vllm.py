@@ -119,7 +119,6 @@ def test_export_says_what_it_takes(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
     made = export(tmp_path, to="vllm", method="self_extend", factor=4.0)
     assert made.command.startswith(f"ctxext patch {tmp_path} NEW --method self_extend --factor 4.0 && python -m vllm.")
-    assert made.command.endswith(f" --model NEW --max-model-len {4 * TRAINED_LENGTH}")
     with pytest.raises(IncompatibleError, match="on a cohere"):
         export_config(extended("cohere"), to="vllm")
 
