@@ -18,7 +18,6 @@ from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
-from ctxext.core.drafts import about_drafts, draft_heads
 from ctxext.core.saved import (
     GUARDED_FIELD,
     already_extended,
@@ -32,6 +31,7 @@ from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import base_model, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
+from ctxext.models.drafts import about_drafts, draft_heads
 from ctxext.models.refusals import building, foreign_fields
 from ctxext.rope_types import GUARD
 from ctxext.runtimes import RUNTIMES

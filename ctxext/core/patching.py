@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
-from ctxext.core.drafts import about_drafts
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import (
@@ -223,9 +222,7 @@ def extend_positions(work: Work) -> None:
         if carried is not None:
             refuse_shrinking(carried, work.method.target_length(known_length))
     request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)
-    extension = architecture.apply(subject, work.method, request, edits)
-    drafts = about_drafts(subject.config, "ctxext leaves them plain. A server extends them by config.json.")
-    work.extension = replace(extension, notes=(*extension.notes, *drafts))
+    work.extension = architecture.apply(subject, work.method, request, edits)
 
 
 def unpatch(model: ModelT) -> ModelT:

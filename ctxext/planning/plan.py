@@ -19,13 +19,13 @@ from ctxext.attention.remap import RemapAttend
 from ctxext.attention.split_heads import SplitAttend
 from ctxext.caches.bounded import Reach
 from ctxext.checkpoints.load import attached, meta_model
-from ctxext.core.drafts import draft_heads
 from ctxext.core.saved import plain_config, saved_extension
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
+from ctxext.models.drafts import draft_heads
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
 from ctxext.training.memory import Memory, layers_of

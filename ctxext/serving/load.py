@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ctxext.core.drafts import about_drafts
 from ctxext.core.patching import describe, extend, patch, patched_state, unpatch
 from ctxext.core.saved import arguments_of
 from ctxext.core.subject import base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.methods import Method
+from ctxext.models.drafts import about_drafts
 from ctxext.spec import ExtensionArguments
 
 

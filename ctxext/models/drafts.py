@@ -8,8 +8,10 @@ Source: the fields that transformers 5.24 and vLLM count (vllm/config/speculativ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import text_of
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -31,3 +33,11 @@ def about_drafts(config: Any, says: str) -> tuple[str, ...]:
     """Return a note about the draft heads of a config; none for a config without them."""
     heads = draft_heads(config)
     return (f"MTP draft heads ({heads}): {says}",) if heads else ()
+
+
+def _note_drafts(work: Work) -> None:
+    notes = about_drafts(work.subject.config, "ctxext leaves them plain. A server extends them by config.json.")
+    work.extension = replace(work.extension, notes=(*work.extension.notes, *notes))
+
+
+register(Step(Moment.MODULES, _note_drafts, applies=lambda work: not work.sides))
