@@ -271,7 +271,7 @@ class CopyOptions:
         show_default="none",
     )
     draft: Path | None = option(
-        "A draft for SRC (an EAGLE head, a small model), extended to the same length as DST-draft.", show_default="none"
+        "A draft for SRC (EAGLE head or small model), extended to the same length into DST-draft.", show_default="none"
     )
 
 
