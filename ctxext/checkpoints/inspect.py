@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ctxext.attention.windows import window_fields, window_note
 from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
-from ctxext.checkpoints.export import exports_of
+from ctxext.checkpoints.export import exports_of, require_consistent
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.core.architecture import trained_length_of
@@ -145,6 +145,7 @@ def inspect_checkpoint(
     given: dict[str, Any] = {"trained_length": known if extended else trained_length}
     if saved is not None:  # the sides of an encoder-decoder have a length each, in their configs
         given = {} if saved_sides(saved) else {name: saved[name] for name in ("trained_length", "scaling")}
+    require_consistent(config, trust_remote_code)
     window, caps = _window(plain.get_text_config(decoder=True), known)
     positions, reason, spec = _positions(Subject.of(model), known or 1)
     verdicts = _verdicts(model, given, spec, caps)
@@ -159,12 +160,7 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=exports_of(
-            config,
-            os.fspath(place),
-            trust_remote_code=trust_remote_code,
-            guarded=keeps_old_readers_out(place, **location),
-        )
+        exports=exports_of(config, os.fspath(place), guarded=keeps_old_readers_out(place, **location))
         if extended
         else None,
         notes=(*_notes(plain, model), *_long_already(plain, known if positions else None, verdicts)),

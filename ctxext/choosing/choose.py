@@ -221,7 +221,7 @@ class PlannedChoice:
                 rope = dict(text_of(config).rope_parameters) if is_plain else None
                 says = config.ctxext["stored_as"] if is_plain else "only with ctxext"
                 runtimes = [RuntimeVerdict(name="transformers", exact=is_plain, says=says)]
-                for runtime, made in exports_of(config, self.checkpoint.name, checked=True).items():
+                for runtime, made in exports_of(config, self.checkpoint.name).items():
                     exact, says = (False, made) if isinstance(made, str) else (made.exact, made.told)
                     runtimes.append(RuntimeVerdict(name=runtime, exact=exact, says=says))
             self._runtimes[name] = tuple(runtimes), rope

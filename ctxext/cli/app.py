@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import json
@@ -148,11 +149,12 @@ def patch(
 
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
-    from ctxext.checkpoints.write import patch_checkpoint
+    from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft
     from ctxext.cli.show import show_written
 
+    write = patch_checkpoint if copy.draft is None else functools.partial(patch_with_draft, draft=copy.draft)
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
-        written = patch_checkpoint(
+        written = write(
             source,
             destination,
             link=copy.link,
