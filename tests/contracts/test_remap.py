@@ -469,7 +469,9 @@ def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> 
     [
         ("falcon", {}, "does not go through transformers' attention interface"),
         ("llama4_text", {}, "belong to its sliding-window layers only"),
-        ("deepseek_v32", {}, "fails on the layout in place of a mask"),
+        ("deepseek_v32", {}, r"computes with the attention mask \(mask\[...\]\), so more than positions"),
+        ("doge", {}, r"computes with the attention mask \(mask.dtype\)"),
+        ("qwen4_exp_text", {}, r"computes with the attention mask \(mask.dtype\)"),
         ("mistral", {"sliding_window": 16}, "sliding_window='lift'"),
         ("cwm", TWO_KINDS | {"sliding_window": 100}, "wider"),
         ("bloom", {}, "has ALiBi, which method 'self_extend' cannot change"),
