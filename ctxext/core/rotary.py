@@ -243,6 +243,11 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
             f"This {text.model_type} mixes sliding-window layers with full ones, and ctxext cannot tell which of them "
             f"rotate: {UNSEEN.format(layers.failure)} If only the windowed layers rotate, an extension does harm."
         )
+    if not layers.failure and not layers.rotating:
+        raise IncompatibleError(
+            f"This {text.model_type} has no positions to extend: it has a rotary module, and none of its layers rotates "
+            f"by it."
+        )
     if layers.rotating and layers.rotating <= layers.windowed and layers.whole_and_unrotated:
         raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
     return places, layers

@@ -92,6 +92,8 @@ KINDS = {
     "ministral": Kind(2, 4, changes=TWO_KINDS),
     "smollm3": Kind(2, 4, changes={"no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4} | FOUR),
     "gpt_oss": Kind(2, 4, dtype=FLOAT, changes=TWO_KINDS),
+    # A rotary module for each base, and one that is not used.
+    "granite_swa": Kind(dtype=FLOAT, changes={"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
     "deepseek_v3": Kind(form=TAIL, dtype=FLOAT),
     "glm4_moe_lite": Kind(form=TAIL, dtype=FLOAT),
     "gemma2": Kind(2, 4, dtype=FLOAT, changes=TWO_KINDS),
