@@ -26,7 +26,7 @@ def _beta_of(text: Any) -> float:
 def _sharpen_once(work: Work) -> None:
     """Leave the temperature to the model where a method would only add its default, and refuse any other."""
     method = work.method
-    if isinstance(method, RemapMethod) and method.temperature != "none" or isinstance(method, DynamicYaRN):
+    if (isinstance(method, RemapMethod) and method.temperature != "none") or isinstance(method, DynamicYaRN):
         way = "dynamic_ntk" if isinstance(method, DynamicYaRN) else "temperature='none'"
         raise IncompatibleError(
             f"Method {method.name!r} sharpens attention as texts grow, and this {work.subject.kind} does so itself "

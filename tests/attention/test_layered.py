@@ -80,6 +80,12 @@ def test_a_model_whose_layers_that_reach_far_have_base_0_is_refused_by_name(thet
             ctxext.patch(model, method, factor=4.0)
 
 
+@pytest.mark.skipif(not RECENT, reason="new in transformers 5.24")
+def test_text_that_does_not_rotate_beside_pictures_that_do_is_refused_by_name() -> None:
+    with pytest.raises(IncompatibleError, match="the part that reads text does not rotate"):
+        ctxext.patch(tiny("glm5_next"), "yarn", factor=4.0)
+
+
 @pytest.mark.parametrize("method", ["pi", "yarn", "ntk_by_parts"])
 def test_a_query_temperature_that_steps_with_length_stays_as_trained(method: str) -> None:
     """Ministral 3 reads its step from the same key in which YaRN stores the trained length."""

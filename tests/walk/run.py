@@ -46,7 +46,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctxext.core.probe import look
 from ctxext.core.subject import Subject
-from tests.walk.check import Finding, Stock, check_model, walked_methods
+from tests.walk.check import Finding, Stock, check_model, is_decoders, walked_methods
 from tests.walk.kinds import OTHER, positions_of
 from tests.walk.pages import coverage as coverage_of
 from tests.walk.pages import pages, summarise, table
@@ -137,9 +137,8 @@ def _in_form(finding: Finding, kind: str) -> Finding:
 
 def _layers(model: PreTrainedModel) -> str:
     """How many of the tiny model's layers rotate, and how many of those see a window only."""
-    text = model.config.get_text_config(decoder=True)
-    paths = [path for path, module in Subject(model).rotaries if module.config is text]
-    if not paths or model.config.is_encoder_decoder:
+    paths = [path for path, module in Subject(model).rotaries if is_decoders(model, module)]
+    if not paths:
         return ""
     seen = look(model, paths)
     if seen.failure:

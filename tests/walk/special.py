@@ -89,7 +89,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "text_config": {"hidden_size": 128},
         "adaptor_config": {"hidden_size": 128, "intermediate_size": 32},
     },
-    "glm5_next": {"text_config": {"qk_rope_head_dim": 0}, "vision_config": _PICTURES},
+    "glm5_next": {
+        "text_config": {"qk_rope_head_dim": 0, "linear_num_heads": 4, "linear_head_dim": 32},
+        "vision_config": _PICTURES,
+    },
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "4/8"},
     "granite_docling": {"text_config": {"hidden_size": 128}, "vision_config": {"out_hidden_size": 128}},
     "granite_speech": {"encoder_config": {"hidden_dim": 128, "dim_head": 32}},
