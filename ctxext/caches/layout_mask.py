@@ -100,7 +100,7 @@ class LayoutMask:
         raise MaskReadError.of(f"mask.{name}")
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, LayoutMask):
+        if other is None or isinstance(other, LayoutMask):
             return self is other
         raise MaskReadError.of("mask == ...")
 

@@ -20,7 +20,9 @@ BETA = "llama_4_scaling_beta"
 
 def _beta_of(text: Any) -> float:
     """Return the growth of a model's own temperature with the logarithm of the position; 0 without one."""
-    return float((getattr(text, "rope_parameters", None) or {}).get(BETA) or 0)
+    rope = getattr(text, "rope_parameters", None)
+    dicts = [rope, *rope.values()] if isinstance(rope, dict) else []
+    return max((float(each.get(BETA) or 0) for each in dicts if isinstance(each, dict)), default=0.0)
 
 
 def _sharpen_once(work: Work) -> None:
