@@ -67,6 +67,9 @@ def walk_safely(model_type: str, methods: list[str] | None = None) -> dict[str, 
         where = f"{Path(place.filename).name}:{place.lineno}"
         reason = f"{type(error).__name__} at {where}: {error}".replace("\n", " ")
         return _line(model_type) | {"outcome": "wrong", "reason": reason}
+    finally:
+        gc.collect()
+        gc.freeze()  # ctxext looks for other holders of a config among all objects, and those of imports hold none
 
 
 def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, Any]:
@@ -183,7 +186,7 @@ def _start_worker() -> None:
     _quiet()
     if os.access(MEMORY, os.W_OK):
         tempfile.tempdir = MEMORY  # each check writes a checkpoint and several configs
-    gc.freeze()  # ctxext looks for other holders of a config among all objects, and those of the imports hold none
+    gc.freeze()
     _stock = Stock().__enter__()
 
 
