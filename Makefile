@@ -28,6 +28,7 @@ test: $(INSTALLED) ## the test suite: CPU, offline (9 minutes on 2 idle cores)
 
 nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m tests.walk.run --jobs 2
 
 docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search needs a server: python -m http.server -d site)
 	$(DOCS)/bin/mkdocs build

@@ -74,6 +74,7 @@ registry.filled_by(
             "attention.encodings",
             "attention.heads",
             "models",
+            "models.temperature",
             "checkpoints.adapters",
             "checkpoints.limits",
         )

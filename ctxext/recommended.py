@@ -65,6 +65,24 @@ RECOMMENDED = (
     ),
 )
 
+LONG = 131_072
+"""Trained length, in tokens, from which most texts fit without an extension."""
+
+# What leaves texts inside the window as they are.
+SPARING = {
+    "self_extend": "self_extend changes no bit inside the window",
+    "dynamic_yarn": "dynamic_yarn with growth=request stretches only as far as each text needs",
+}
+
+
+def fits_unextended(trained: int, applicable: Collection[str] = SPARING.keys()) -> str:
+    """Say what static scaling costs texts of the trained length, and which methods spare them."""
+    ways = "; ".join(way for name, way in SPARING.items() if name in applicable)
+    return (
+        f"Texts of up to {trained:,} tokens need no extension, and static scaling (yarn, pi) costs them quality. "
+        "Read them with the plain checkpoint." + (f" To read longer texts too: {ways}." if ways else "")
+    )
+
 
 def to_take(applicable: Collection[str], *, most: int = 2) -> list[Recommendation]:
     """Return the first recommendations, of different methods, that begin with one that applies to a model."""

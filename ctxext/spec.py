@@ -90,6 +90,11 @@ class Frequencies:
     inv_freq: Float[Tensor, " half"]
     attention_scale: float = 1.0
 
+    @property
+    def temperature(self) -> float:
+        """Divisor of the attention scores that has the effect of ``attention_scale`` (YaRN's t)."""
+        return self.attention_scale**-2
+
 
 PIECE = "Piece"  # begins the notes that say which keys a remapping reads where
 

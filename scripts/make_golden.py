@@ -16,7 +16,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -277,16 +277,19 @@ def git(folder: Path, *arguments: str) -> str:
 
 def load(source: Source, checkout: Path) -> dict[str, Any]:
     """The named definitions of the pinned file, executed."""
-    tree = ast.parse(git(checkout, "show", f"{source.commit}:{source.file}"))
+    text, name = git(checkout, "show", f"{source.commit}:{source.file}"), f"{source.repository}@{source.commit[:7]}"
+    namespace = execute(text, source.definitions, f"{name}:{source.file}")
+    return {"reference": _fox_reference(ast.parse(text))} if source.run is fox else namespace
+
+
+def execute(text: str, definitions: Collection[str], file: str) -> dict[str, Any]:
+    """The named definitions of a file, executed in a namespace of torch, numpy and math."""
     kinds = (ast.FunctionDef, ast.ClassDef)
-    body: list[ast.stmt] = [node for node in tree.body if isinstance(node, kinds) and node.name in source.definitions]
-    found = {node.name for node in body if isinstance(node, kinds)}
-    if missing := set(source.definitions) - found:
-        sys.exit(f"{source.repository}@{source.commit[:7]}:{source.file} does not define {sorted(missing)}.")
-    if source.run is fox:
-        return {"reference": _fox_reference(tree)}
+    nodes = [node for node in ast.parse(text).body if isinstance(node, kinds) and node.name in definitions]
+    if missing := {*definitions} - {node.name for node in nodes}:
+        sys.exit(f"{file} does not define {sorted(missing)}.")
     namespace: dict[str, Any] = {"torch": torch, "math": math, "np": np, "F": torch.nn.functional}
-    exec(compile(ast.Module(body, []), source.file, "exec"), namespace)
+    exec(compile(ast.Module([*nodes], []), file, "exec", annotations.compiler_flag), namespace)
     return namespace
 
 

@@ -203,7 +203,7 @@ class Bench:
             except IncompatibleError as error:
                 proofs.append(Proof(**what, exact=None, said=str(error)))
                 continue
-            if made.in_file and way != "file":
+            if made.first or (made.in_file and way != "file"):
                 proofs.append(Proof(**what, exact=None, said=made.notes[0]))
                 continue
             error = distance(self.served(place, made.flags), wanted)

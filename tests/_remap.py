@@ -155,7 +155,8 @@ class Dense:
         **_: Any,
     ) -> tuple[Tensor, None]:
         is_whole = sliding_window is None and getattr(module, "layer_type", "full_attention") == "full_attention"
-        reaches = is_whole and getattr(module, "use_rope", True)
+        bases = getattr(module.config, "layer_rope_theta", None)
+        reaches = is_whole and getattr(module, "use_rope", True) and (bases is None or bases[module.layer_idx] != 0)
         if reaches:
             self.remapped.add(getattr(module, "layer_idx", 0))
         seen = (mask[..., : k.shape[2]] == 0).expand(len(q), 1, q.shape[2], k.shape[2])[:, 0]

@@ -111,15 +111,23 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
 
 def why_no_layer_attends_by_layout(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
     """Return why ctxext's attention cannot replace that of any layer of this model; None if it may."""
-    if len(places) != 1:
-        return "its positions differ by layer type"
     decoder = decoder_of(subject, places[0])
+    if not all(_rotates_like(subject, places[0], place) for place in places[1:]):
+        return "its positions differ by layer type"
     owner = decoder if isinstance(decoder, PreTrainedModel) else subject.model
     if not attention_layers(decoder) or not type(owner)._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
     if seen.failure:
         return f"ctxext cannot tell which of its layers rotate: {UNSEEN.format(seen.failure).rstrip('.')}"
     return None
+
+
+def _rotates_like(subject: Subject, first: RotaryPlace, other: RotaryPlace) -> bool:
+    """Return whether two rotary modules of one decoder have the same frequencies (Granite SWA: one for each base)."""
+    modules = [subject.model.get_submodule(place.path) for place in (first, other)]
+    in_decoder = other.path.startswith(f"{first.path.rpartition('.')[0]}.")
+    alike = modules[0].config.rope_parameters == modules[1].config.rope_parameters
+    return in_decoder and alike and first.layer_type is other.layer_type is None
 
 
 def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:

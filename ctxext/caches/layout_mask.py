@@ -17,6 +17,18 @@ from ctxext.kernels import Layout
 UNPATCH = "Unpatch the model for such inputs."
 
 
+class MaskReadError(IncompatibleError, AttributeError):
+    """A layer computes with its mask: the keys of a query depend on more than positions, which are all of a layout."""
+
+    @classmethod
+    def of(cls, use: str) -> MaskReadError:
+        """Build the message from an expression of the layer's code."""
+        return cls(
+            f"Its code computes with the attention mask ({use}), so more than positions may decide which keys "
+            f"a query sees. ctxext's attention knows positions alone. {UNPATCH}"
+        )
+
+
 class LayoutMask:
     """A layout in place of an attention mask.
 
@@ -82,15 +94,31 @@ class LayoutMask:
             return torch.device(self.replaced.get("device") or "cpu")
         return self._layout.query_positions.device
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, as in copies
+            raise AttributeError(name)
+        raise MaskReadError.of(f"mask.{name}")
+
+    def __eq__(self, other: object) -> bool:
+        if other is None or isinstance(other, LayoutMask):
+            return self is other
+        raise MaskReadError.of("mask == ...")
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise MaskReadError.of(f"torch's {getattr(func, '__name__', func)}")
+
     def __getitem__(self, index: Any) -> LayoutMask:
         """Return the mask of some queries, as ``mask[:, :, queries, :]``: some layers compute the last ones only.
 
         Raises:
-            TypeError: for any other index.
+            MaskReadError: for any other index.
         """
         everything = slice(None)
         if not isinstance(index, tuple) or len(index) != 4 or (*index[:2], index[3]) != (everything,) * 3:
-            raise TypeError("A layout in place of a mask can be indexed by queries only: mask[:, :, queries, :].")
+            raise MaskReadError.of("mask[...]")
         queries: slice = index[2]
         if queries in (everything, slice(0, None)):
             return self

@@ -102,7 +102,7 @@ def _loading(
 def _serving(model: PreTrainedModel, name: str) -> str:
     if not model.can_generate() or model.config.is_encoder_decoder:
         return ""
-    exports, stock = exports_of(model.config, name, checked=True), describe_saved(model.config.ctxext, "").stock
+    exports, stock = exports_of(model.config, name), describe_saved(model.config.ctxext, "").stock
     commands = [
         f"{export.command}  # {target if stock else export.notes[0]}"
         for target, export in exports.items()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import base_model, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
+from ctxext.models.drafts import about_drafts, draft_heads
 from ctxext.models.refusals import building, foreign_fields
 from ctxext.rope_types import GUARD
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
 from ctxext.runtimes.llama_cpp import architecture_of, in_file
+from ctxext.spec import ExtensionArguments
 
 
 def export(
@@ -51,7 +54,8 @@ def export(
 
     Call it before deploying: runtimes disagree on rope scaling, and none of them warns when it computes something else.
     ``exact`` is claimed only for runtimes and versions that were run, or whose code was read. No weights are loaded and
-    nothing is started; a file is written only with ``gguf``.
+    nothing is started; a file is written only with ``gguf``. Where the runtime has no such flags, or they would leave
+    draft heads (MTP) behind, the command first writes an extended copy, and the flags are for that copy.
 
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (treated as if saved by ``ctxext.save``). With
@@ -77,7 +81,8 @@ def export(
         llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers);
         mlx-lm 0.32.2 (models/rope_utils.py).
     """
-    _check_target(to)
+    if to not in RUNTIMES:
+        raise UnknownNameError.of("export target", to, RUNTIMES)
     if gguf is not None and to != "llama.cpp":
         raise InvalidParameterError(f"gguf: a GGUF file is written for llama.cpp, and not for {to}. Leave it out.")
     if isinstance(checkpoint, nn.Module):
@@ -88,10 +93,13 @@ def export(
     else:
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
     place = "CHECKPOINT" if isinstance(checkpoint, nn.Module) else os.fspath(checkpoint)
+    if served is None:
+        require_consistent(config, trust_remote_code)
+    if gguf is None and served is None:
+        return with_start(export_config(config, to=to, guarded=guarded), place)
     if gguf is None:
-        made = export_config(config, to=to, served=served, trust_remote_code=trust_remote_code, guarded=guarded)
-        return with_start(made, place)
-    extended = _extension_of(config, served, trust_remote_code)
+        return _of_original(config, served, to, place, _patch_command(place, method, trust_remote_code, arguments))
+    extended = read_extended(config, served)
     saved = saved_extension(config, f"this {config.model_type}")
     plain = served or (config if saved is None else plain_config(config, saved))
     exported = in_file(extended)
@@ -105,6 +113,29 @@ def with_start(made: Export, checkpoint: str) -> Export:
     file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
     runtime = RUNTIMES[made.target]
     return replace(made, start=(*made.start, checkpoint) if made.start else runtime.start(checkpoint, file))
+
+
+def _of_original(config: Any, served: Any, to: str, place: str, first: tuple[str, ...]) -> Export:
+    """Export a checkpoint that is not extended yet: by flags, or by a copy where flags leave something behind."""
+    runtime = RUNTIMES[to]
+    flags = None if runtime.needs_copy(config) else with_start(export_config(config, to=to, served=served), place)
+    if flags is not None and not (runtime.drafts_missed and draft_heads(config)):
+        return flags
+    made = with_start(export_config(config, to=to), "NEW")
+    notes = made.notes if flags is None else (*made.notes, f"{flags.notes[-1]} Without drafts: {flags.command}")
+    return replace(made, first=first, notes=notes)
+
+
+def _patch_command(place: str, method: Any, trust_remote_code: bool, arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Return the command that writes what ``export`` was given as an extended checkpoint."""
+    given = {"method": method} | arguments if isinstance(method, str) else method.to_dict()
+    options = {field.name for field in fields(ExtensionArguments)}
+    words = ["ctxext", "patch", place, "NEW"] + ["--trust-remote-code"] * trust_remote_code
+    for name, value in given.items():
+        said = value if isinstance(value, str) else json.dumps(value)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", said] if name in options else ["-p", f"{name}={said}"]
+    return tuple(words)
 
 
 def _read(
@@ -149,51 +180,33 @@ def _refuse_gguf(path: Path, *, extending: bool) -> None:
         )
 
 
-def export_config(
-    config: Any,
-    *,
-    to: str,
-    served: Any = None,
-    trust_remote_code: bool = False,
-    guarded: bool = False,
-    checked: bool = False,
-) -> Export:
-    """Export the extension that ``config`` holds.
+def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = False) -> Export:
+    """Export the extension that ``config`` holds; a config from a file must be consistent.
 
     ``served`` is the config in the files, where it is another one. ``guarded`` says that the files keep out whoever
-    reads the fields of transformers 4; ``checked`` that the config is known to be what its ``ctxext`` entry stands for,
-    as ``patch`` has just made it.
-
-    Raises:
-        CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
+    reads the fields of transformers 4.
     """
-    _check_target(to)
     if (longer := _longer_table(config, served, to)) is not None:
         return longer
     if (alibi := _own_alibi(config, served)) is not None:
         return RUNTIMES[to].export_own_alibi(alibi)
-    extension = read_extended(config, served) if checked else _extension_of(config, served, trust_remote_code)
+    extension = read_extended(config, served)
     exported = RUNTIMES[to].export(replace(extension, guarded=guarded))
     obeyed = tuple(str(field) for field in foreign_fields(config) if to in field.programs)
-    return replace(exported, exact=False, notes=(*exported.notes, *obeyed)) if obeyed else exported
+    missed = RUNTIMES[to].drafts_missed if exported.by_flag.keys() - {RUNTIMES[to].length_flag} else ""
+    drafts = about_drafts(config, missed or RUNTIMES[to].drafts)
+    return replace(exported, exact=exported.exact and not obeyed, notes=(*exported.notes, *obeyed, *drafts))
 
 
-def exports_of(config: Any, place: str, **known: bool) -> dict[str, Export | str]:
+def exports_of(config: Any, place: str, *, guarded: bool = False) -> dict[str, Export | str]:
     """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason."""
     exports: dict[str, Export | str] = {}
     for target in RUNTIMES:
         try:
-            exports[target] = with_start(export_config(config, to=target, **known), place)
+            exports[target] = with_start(export_config(config, to=target, guarded=guarded), place)
         except IncompatibleError as error:
             exports[target] = str(error)
     return exports
-
-
-def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:
-    extended = read_extended(config, served)
-    if served is None:
-        _require_consistent(config, trust_remote_code)
-    return extended
 
 
 def _longer_table(config: Any, served: Any, to: str) -> Export | None:
@@ -229,10 +242,14 @@ def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
     return OwnALiBi(model_type=config.model_type, target_length=saved["target_length"], unsaid=unsaid)
 
 
-def _require_consistent(config: Any, trust_remote_code: bool) -> None:
-    """Raise unless the fields that runtimes read are those that the saved extension writes."""
+def require_consistent(config: Any, trust_remote_code: bool = False) -> None:
+    """Require that the fields that runtimes read are those that the saved extension writes.
+
+    Raises:
+        CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
+    """
     saved = saved_extension(config, f"this {config.model_type}")
-    if saved is None:
+    if saved is None or saved_sides(saved):
         return
     plain = plain_config(config, saved)
     again = extended_config(plain, saved_method(saved), trust_remote_code=trust_remote_code, **choices(saved))
@@ -247,11 +264,6 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
                 f"{expected}, but it holds {value}. One of them was changed by hand; extend the original checkpoint "
                 f"anew (ctxext patch)."
             )
-
-
-def _check_target(to: str) -> None:
-    if to not in RUNTIMES:
-        raise UnknownNameError.of("export target", to, RUNTIMES)
 
 
 def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:

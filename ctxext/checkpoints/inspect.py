@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ctxext.attention.windows import window_fields, window_note
 from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
-from ctxext.checkpoints.export import exports_of
+from ctxext.checkpoints.export import exports_of, require_consistent
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.core.architecture import trained_length_of
@@ -29,7 +30,7 @@ from ctxext.core.saved import (
     saved_extension,
     saved_sides,
 )
-from ctxext.core.scaling import published_json
+from ctxext.core.scaling import published_json, scaling_of
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
@@ -43,6 +44,7 @@ from ctxext.models.refusals import foreign_fields, refuse_lost_share, unstated_b
 from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
+from ctxext.recommended import LONG, fits_unextended
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA, Description, RopeSpec
 
@@ -97,7 +99,8 @@ class Inspection:
         window: Description of the sliding windows, and of the cap that they put on the reach; None without any.
         extended: Description of the extension that the checkpoint has already; None where it is plain.
         exports: per target, the flags for an extended checkpoint or the reason against.
-        notes: fields that other programs or its own code read, and transformers passes over.
+        notes: Sentences on fields that other programs read and transformers passes over, and on a length that most
+            texts fit into already.
     """
 
     model_type: str
@@ -142,6 +145,7 @@ def inspect_checkpoint(
     given: dict[str, Any] = {"trained_length": known if extended else trained_length}
     if saved is not None:  # the sides of an encoder-decoder have a length each, in their configs
         given = {} if saved_sides(saved) else {name: saved[name] for name in ("trained_length", "scaling")}
+    require_consistent(config, trust_remote_code)
     window, caps = _window(plain.get_text_config(decoder=True), known)
     positions, reason, spec = _positions(Subject.of(model), known or 1)
     verdicts = _verdicts(model, given, spec, caps)
@@ -156,15 +160,10 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=exports_of(
-            config,
-            os.fspath(place),
-            trust_remote_code=trust_remote_code,
-            guarded=keeps_old_readers_out(place, **location),
-        )
+        exports=exports_of(config, os.fspath(place), guarded=keeps_old_readers_out(place, **location))
         if extended
         else None,
-        notes=_notes(plain, model),
+        notes=(*_notes(plain, model), *_long_already(plain, known if positions else None, verdicts)),
     )
 
 
@@ -237,6 +236,15 @@ def _notes(config: Any, model: PreTrainedModel) -> tuple[str, ...]:
             f"instead."
         )
     return tuple(notes)
+
+
+def _long_already(config: Any, known: int | None, verdicts: Sequence[MethodCheck]) -> Iterator[str]:
+    """Yield what an extension costs texts that fit without it, for a rotary checkpoint that reads long ones already."""
+    scaling = scaling_of(config)
+    before = scaling.original or 0 if scaling else 0
+    native = before if before >= LONG else known or 0
+    if native >= LONG:
+        yield fits_unextended(native, [verdict.method for verdict in verdicts if verdict.refused is None])
 
 
 def rope_of_checkpoint(

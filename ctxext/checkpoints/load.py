@@ -530,7 +530,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             loaded = architecture.replaced_weights(subject)
             architecture.revert(subject, saved["original"], Edits())
     del model.config.ctxext
-    extend(model, arguments)
+    extend(model, arguments, is_restored=True)
     different = differences(saved, model.config.ctxext)
     if different:
         raise VerificationError(

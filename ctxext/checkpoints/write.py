@@ -9,11 +9,12 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -33,8 +34,15 @@ from ctxext.checkpoints.source import (
 )
 from ctxext.core.patching import describe, patch
 from ctxext.core.saved import describe_saved, extended_texts, with_old_form
-from ctxext.core.scaling import same_rope
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.core.scaling import same_rope, stated_length
+from ctxext.core.subject import text_of
+from ctxext.errors import (
+    CheckpointError,
+    CtxextError,
+    IncompatibleError,
+    InvalidParameterError,
+    VerificationError,
+)
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination, whole_files
 from ctxext.methods import Method
 from ctxext.spec import Description
@@ -59,6 +67,7 @@ class Written:
         unpacked: True if the weights were dequantised out of a GGUF file.
         limits: Limits in small files that still cut texts below the new window, since it was not the old one.
         left_out: names in the source that do not belong to the extended checkpoint.
+        draft: The result for the draft beside it.
     """
 
     directory: Path
@@ -71,6 +80,7 @@ class Written:
     changed: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    draft: Written | None = None
 
 
 def patch_checkpoint(
@@ -157,6 +167,43 @@ def patch_checkpoint(
         limits=tuple(limits),
         left_out=tuple(contents.left_out),
     )
+
+
+def patch_with_draft(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    method: str | Method | None = None,
+    *,
+    draft: str | os.PathLike[str],
+    results: str | None = None,
+    trained_length: int | None = None,
+    **given: Any,
+) -> Written:
+    """Write extended copies of a checkpoint and of its draft, an EAGLE head or a small model, to the same length.
+
+    The draft's copy is beside the checkpoint's, with ``-draft`` behind its name. All else is as for
+    ``patch_checkpoint``, for both.
+
+    Raises:
+        IncompatibleError: only the checkpoint was written, since the draft cannot follow; the message says why.
+    """
+    beside = Path(destination).with_name(f"{Path(destination).name}-draft")
+    refuse_destination(beside)
+    written = patch_checkpoint(source, destination, method, results=results, trained_length=trained_length, **given)
+    same_length = given | {"factor": None, "target_length": written.description.target_length}
+    try:
+        own = read_any_config(draft, trust_remote_code=given.get("trust_remote_code", False))
+        if stated_length(text_of(own)) == trained_length:  # a scaled config must be told so, too
+            same_length["trained_length"] = trained_length
+        classes = own.architectures or ()
+        if classes and not written.description.stock and not any(hasattr(transformers, name) for name in classes):
+            raise IncompatibleError(
+                f"Servers run {', '.join(classes)}, and only ctxext computes this extension. Extend both by a method "
+                f"that config.json expresses, such as yarn."
+            )
+        return replace(written, draft=patch_checkpoint(draft, beside, method, **same_length))
+    except CtxextError as error:
+        raise IncompatibleError(f"{destination} was written, and no draft for it from {draft}. {error}") from error
 
 
 def _unpacked(

@@ -30,6 +30,7 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
 from ctxext.quantities import parse_budget
+from ctxext.recommended import fits_unextended
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
 from ctxext.texts.stretches import corpus_from, split_texts
@@ -90,7 +91,7 @@ class PlannedChoice:
         if length < trained + LEAST_BEYOND:
             raise InvalidParameterError(
                 f"A target of {length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
-                f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
+                f"{fits_unextended(trained)} Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
             )
         tokenizer = checkpoint.tokenizer
         self.split = split_texts(corpus.documents, tokens=length + 1, seed=settings.seed, tokenizer=tokenizer)
@@ -220,7 +221,7 @@ class PlannedChoice:
                 rope = dict(text_of(config).rope_parameters) if is_plain else None
                 says = config.ctxext["stored_as"] if is_plain else "only with ctxext"
                 runtimes = [RuntimeVerdict(name="transformers", exact=is_plain, says=says)]
-                for runtime, made in exports_of(config, self.checkpoint.name, checked=True).items():
+                for runtime, made in exports_of(config, self.checkpoint.name).items():
                     exact, says = (False, made) if isinstance(made, str) else (made.exact, made.told)
                     runtimes.append(RuntimeVerdict(name=runtime, exact=exact, says=says))
             self._runtimes[name] = tuple(runtimes), rope

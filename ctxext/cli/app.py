@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import json
@@ -154,11 +155,12 @@ def patch(
     if extension.method is None and source.suffix != ".gguf":
         raise InvalidParameterError("Give --method; `ctxext methods` lists them. Only a .gguf file is copied plain.")
 
-    from ctxext.checkpoints.write import patch_checkpoint
+    from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft
     from ctxext.cli.show import show_written
 
+    write = patch_checkpoint if copy.draft is None else functools.partial(patch_with_draft, draft=copy.draft)
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
-        written = patch_checkpoint(
+        written = write(
             source,
             destination,
             link=copy.link,

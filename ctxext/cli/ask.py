@@ -30,6 +30,11 @@ class AskOptions:
         default=...,
     )
     more: list[str] | None = option("Another question. Repeatable.", "--question", "-q", show_default="none")
+    complete: bool = option(
+        "Complete the line that each question begins, without a chat template; small models find more so.",
+        "--complete",
+        default=False,
+    )
     tokens: int = option("Tokens of an answer, at most.", default=256, min=1)
     split: Split = None
     column: Column = None
@@ -70,7 +75,7 @@ def ask(
     with status(notes, "Loading the checkpoint ..."):
         loaded = load_checkpoint(source.checkpoint, **source.loading)
     model, tokenizer = loaded.model, loaded.tokenizer
-    text = ReadText(model, tokenizer, together, questions, asked.tokens)
+    text = ReadText(model, tokenizer, together, questions, asked.tokens, asked.complete)
     if extension.method is not None:
         extend_loaded(model, **extension.arguments())
     else:

@@ -269,6 +269,9 @@ class CopyOptions:
         dir_okay=False,
         show_default="none",
     )
+    draft: Path | None = option(
+        "A draft for SRC (EAGLE head or small model), extended to the same length into DST-draft.", show_default="none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

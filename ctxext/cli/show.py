@@ -106,6 +106,8 @@ def show_written(written: Written) -> None:
     if written.left_out:
         lines.append(f"left out, as not part of a safetensors checkpoint: {', '.join(written.left_out)}")
     typer.echo("\n".join(lines))
+    if written.draft is not None:
+        show_written(written.draft)
 
 
 def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -> None:
@@ -151,7 +153,8 @@ def show_repeats(repeats: Sequence[Repeats], checkpoint: str, texts: Sequence[st
         told = f"{expected} nats per token, {' to '.join(between)} for 95 % of texts"
         console.print(f"  predicted at twice the window: {told}", style="dim", soft_wrap=True)
     if fitting := len(repeats) - len(longer):
-        console.print(f"Within the window, where a longer one has nothing to offer: {fitting} of {len(repeats)} texts.")
+        costs = "Within the window, where a longer one has nothing to offer and static scaling costs quality"
+        console.print(f"{costs}: {fitting} of {len(repeats)} texts.", soft_wrap=True)
     if longer:
         files = [word for text in texts for word in ("--text", text)]
         console.print(GUIDE)
@@ -162,9 +165,8 @@ def show_repeats(repeats: Sequence[Repeats], checkpoint: str, texts: Sequence[st
 def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Console) -> None:
     """Print the commands that extend a checkpoint for other runtimes."""
     place = "ORIGINAL" if checkpoint.endswith(".gguf") else checkpoint
-    for target, runtime in RUNTIMES.items():
-        command = ("patch", place, "NEW") if runtime.files_only else ("export", place, "--to", target)
-        line = shlex.join(("ctxext", *command, *options))
+    for target in RUNTIMES:
+        line = shlex.join(("ctxext", "export", place, "--to", target, *options))
         console.print(f"To serve an extension with {target}: {line}", soft_wrap=True)
     if place != checkpoint:
         console.print("ORIGINAL: the checkpoint that this file was converted from.")
@@ -172,7 +174,5 @@ def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Cons
 
 def show_export(export: Export, console: Console) -> None:
     """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
-    command, *others = str(export).split("\n")
-    console.print(command, soft_wrap=True)
-    for line in others:
+    for line in str(export).split("\n"):
         console.print(line, soft_wrap=True)

@@ -145,12 +145,15 @@ def patch(
     )
 
 
-def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:
+def extend(
+    model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments], *, is_restored: bool = False
+) -> ModelT:
     """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
     ``arguments`` may name the sides of an encoder-decoder, as they were saved. A side that is not named remains plain.
+    ``is_restored`` says that the arguments are those of a saved extension, which is taken as it was saved.
     """
-    work = Work(Subject.of(model), arguments, Edits())
+    work = Work(Subject.of(model), arguments, Edits(), is_restored=is_restored)
     base = work.subject.model
     _refuse_state(work.subject)
     run(work, Moment.CHECK, Moment.CHECK)

@@ -174,9 +174,13 @@ def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel
     """Build a class of models from a copy of ``config`` on the meta device.
 
     The copy has dtypes as ``from_pretrained`` sets them, in place of the names that ``save_pretrained`` leaves: the
-    activation of Apertus makes a tensor of the config's dtype.
+    activation of Apertus makes a tensor of the config's dtype. A part whose config has a dtype of its own would be
+    built in that one, and the rest in another.
     """
     config = copy.deepcopy(config)
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            getattr(config, name).dtype = None
     for part in {id(part): part for part in (config, text_of(config))}.values():
         if isinstance(dtype := vars(part).get("dtype"), str):
             part.dtype = getattr(torch, dtype)

@@ -217,6 +217,11 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
     """
     text = subject.text
     places, elsewhere = find_places(subject)
+    if not places and elsewhere and getattr(text, "qk_rope_head_dim", None) == 0:
+        raise IncompatibleError(
+            f"This {text.model_type} has no positions to extend: the part that reads text does not rotate "
+            f"(qk_rope_head_dim=0)."
+        )
     if not places and elsewhere:
         raise IncompatibleError(
             f"The rotary modules of this {text.model_type} ({', '.join(elsewhere)}) follow configs of their own. No "
@@ -242,6 +247,10 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
         raise IncompatibleError(
             f"This {text.model_type} mixes sliding-window layers with full ones, and ctxext cannot tell which of them "
             f"rotate: {UNSEEN.format(layers.failure)} If only the windowed layers rotate, an extension does harm."
+        )
+    if not layers.failure and not layers.rotating:
+        raise IncompatibleError(
+            f"This {text.model_type} has no positions to extend: none of its layers rotates by its rotary module."
         )
     if layers.rotating and layers.rotating <= layers.windowed and layers.whole_and_unrotated:
         raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))

@@ -56,6 +56,7 @@ class Work:
         arguments: Arguments of ``patch``, or those of each side of an encoder-decoder by its name.
         saved: Extension that the model, or this side of it, was loaded with.
         side: Name of the side of an encoder-decoder; empty for a whole model.
+        is_restored: True if the arguments are those of a saved extension.
     """
 
     subject: Subject
@@ -63,6 +64,7 @@ class Work:
     edits: Edits
     saved: dict[str, Any] | None = None
     side: str = ""
+    is_restored: bool = False
     sides: dict[str, ExtendedPart] = field(default_factory=dict)
     method: Method = field(init=False)
     extension: Extension = field(init=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +85,18 @@ class Subject:
 
     @property
     def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
-        """The ids without a special meaning in the config, or all ids; the embedding of a padding token is zero."""
+        """The ids without a special meaning in the config or a row of padding, or all ids if there are no others."""
         usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
-        for name, value in [*vars(self.config).items(), *vars(self.text).items()]:
-            if name.endswith(("_token_id", "_token_index")):
-                ids = [value] if isinstance(value, int) else value or []
-                usable[[token for token in ids if -len(usable) <= token < len(usable)]] = False
+        special = [
+            (value if isinstance(value, list | tuple) else [value])
+            for name, value in [*vars(self.config).items(), *vars(self.text).items()]
+            if name.endswith(("_token_id", "_token_ids", "_token_index"))
+        ]
+        tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        special.append([table.padding_idx for table in tables if table.num_embeddings >= len(usable)])
+        for token in itertools.chain.from_iterable(special):
+            if isinstance(token, int) and -len(usable) <= token < len(usable):
+                usable[token] = False
         return (usable if usable.any() else ~usable).nonzero()[:, 0]
 
     @functools.cached_property

@@ -25,6 +25,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
+from ctxext.models.drafts import draft_heads
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
 from ctxext.training.memory import Memory, layers_of
@@ -35,8 +36,6 @@ LIMIT = 2**27
 """Longest length, in tokens, that is searched."""
 CACHE_BITS = {8: 8 + 16 / 32, 4: 4 + 16 / 32}
 """Bits of a number in a cache: 32 share a scale of 16 bits (llama.cpp), 64 a scale and a zero point (transformers)."""
-DRAFT_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Fields of configs that count draft heads for multi-token prediction."""
 FOLLOWING = ("dynamic", "longrope")
 """Rope types of transformers whose frequencies depend on the length of the current text."""
 
@@ -264,8 +263,7 @@ def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Frac
 def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
     """Count the draft heads, and their bytes: each is a decoder layer, a projection of two states, three norms."""
     text = model.config.get_text_config(decoder=True)
-    heads = next((count for name in DRAFT_HEADS if isinstance(count := getattr(text, name, None), int)), 0)
-    layer, hidden = layers_of(model)[-1], text.hidden_size
+    heads, layer, hidden = draft_heads(model.config), layers_of(model)[-1], text.hidden_size
     saved, _ = packed_weights(model, quantisation, training=False, layers=[layer])
     return heads, heads * (_bytes(layer.parameters()) - saved + (2 * hidden + 3) * hidden * model.dtype.itemsize)
 

@@ -39,6 +39,7 @@ class Export:
         in_file: True if the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
         start: the command that serves the checkpoint without an extension, word by word; as a runtime returns it, the
             words before the checkpoint, or none for its usual ones.
+        first: the command that writes the checkpoint to be served, word by word; none where it exists.
     """
 
     target: str
@@ -48,11 +49,13 @@ class Export:
     in_file: bool = False
     file: str | None = None
     start: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
         """The whole command that serves the extended checkpoint, ready to paste."""
-        return shlex.join((*self.start, *self.flags))
+        commands = (self.first, (*self.start, *self.flags))
+        return " && ".join(shlex.join(words) for words in commands if words)
 
     @property
     def by_flag(self) -> dict[str, str]:
@@ -172,12 +175,14 @@ class Runtime(ABC):
     Attributes:
         name: name for ``ctxext.export``.
         length_flag: the argument that sets the longest text; None if there is none.
-        files_only: True if the program reads an extension from the checkpoint's files only, and not from arguments.
+        drafts: The program's use of draft heads, behind "MTP draft heads (1): ".
+        drafts_missed: The loss where arguments extend the model and not its draft heads; empty if they reach both.
     """
 
     name: ClassVar[str]
     length_flag: ClassVar[str | None]
-    files_only: ClassVar[bool] = False
+    drafts: ClassVar[str]
+    drafts_missed: ClassVar[str] = ""
 
     @abstractmethod
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
@@ -196,12 +201,9 @@ class Runtime(ABC):
         length = () if self.length_flag is None else (self.length_flag, str(target_length))
         return Export(target=self.name, flags=(*flags, *length), **more)
 
-    def needs_files(self, extended: ExtensionInConfig) -> IncompatibleError:
-        """Build the error for an extension that is not in the files yet, where the runtime reads only those."""
-        return IncompatibleError(
-            f"{self.name} has no setting that extends a {extended.text.model_type}; it reads config.json only. Write "
-            f"the extended checkpoint (ctxext patch SOURCE NEW), and export that one."
-        )
+    def needs_copy(self, config: Any) -> bool:
+        """Return whether only the files of a copy can tell the program of the extension in ``config``."""
+        return False
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """Return the flags that serve a model trained with ALiBi, which keeps its slopes.

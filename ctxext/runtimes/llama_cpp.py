@@ -57,6 +57,7 @@ class LlamaCpp(Runtime):
 
     name: ClassVar[str] = "llama.cpp"
     length_flag: ClassVar[str] = "-c"
+    drafts: ClassVar[str] = "llama-server gives them the same flags and GGUF file (by its source)."
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "llama-server", "-m", gguf

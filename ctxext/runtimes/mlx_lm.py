@@ -36,10 +36,13 @@ class MlxLm(Runtime):
 
     name: ClassVar[str] = "mlx-lm"
     length_flag: ClassVar[str | None] = None
-    files_only: ClassVar[bool] = True
+    drafts: ClassVar[str] = "mlx-lm does not load them."
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "mlx_lm.server", "--model", checkpoint
+
+    def needs_copy(self, config: Any) -> bool:
+        return True
 
     def export(self, extended: ExtensionInConfig) -> Export:
         """Return an export without flags; the files hold the extension.
@@ -49,8 +52,6 @@ class MlxLm(Runtime):
         """
         require_known_type("mlx-lm", extended)
         model_type = extended.text.model_type
-        if extended.unsaid:
-            raise self.needs_files(extended)
         if extended.guarded:
             raise IncompatibleError(
                 f"mlx-lm may stop on this {model_type}: save_pretrained wrote its config.json with the fields of "

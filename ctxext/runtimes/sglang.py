@@ -7,7 +7,7 @@ so only classes that were read are called exact.
 
 Source: sglang 0.5.23 (srt/layers/rotary_embedding/factory.py:125-443, yarn.py:91-181 and rope_variant.py:37-130 there;
     srt/utils/hf_transformers/common.py:501 and :677, config.py:405-422; srt/models/llama.py:322, mistral.py,
-    qwen2.py:273, qwen3.py:381, gemma.py:178; srt/configs/model_config.py:1291).
+    qwen2.py:273, qwen3.py:381, gemma.py:178; srt/configs/model_config.py:962 for drafts, :1291).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class SGLang(Runtime):
 
     name: ClassVar[str] = "sglang"
     length_flag: ClassVar[str] = "--context-length"
+    drafts: ClassVar[str] = "SGLang gives them the same config.json and arguments (by its source)."
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "python", "-m", "sglang.launch_server", "--model-path", checkpoint

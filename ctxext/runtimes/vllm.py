@@ -5,7 +5,7 @@ config's rope parameters; ``scripts/vllm_table.py`` makes it by parsing vLLM's s
 those replacements.
 
 Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/rotary_embedding, and the places that
-    vllm.json names).
+    vllm.json names; for drafts compose_draft_hf_overrides in vllm/config/speculative.py at 002e77c1).
 """
 
 from __future__ import annotations
@@ -54,9 +54,17 @@ class VLLM(Runtime):
 
     name: ClassVar[str] = "vllm"
     length_flag: ClassVar[str] = "--max-model-len"
+    drafts: ClassVar[str] = "vLLM gives them the same config.json (by its source). ctxext's plugin refuses to draft."
+    drafts_missed: ClassVar[str] = (
+        "vLLM does not apply --hf-overrides to them (its issue 58080). Beyond the length in config.json none of their "
+        "guesses is accepted, and each step pays for them."
+    )
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "vllm", "serve", checkpoint
+
+    def needs_copy(self, config: Any) -> bool:
+        return config.ctxext["method"]["method"] in REMAPPED and not config.ctxext["stock"]
 
     def export(self, extended: ExtensionInConfig) -> Export:
         """Return the flags for ``vllm serve``.
@@ -108,13 +116,8 @@ class VLLM(Runtime):
         """Return the flags for a checkpoint that vLLM serves by ctxext's plugin.
 
         Raises:
-            IncompatibleError: for an original checkpoint, or a model type that was not measured.
+            IncompatibleError: for a model type that was not measured.
         """
-        if extended.unsaid:
-            raise IncompatibleError(
-                f"vLLM computes {extended.method!r} by ctxext's plugin, which reads config.json only. Write the "
-                f"extended checkpoint (ctxext patch SOURCE NEW), and export that one."
-            )
         if extended.config.model_type not in REMAPPED_TYPES:
             raise IncompatibleError(
                 f"vLLM does not serve {extended.method!r} on a {extended.config.model_type}. ctxext's plugin was "

@@ -24,8 +24,14 @@ CHUNK = 1024  # tokens of a text read at a time
 MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
 
 
-def prompt_of(tokenizer: Any, text: str, question: str) -> list[int]:
-    """Return the tokens of a prompt: the text, then the question, in the chat template where there is one."""
+def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = False) -> list[int]:
+    """Return the tokens of a prompt: the text, then the question, in the chat template where there is one.
+
+    Args:
+        completes: True for the beginning of a line in place of a question, without a template.
+    """
+    if completes:
+        return list(tokenizer(f"{text}\n{question}")["input_ids"])
     if tokenizer.chat_template is None:
         return list(tokenizer(f"{text}\n\nQuestion: {question}\nAnswer:")["input_ids"])
     said = [{"role": "user", "content": f"{text}\n\nAnswer from the text above: {question}"}]
@@ -39,6 +45,7 @@ class ReadText:
     Args:
         questions: Questions that are known already; others may follow.
         new: Tokens of an answer, at most, above 0.
+        completes: True for questions that are beginnings of a line, which the answers complete.
     """
 
     model: Any
@@ -46,6 +53,7 @@ class ReadText:
     text: str
     questions: Sequence[str] = ()
     new: int = ANSWER
+    completes: bool = False
     _cache: Any = field(default=None, init=False)
     _cached: list[int] = field(default_factory=list, init=False)
 
@@ -58,13 +66,13 @@ class ReadText:
     @property
     def needed(self) -> int:
         """Tokens of the text, the longest question and an answer."""
-        longest = max((len(prompt_of(self.tokenizer, self.text, one)) for one in self.questions), default=0)
+        longest = max((len(self._prompt(one)) for one in self.questions), default=0)
         return (longest or len(self.shared) + QUESTION) + self.new
 
     @property
     def shared(self) -> list[int]:
         """Tokens that begin the prompt of every question."""
-        first, second = (prompt_of(self.tokenizer, self.text, question) for question in ("a", "1"))
+        first, second = (self._prompt(question) for question in ("a", "1"))
         same = takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
         return [token for token, _ in same][:-2]  # those at the end may join a question's
 
@@ -135,10 +143,13 @@ class ReadText:
         self.questions = [*self.questions, question]
         if self._cache is None:
             self.read()
-        prompt = prompt_of(self.tokenizer, self.text, question)
+        prompt = self._prompt(question)
         holds = prompt[: len(self._cached)] == self._cached
         written = self._write(prompt, copy.deepcopy(self._cache) if holds else self._empty(), self.new, streamer)
         return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+    def _prompt(self, question: str) -> list[int]:
+        return prompt_of(self.tokenizer, self.text, question, completes=self.completes)
 
     def _empty(self) -> Any:
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
@@ -148,6 +159,7 @@ class ReadText:
         tokens = torch.tensor([prompt], device=self.model.device)
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
         given |= {cache_argument(self.model) or "past_key_values": cache}
+        given |= {"stop_strings": ["\n"], "tokenizer": self.tokenizer} if self.completes else {}
         written = self.model.generate(**given, max_new_tokens=new, do_sample=False, prefill_chunk_size=CHUNK)
         return list(written[0, len(prompt) :].tolist())
 

@@ -11,6 +11,7 @@ from ctxext.core.subject import base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.methods import Method
+from ctxext.models.drafts import about_drafts
 from ctxext.spec import ExtensionArguments
 
 
@@ -59,7 +60,8 @@ def load_served(
     model: Any = checkpoint.model
     if method is not None:
         extend_loaded(model, method, **extension)
-    notes = _kept_for_a_request(model)
+    says = "ctxext serve does not draft with them; each pass gives one token."
+    notes = _kept_for_a_request(model) + about_drafts(model.config, says)
     description = describe(model)
     factor = None
     if description.trained_length and description.target_length:

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
 
@@ -418,10 +418,9 @@ def require_separate(model: nn.Module) -> None:
     Raises:
         IncompatibleError: if the logits of the second document change with the first.
     """
-    base = base_model(model)
-    generator = torch.Generator().manual_seed(0)
-    size = base.get_input_embeddings().weight.shape[0]
-    first, changed, second = torch.randint(0, size, (3, 16), generator=generator).to(base.device)
+    subject, generator = Subject.of(model), torch.Generator().manual_seed(0)
+    base, known = subject.model, subject.ordinary_tokens
+    first, changed, second = known[torch.randint(len(known), (3, 16), generator=generator)].to(base.device)
     positions = torch.arange(16, device=base.device).repeat(2)[None]
     ours, theirs = (
         base(torch.cat([before, second])[None], position_ids=positions, use_cache=False).logits[0, 16:]

@@ -1,6 +1,10 @@
-"""Which mask functions of transformers show every token to every other."""
+"""Which mask functions of transformers show every token to every other, and code that computes with its mask."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
 )
 
+from ctxext.caches.layout_mask import LayoutMask
 from ctxext.core.code import shows_all
+from ctxext.errors import IncompatibleError
 
 ALWAYS = or_masks(causal_mask_function, lambda *args: torch.tensor(True))  # as in EmbeddingGemma
 PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=torch.long))
@@ -39,3 +45,29 @@ def test_all_is_shown(mask_function: object) -> None:
 )
 def test_some_may_be_hidden(mask_function: object) -> None:
     assert not shows_all(mask_function)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda mask: mask.dtype,
+        lambda mask: mask.shape[-1],
+        lambda mask: mask == 0,
+        lambda mask: mask != torch.zeros(1),
+        lambda mask: mask[:, 0],
+        lambda mask: mask & torch.ones(1, dtype=torch.bool),
+        lambda mask: torch.ones(1) + mask,
+        lambda mask: torch.where(mask, 0.0, 1.0),
+        lambda mask: torch.cat([mask, torch.ones(1)]),
+    ],
+)
+def test_a_layer_that_computes_with_its_mask_is_told_so(compute: Callable[[Any], Any]) -> None:
+    with pytest.raises(IncompatibleError, match="computes with the attention mask"):
+        compute(LayoutMask(None))
+
+
+def test_a_layout_in_place_of_a_mask_is_compared_and_copied_as_any_object() -> None:
+    mask = LayoutMask(None)
+    assert mask in [mask]
+    assert mask not in (None, copy.copy(mask))
+    assert not hasattr(mask, "dtype")

@@ -23,7 +23,7 @@ FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False
 def test_a_retrofit_that_would_crash_is_refused_and_leaves_no_trace() -> None:
     model = tiny("doge")
     before = State.of(model, tokens())
-    with pytest.raises(IncompatibleError, match=r"alibi.*doge: its code fails on the layout in place of a mask"):
+    with pytest.raises(IncompatibleError, match=r"alibi.*doge: Its code computes with the attention mask"):
         ctxext.patch(model, "alibi", factor=4.0)
     assert before.difference(model) is None
 

@@ -29,6 +29,7 @@ from ctxext.planning.plan import plan_serving, reach_of
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
+from scripts import golden_numbers
 from tests._checkpoints import try_only
 from tests._famous import PUBLISHED, Rope, able, famous_checkpoint, famous_config, famous_model
 from tests._formulas import Spectrum, spectrum
@@ -435,6 +436,20 @@ def temperature(model: nn.Module) -> float:
     """What stock code multiplies the scores of the first attention layer by, beside 1 / sqrt(head_dim)."""
     attention = next(module for module in model.modules() if hasattr(module, "qk_nope_head_dim"))
     return float(attention.scaling * math.sqrt(attention.qk_nope_head_dim + attention.qk_rope_head_dim))
+
+
+@pytest.mark.parametrize("name", able(golden_numbers.CONFIGS))
+def test_the_numbers_for_other_projects_are_those_of_stock_models(name: str) -> None:
+    golden = json.loads(golden_numbers.FILE.read_text(encoding="utf-8"))
+    rotary, rope = rotary_of(name), PUBLISHED[name].ropes[-1]
+    own = [case for case in golden["cases"] if case["config"] == name and case["published"]]
+    assert own
+    for case in own:
+        found, want = computed(rotary, rope, case["length"]), golden["inv_freq"][case["inv_freq"]]
+        assert found.inv_freq.tolist() == pytest.approx(want, rel=4e-6, abs=0)
+        assert found.scale == pytest.approx(case["attention_scale"], rel=1e-6)
+        if name.startswith("deepseek-ai/"):
+            assert 1 / temperature(famous_model(name, device="meta")) == pytest.approx(case["temperature"], rel=1e-12)
 
 
 def test_deepseek_keeps_the_temperature_it_was_trained_with() -> None:

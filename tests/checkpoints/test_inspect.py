@@ -25,7 +25,8 @@ from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
 from ctxext.spec import LLAMA
-from tests._checkpoints import try_only
+from tests._checkpoints import rewrite, try_only
+from tests._famous import famous_checkpoint
 from tests._gguf import write_gguf
 from tests._models import FOR_LLAMA, MODELS, bert, tiny
 from tests._products import some
@@ -272,3 +273,23 @@ def test_a_gguf_file_that_counts_more_than_it_holds(key: str, count: int, tmp_pa
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
         GGUFFile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "native"),
+    [
+        ("Qwen/Qwen3.5-27B", {}, "262,144"),
+        ("Qwen/Qwen3.5-27B", {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 262144}, "262,144"),
+        ("deepseek-ai/DeepSeek-V3", {}, "163,840"),  # trained with its scaling
+        ("unsloth/SmolLM2-360M", {}, None),
+    ],
+)
+def test_a_long_native_length_is_better_left_plain(
+    name: str, rope: dict[str, Any], native: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    try_only(monkeypatch, "self_extend", "yarn")
+    place = famous_checkpoint(name, tmp_path / "model")
+    rewrite(place / "config.json", lambda raw: raw.get("text_config", raw).get("rope_parameters", {}).update(rope))
+    found = [note for note in inspect_checkpoint(place).notes if "costs them quality" in note]
+    assert len(found) == (native is not None)
+    assert all(f"Texts of up to {native} tokens" in note and "self_extend changes no bit" in note for note in found)

@@ -194,7 +194,7 @@ def test_only_what_stock_transformers_loads(
     ("given", "error", "says"),
     [
         ({"target_length": 512}, InvalidParameterError, "needs no extension: the checkpoint was trained for 512"),
-        ({"target_length": 100}, InvalidParameterError, "needs no extension"),
+        ({"target_length": 100}, InvalidParameterError, "static scaling .yarn, pi. costs them quality.*self_extend"),
         ({"target_length": 9000}, InvalidParameterError, "No text is as long as the target: 4 texts, the longest of"),
         ({"texts": [TEXTS[0][:1500]]}, InvalidParameterError, "too little for a verdict"),
         ({"texts": TEXTS[0]}, InvalidParameterError, "texts must be a list"),

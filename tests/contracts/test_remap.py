@@ -92,6 +92,8 @@ KINDS = {
     "ministral": Kind(2, 4, changes=TWO_KINDS),
     "smollm3": Kind(2, 4, changes={"no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4} | FOUR),
     "gpt_oss": Kind(2, 4, dtype=FLOAT, changes=TWO_KINDS),
+    # A rotary module for each base, and one that is not used.
+    "granite_swa": Kind(dtype=FLOAT, changes={"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
     "deepseek_v3": Kind(form=TAIL, dtype=FLOAT),
     "glm4_moe_lite": Kind(form=TAIL, dtype=FLOAT),
     "gemma2": Kind(2, 4, dtype=FLOAT, changes=TWO_KINDS),
@@ -469,7 +471,9 @@ def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> 
     [
         ("falcon", {}, "does not go through transformers' attention interface"),
         ("llama4_text", {}, "belong to its sliding-window layers only"),
-        ("deepseek_v32", {}, "fails on the layout in place of a mask"),
+        ("deepseek_v32", {}, r"computes with the attention mask \(mask\[...\]\), so more than positions"),
+        ("doge", {}, r"computes with the attention mask \(mask.dtype\)"),
+        ("qwen4_exp_text", {}, r"computes with the attention mask \(mask.dtype\)"),
         ("mistral", {"sliding_window": 16}, "sliding_window='lift'"),
         ("cwm", TWO_KINDS | {"sliding_window": 100}, "wider"),
         ("bloom", {}, "has ALiBi, which method 'self_extend' cannot change"),

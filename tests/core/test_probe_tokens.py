@@ -89,6 +89,11 @@ def test_a_table_is_found_in_a_model_of_few_tokens() -> None:
 def test_ordinary_tokens_are_those_without_a_name() -> None:
     config = LlamaConfig(**SMALL, vocab_size=8, bos_token_id=1, eos_token_id=[2, 99], pad_token_id=-1)
     assert Subject(LlamaForCausalLM(config)).ordinary_tokens.tolist() == [0, 3, 4, 5, 6]
+    config.audio_token_ids, config.image_token_index = [3, 99], 4
+    model = LlamaForCausalLM(config)
+    assert Subject(model).ordinary_tokens.tolist() == [0, 5, 6]
+    model.model.embed_tokens.padding_idx, config.pad_token_id = 5, None
+    assert Subject(model).ordinary_tokens.tolist() == [0, 6, 7], "the table knows its padding, and the config does not"
     config = LlamaConfig(**SMALL, vocab_size=2, bos_token_id=1, eos_token_id=0)
     assert Subject(LlamaForCausalLM(config)).ordinary_tokens.tolist() == [0, 1], "there are no others"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,23 @@ def test_code_beside_a_checkpoint_gives_the_numbers_of_the_loader(
     request = Instance("loglikelihood_rolling", {"text": TEXT}, (TEXT,), 0)
     assert harness.max_length == 2 * TRAINED
     assert harness.loglikelihood_rolling([request], disable_tqdm=True) == [pytest.approx(own, rel=1e-5)]
+
+
+def test_a_class_registered_by_name_is_loaded_as_the_page_says(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.api.registry import get_model
+
+    page = (Path(__file__).parents[2] / "docs/guides/works-with.md").read_text(encoding="utf-8")
+    register, module = re.findall(r"```python\n(.*?)```", page.split("## lm-evaluation-harness\n")[1], re.DOTALL)
+    (tmp_path / "my_models.py").write_text(module, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(register, {})
+    assert "my_models" not in sys.modules
+    ctxext.save(ctxext.patch(model, "self_extend", factor=2), tmp_path / "extended", tokenizer=tokenizer)
+    said = f"pretrained={tmp_path / 'extended'},prefix_token_id=0"
+    harness = get_model("extended").create_from_arg_string(said, {"device": "cpu", "batch_size": 1})
+    assert (harness.max_length, ctxext.describe(harness.model).method["method"]) == (2 * TRAINED, "self_extend")
 
 
 def test_a_config_that_goes_on_naming_the_trained_length_is_named(

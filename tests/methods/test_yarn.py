@@ -53,11 +53,6 @@ def test_turns_ramp_is_the_papers_by_parts(rope: RopeSpec) -> None:
     assert torch.equal(yarn.inv_freq, parts.inv_freq)
 
 
-@pytest.mark.parametrize(("factor", "scale"), [(1, 1), (4, 1.1386), (8, 1.2079), (32, 1.3466)])
-def test_attention_scale_of_the_published_models(factor: float, scale: float) -> None:
-    assert YaRN(factor=factor).frequencies(LLAMA_2, 7).attention_scale == pytest.approx(scale, abs=5e-5)
-
-
 def test_deepseeks_two_weights_and_a_given_factor() -> None:
     assert YaRN(factor=40, mscale=1, mscale_all_dim=1).attention_scale == 1
     expected = (1 + 0.0707 * math.log(40)) / (1 + 0.1 * math.log(40))

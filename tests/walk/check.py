@@ -260,7 +260,7 @@ def _name(method: Method, more: dict[str, Any]) -> str:
 
 def _layers_problem(model: PreTrainedModel, inputs: Tensor) -> str | None:
     """Whether the layers that ctxext sees rotate are those that do, by arithmetic with what is not a number."""
-    paths = [path for path, module in Subject(model).rotaries if _is_decoders(model, module)]
+    paths = [path for path, module in Subject(model).rotaries if is_decoders(model, module)]
     if not paths:
         return None
     seen = look(model, paths)
@@ -272,8 +272,10 @@ def _layers_problem(model: PreTrainedModel, inputs: Tensor) -> str | None:
     return None
 
 
-def _is_decoders(model: PreTrainedModel, rotary: Any) -> bool:
-    return not model.config.is_encoder_decoder and rotary.config is model.config.get_text_config(decoder=True)
+def is_decoders(model: PreTrainedModel, rotary: Any) -> bool:
+    """Whether a rotary module follows the config of the text, or a changed copy of it, and no encoder is beside."""
+    text = model.config.get_text_config(decoder=True)
+    return not model.config.is_encoder_decoder and type(rotary.config) is type(text)
 
 
 def rotating_layers(model: PreTrainedModel, inputs: Tensor, paths: list[str], layers: frozenset[str]) -> set[str]:

@@ -55,7 +55,8 @@ def positions_of(model: PreTrainedModel, read_as: str) -> str:
     kind = _BY_ARCHITECTURE.get(found.name, found.name)
     if kind == "rotary" and _has_sides(model):
         return "rotary on two sides"
-    return "rotary encoder" if kind == "rotary" and read_as not in ("causal", "seq2seq", "speech") else kind
+    writes = read_as in ("causal", "seq2seq", "speech", "pictures")
+    return "rotary encoder" if kind == "rotary" and not writes else kind
 
 
 def _has_sides(model: PreTrainedModel) -> bool:

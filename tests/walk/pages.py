@@ -27,8 +27,9 @@ HEADER = """\
 
 Made by `python -m tests.walk.run --markdown docs/evidence/architectures.md --coverage
 docs/evidence/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}: every type that the
-installed transformers knows as a language model (causal, masked, sequence-to-sequence, speech-to-text) or as an encoder
-of text, at a tiny size with random weights. A type that is a decoder and an encoder-decoder is walked as both.
+installed transformers knows as a language model (causal, masked, sequence-to-sequence, speech-to-text), as an encoder
+of text, or as a model of pictures whose text is of no type that is walked alone, at a tiny size with random weights. A
+type that is a decoder and an encoder-decoder is walked as both.
 
 {kinds}
 
@@ -48,7 +49,8 @@ Of each method on each type, through the public verbs:
 * which layers rotate: by putting what is not a number into cos and sin, against what ctxext sees.
 
 Of methods for another kind of positions one of each group is tried, and must be refused without a trace. Encoders of
-sound are replaced by random states. Not checked: images, audio, generation, and whether an extension is any good.
+sound are replaced by random states, and models of pictures read text alone. Not checked: images, audio, generation, and
+whether an extension is any good.
 
 Groups of methods: {groups}.
 

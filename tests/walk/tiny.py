@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
@@ -64,15 +66,26 @@ KINDS: dict[str, Any] = {
     "encoder": AutoModelForTextEncoding,
     "tokens": AutoModelForTokenClassification,
     "answers": AutoModelForQuestionAnswering,
+    "pictures": AutoModelForImageTextToText,
 }
+
+
+def _has_text_of_its_own(config_class: Any, others: set[str]) -> bool:
+    """Whether the text part of a model that reads pictures is of no type that is walked alone."""
+    part = config_class.sub_configs.get("text_config")
+    return part is not AutoConfig and (part is None or part.model_type not in others)
 
 
 def model_types(kind: str | None = None) -> list[str]:
     """Every type of language model in the installed transformers, by its own name; those of one kind where asked."""
     names: dict[str, str] = {}
     for name, loader in KINDS.items():
+        alone = set(names)
         for config_class in loader._model_mapping:
-            names.setdefault(config_class.model_type, name)
+            if config_class in loader._model_mapping and (
+                name != "pictures" or _has_text_of_its_own(config_class, alone)
+            ):
+                names.setdefault(config_class.model_type, name)
     return sorted(model_type for model_type, name in names.items() if kind in (None, name))
 
 

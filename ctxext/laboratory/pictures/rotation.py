@@ -51,6 +51,8 @@ def rotation_picture(method: RopeMethod, rope: RopeSpec, model: str = "") -> Pic
         "trained_length": rope.trained_length,
         "target_length": target,
         "attention_scale": frequencies.attention_scale,
+        "temperature": frequencies.temperature,
+        "inv_freq": frequencies.inv_freq.tolist(),  # all digits, as in docs/evidence/golden.json
         "distances": apart,
         "plain_score": score_of_equals(plain, apart),
         "score": frequencies.attention_scale**2 * score_of_equals(frequencies.inv_freq, apart),
