@@ -20,6 +20,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.recommended import RECOMMENDED
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
+LINE_END = "\n"
 CHUNK = 1024  # tokens of a text read at a time
 MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
 
@@ -159,7 +160,7 @@ class ReadText:
         tokens = torch.tensor([prompt], device=self.model.device)
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
         given |= {cache_argument(self.model) or "past_key_values": cache}
-        given |= {"stop_strings": ["\n"], "tokenizer": self.tokenizer} if self.completes else {}
+        given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
         written = self.model.generate(**given, max_new_tokens=new, do_sample=False, prefill_chunk_size=CHUNK)
         return list(written[0, len(prompt) :].tolist())
 
