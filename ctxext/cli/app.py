@@ -37,7 +37,6 @@ from ctxext.cli.options import (
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
-from ctxext.errors import InvalidParameterError
 from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import runtime_names
 
@@ -153,7 +152,7 @@ def patch(
     """
     extension.require_method()
     if extension.method is None and source.suffix != ".gguf":
-        raise InvalidParameterError("Give --method; `ctxext methods` lists them. Only a .gguf file is copied plain.")
+        raise typer.BadParameter("`ctxext methods` lists them. Only a .gguf file is copied plain.", param_hint="--method")
 
     from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft
     from ctxext.cli.show import show_written

@@ -56,7 +56,7 @@ assert ctxext.describe(ctxext.load({str(extended)!r})).method["method"] == "dyna
 
 
 def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has choose, describe, errors"):
+    with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has ask, choose, describe, errors"):
         ctxext.pathc  # noqa: B018
     with pytest.raises(AttributeError, match=r"module 'ctxext\.training' has no attribute 'Callback'"):
         ctxext.training.Callback  # noqa: B018
