@@ -329,6 +329,11 @@ class SourceOptions:
     device: str | None = option("cpu, cuda, cuda:1, ...; default cuda if there is one.")
     trust: Trust = False
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The options as ``load_checkpoint`` takes them."""
+        return {"dtype": self.dtype, "device": self.device, "trust_remote_code": self.trust}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:

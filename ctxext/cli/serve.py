@@ -50,14 +50,10 @@ def serve(
     from ctxext.serving.server import serve as answer
 
     listening = bound(server.host, server.port)
-    served = load_served(
-        source.checkpoint,
-        name=server.name,
-        dtype=source.dtype,
-        device=source.device,
-        trust_remote_code=source.trust,
-        **extension.arguments(),
-    )
+    loading = source.loading | extension.arguments() | {"name": server.name}
+    served = load_served(source.checkpoint, weights=False, **loading)
+    if not served.checkpoint.has_weights:
+        served = load_served(source.checkpoint, tokenizer=served.checkpoint.tokenizer, **loading)
     app = application(
         served,
         key=server.api_key,

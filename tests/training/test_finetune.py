@@ -128,7 +128,7 @@ def test_texts_that_no_run_can_use_are_refused_before_weights_are_loaded(
     given: list[str], said: str, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n' * 3, encoding="utf-8")
-    monkeypatch.setattr(recipe, "load_base", lambda *_: pytest.fail("weights are loaded"))
+    monkeypatch.setattr("ctxext.checkpoints.load._read_model", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(InvalidParameterError, match=said):
         recipe.finetune(settings(*(word.replace("EMPTY", str(tmp_path / "empty.jsonl")) for word in given)))
 

@@ -68,11 +68,14 @@ def masked(
     from ctxext.measuring.survey import Survey
 
     load = functools.partial(load_checkpoint, masked=True)
-    session = Session(source, results, reference=reference, load=load)
+    session = Session(source, results, reference=reference, load=load, methods=asked.method or ())
     loaded = session.checkpoint
     readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     lengths = lengths_of(readers)
     corpus = texts.read(loaded, tokens=tokens_needed(loaded.tokenizer, lengths[-1]))
+    session.load_weights()
+    loaded = session.checkpoint
+    readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     jobs = masked_jobs(readers, lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, **vars(masking)), loaded)
     survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=session.journal, group=session.group)
     about = f"reads {all_of([tokens_label(length) for length in lengths])} tokens of {texts_in_words(corpus)}."
