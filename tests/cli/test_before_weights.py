@@ -45,7 +45,13 @@ MISTAKES = {
     "demo --model HERE --length 100 --output OUT": "length must be above the trained length",
     "demo --model HERE --text SHORT --output OUT": "SHORT",
 }
-OF_THE_RECIPE = {"--method hierarchical": REFUSED, "--evaluation.text SHORT": TOO_SHORT}
+OF_THE_RECIPE = {
+    "--method hierarchical": REFUSED,
+    "--evaluation.text SHORT": TOO_SHORT,
+    "--data.length 8192 --factor 32": "No document has the 8,191 tokens of one sequence; the longest",
+    "--data.shortest 8192": "No document has the 8,192 tokens asked for; the longest of 1 has",
+    "--data.train EMPTY": "No document with any text in it was found",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +66,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     for name in ("HERE", "BERT"):
         tokenizer.save_pretrained(place / name)
     (place / "SHORT").write_text("too short")
+    (place / "EMPTY").write_text(" ")
     (place / "LONG").write_text("".join(f"line {number}, like no other\n" for number in range(8 * TRAINED // 16)))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = {name: str(place / name) for name in ("HERE", "EXTENDED", "BERT", "SHORT", "LONG", "OUT")}
+        names = {name: str(place / name) for name in ("HERE", "EXTENDED", "BERT", "SHORT", "LONG", "EMPTY", "OUT")}
         yield names | {"URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
 
 

@@ -21,11 +21,7 @@ Asked = TypeVar("Asked", bound="TrialReport")
 
 
 class Asking(Session):
-    """Measurement of needles in a text, or in repeated noise, at several lengths and by several readings.
-
-    Attributes:
-        readers: Readings that are asked, the references first; see ``find_readers``.
-    """
+    """Measurement of needles in a text, or in repeated noise, at several lengths and by several readings."""
 
     def __init__(
         self, asked: ReaderOptions, haystack: HaystackOptions, source: SourceOptions, results: OutputOptions
@@ -33,7 +29,7 @@ class Asking(Session):
         self.document = haystack.document()  # before anything is loaded: a mistake is answered quickly
         self._asked = asked
         super().__init__(source, results, reference=asked.reference, methods=asked.method or ())
-        self.readers = self._readers()
+        self.readers = self._readers()  # the references first
 
     @functools.cached_property
     def haystack(self) -> Haystack:

@@ -47,7 +47,7 @@ class Session:
     Args:
         results: Place of the result; without it the command writes files of its own.
         reference: name of the checkpoint that the references are read with, where it is another.
-        load: Function that loads a checkpoint; default ``load_checkpoint``.
+        masked: True for masked language models.
         methods: Methods with their parameters; None among them is skipped.
 
     Attributes:
@@ -66,17 +66,16 @@ class Session:
         results: OutputOptions | None = None,
         *,
         reference: str | None = None,
-        load: Callable[..., Any] | None = None,
+        masked: bool = False,
         methods: Iterable[str | None] = (),
     ) -> None:
         from ctxext.checkpoints.load import reads_weights
-        from ctxext.measuring.checkpoint import load_checkpoint
         from ctxext.measuring.survey import launched_processes
 
         self.results = results or OutputOptions()
         self.group = launched_processes()
         self.console = terminal(stderr=self.results.as_json, quiet=not self.group.is_main)
-        self._source, self._load, self._reference = source, load or load_checkpoint, reference
+        self._source, self._masked, self._reference = source, masked, reference
         names = [words if is_choice(words) else method_said(words)[0] for words in methods if words]
         weights = any(reads_weights(ExtensionArguments(method=name)) for name in names)
         self.checkpoint = self.load(source.checkpoint, weights=weights)
@@ -89,11 +88,13 @@ class Session:
         if self.reference is not None and not self.reference.has_weights:
             self.reference = self.load(self._reference, tokenizer=self.reference.tokenizer)
 
-    def load(self, name: str | None, **how: Any) -> Any:
+    def load(self, name: str | None, **how: Any) -> Checkpoint:
         """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""
+        from ctxext.measuring.checkpoint import load_checkpoint
+
         how |= self._source.loading | {"device": self._source.device or self.group.device}
         with self.console.status("Loading the checkpoint ..."):
-            return self._load(name, **how)
+            return load_checkpoint(name, masked=self._masked, **how)
 
     def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
         """Print what is about to be measured: the checkpoint, its trained length in tokens, and what happens to it."""
