@@ -46,7 +46,7 @@ class Gate:
         self.key = None if key is None else f"Bearer {key}".encode()
         self.is_local = key is None and LOCAL.fullmatch(host) is not None
         self.running: set[Any] = set()  # tasks
-        allowed = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         self._outside: ASGIApp = CORSMiddleware(self._enter, **allowed) if origins else self._enter  # asks with no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

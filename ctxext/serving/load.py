@@ -60,7 +60,7 @@ def load_served(
     given = [key for key, value in extension.items() if value is not None]
     if method is None and given:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method, which says how to extend.")
-    weights = weights or (method is not None and reads_weights(ExtensionArguments(method=method)))
+    weights = weights or reads_weights(method)
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "tokenizer": tokenizer, "weights": weights}
     checkpoint = load_checkpoint(source, dtype=dtype, device=device, **how)
     model: Any = checkpoint.model

@@ -15,7 +15,6 @@ from ctxext.cli.options import Measurement, OutputOptions, SourceOptions
 from ctxext.files import digest, is_choice
 from ctxext.progress import StageBar, terminal
 from ctxext.quantities import method_said
-from ctxext.spec import ExtensionArguments
 
 if TYPE_CHECKING:
     from ctxext.evaluation.report.page import Page
@@ -76,8 +75,7 @@ class Session:
         self.group = launched_processes()
         self.console = terminal(stderr=self.results.as_json, quiet=not self.group.is_main)
         self._source, self._masked, self._reference = source, masked, reference
-        names = [words if is_choice(words) else method_said(words)[0] for words in methods if words]
-        weights = any(reads_weights(ExtensionArguments(method=name)) for name in names)
+        weights = any(reads_weights(said if is_choice(said) else method_said(said)[0]) for said in methods if said)
         self.checkpoint = self.load(source.checkpoint, weights=weights)
         self.reference: Checkpoint | None = None if reference is None else self.load(reference, weights=weights)
 
