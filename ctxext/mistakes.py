@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -87,6 +88,11 @@ def _refuse_unknown_device(name: str) -> None:
         )
 
 
+def _refuse_no_origin(origin: str) -> None:
+    if origin != "*" and not re.fullmatch(r"https?://[^/?#]+", origin):
+        raise InvalidParameterError(f"{origin!r} is no origin of web pages, such as http://localhost:3000, or *.")
+
+
 def _refuse_shrinking(factor: float) -> None:
     if not 1 <= factor < math.inf:
         raise InvalidParameterError(f"factor must be a finite number, at least 1, found {factor}.")
@@ -137,6 +143,7 @@ CHECKS: dict[str, Callable[[Any], object]] = {  # typer before 0.29 gives a path
     "method": refuse_unknown_method,
     "factor": _refuse_shrinking,
     "to": _refuse_unknown_runtime,
+    "cors": _refuse_no_origin,
     "device": _refuse_unknown_device,
     "budget": parse_budget,
     "memory": parse_bytes,

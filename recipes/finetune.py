@@ -51,10 +51,11 @@ import ctxext
 from ctxext.checkpoints.save import require_padding
 from ctxext.files import write_json
 from ctxext.measuring.provenance import command, git_state, machine, now, versions
+from ctxext.methods import method_class
 from ctxext.progress import saying_what_is_left_out
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
-from ctxext.training.checkpoint import load_base, load_tokenizer, require_device, with_all_weights
+from ctxext.training.checkpoint import load_base, require_device, with_all_weights
 from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
@@ -97,15 +98,19 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         return_freed_memory(above=settings.memory.return_freed * 2**20)
     set_seed(settings.seed)
 
-    # 1. The texts, which may be too short for a sequence, then the model, extended, and its adapter.
-    data, training = settings.data, settings.training
-    tokenizer = load_tokenizer(settings)
+    # 1. The texts and the method, which are checked before weights are read; the model, extended, and its adapter.
+    data, training, extension = settings.data, settings.training, settings.extension
+    outline = load_base(settings, arguments.device, weights=False)
+    tokenizer = outline.tokenizer
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
     sequences_of(settings, documents)
+    BeforeAndAfter(outline, settings)
+    if not method_class(extension.method).reads_weights(extension.parameters):
+        ctxext.patch(outline.model, extension.method, **extension.arguments())
     loaded = load_base(settings, arguments.device, tokenizer=tokenizer)
     model = loaded.model
     measured = BeforeAndAfter(loaded, settings)
-    ctxext.patch(model, settings.extension.method, **settings.extension.arguments())
+    ctxext.patch(model, extension.method, **extension.arguments())
     description = ctxext.describe(model)
     if settings.data.positions == "packed" or settings.data.short_share:
         require_separate(model)

@@ -19,6 +19,20 @@ cd "$place" # an empty place: no checkout beside the interpreter
 unset PYTHONPATH
 "$bin/ctxext" --version
 "$bin/python" -m ctxext --help >/dev/null
+"$bin/python" - <<'EOF'
+import typer
+from ctxext.cli.app import app
+from typer.testing import CliRunner
+
+
+def helps(group, *path):
+    done = CliRunner().invoke(app, [*path, "--help"])
+    assert done.exit_code == 0, (path, done.output)
+    return 1 + sum(helps(inner, *path, name) for name, inner in getattr(group, "commands", {}).items())
+
+
+print(helps(typer.main.get_command(app)), "pages of help")
+EOF
 "$bin/ctxext" methods --json | "$bin/python" -c 'import json, sys; print(len(json.load(sys.stdin)), "methods")'
 "$bin/python" - "$place" <<'EOF'
 import sys

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
+import sys
 import tomllib
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -140,6 +144,27 @@ def test_workflows_run_what_everyone_can_run() -> None:
     assert ".ci/run" in commands["release"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "nightly" in targets
+
+
+def test_links_of_the_page_on_an_index_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = types.SimpleNamespace(MetadataHookInterface=object)  # hatchling is installed while a wheel is built
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    hook = runpy.run_path(str(ROOT / "scripts" / "index_page.py"))["IndexPage"]()
+    hook.root = str(ROOT)
+    plain: dict[str, Any] = {"version": "1.2"}
+    named = plain.copy()
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    hook.update(plain)
+    monkeypatch.setenv("GITHUB_REPOSITORY", "us/ctxext")
+    hook.update(named)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (plain["readme"]["text"], plain["urls"]) == (readme, {})
+    links = r'(?:\]\(|src="|href=")([^)"]+)'
+    before, after = re.findall(links, readme), re.findall(links, named["readme"]["text"])
+    assert len(before) == len(after) > 20
+    assert {link for link in after if not re.match("https?:|#", link)} == set()
+    pictures = re.findall(r'(?:!\[[^\]]*\]\(|src=")(\S+?)[)"]', named["readme"]["text"])
+    assert all("raw.githubusercontent.com/us/ctxext/v1.2/" in link or "//img." in link for link in pictures)
 
 
 def test_forms_for_issues_ask_for_what_is_needed() -> None:

@@ -199,7 +199,7 @@ def _extended(
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
-        if _reads_weights(arguments):
+        if isinstance(arguments, ExtensionArguments) and reads_weights(arguments.method, arguments.parameters):
             return extend(_read_model(place, config, loading, auto_class), arguments)
         extended = extend(model, arguments).config
         if not replaces_weights(model, extended.ctxext):
@@ -273,15 +273,12 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
     return architecture is not None and architecture.replaces_weights(subject, saved)
 
 
-def _reads_weights(arguments: ExtensionArguments | dict[str, ExtensionArguments]) -> bool:
+def reads_weights(method: Any, parameters: dict[str, Any] | None = None) -> bool:
     """Return whether the method reads the weights: it scores a model's heads, or compares their scores with them."""
-    if not isinstance(arguments, ExtensionArguments):
-        return False
-    method = arguments.method
     if isinstance(method, str) and is_choice(method):
         method = method_in(method)
     kind = method_class(method) if isinstance(method, str) else type(method)
-    given = vars(method) if isinstance(method, Method) else arguments.parameters
+    given = vars(method) if isinstance(method, Method) else parameters or {}
     return kind is not None and issubclass(kind, Method) and kind.reads_weights(given)
 
 

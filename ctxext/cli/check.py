@@ -68,9 +68,13 @@ def check(
 
     client = Client(asked.url, asked.api_key, asked.name)
     served = load_served(source.checkpoint, **source.loading, **extension.arguments())
+    loading = source.loading | extension.arguments()
+    served = load_served(source.checkpoint, weights=False, **loading)
     window = describe(served.checkpoint.model).target_length or asked.length
     tokens = min(window, asked.length)
     ids = text.read(served.checkpoint, tokens=tokens).documents[0].input_ids
+    if not served.checkpoint.has_weights:
+        served = load_served(source.checkpoint, tokenizer=served.checkpoint.tokenizer, **loading)
     with StageBar(terminal(stderr=True), 1.0) as bar:
         found = check_server(client, served.checkpoint.model, served.checkpoint.tokenizer, ids, progress=bar)
     if as_json:

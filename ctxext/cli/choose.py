@@ -107,10 +107,15 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
     session = Session(source, results)
     read = texts if texts.text or texts.documents is not None else replace(texts, documents=PLAYS)
     corpus = read.read(session.checkpoint, tokens=2, whole=True)
-    with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
-        group, folder = session.group, results.folder
-        planned = PlannedChoice(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
-    choice = _run(session, planned)
+    group, folder = session.group, results.folder
+
+    def plan() -> PlannedChoice:
+        with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
+            return PlannedChoice(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
+
+    plan()
+    session.load_weights()
+    choice = _run(session, plan())
     if not session.group.is_main:
         return
     results.write(choice, choice_page(choice), session.console)

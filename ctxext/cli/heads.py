@@ -33,6 +33,7 @@ def heads(*, haystack: HeadsTextOptions, source: SourceOptions, results: OutputO
     """
     document = haystack.document()  # before torch is imported: a mistake is answered quickly
     session = Session(source, results)
+    session.load_weights()
 
     from ctxext.attention.heads import heads as score
     from ctxext.core.patching import patched_state, unpatch

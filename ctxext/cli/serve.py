@@ -18,6 +18,11 @@ class ServerOptions:
     api_key: str | None = option(
         "Answer only clients with this key.", envvar="CTXEXT_API_KEY", show_default="none: answer all clients"
     )
+    cors: list[str] | None = option(
+        "Let web pages of this origin read answers: http://localhost:3000, or * for all. Repeatable.",
+        metavar="ORIGIN",
+        show_default="none",
+    )
     name: str | None = option("Name of the model for clients.", show_default="CHECKPOINT as given")
     continuous_batching: bool = option(
         "Answer several requests in each pass of the model.", "--continuous-batching", default=False
@@ -51,12 +56,17 @@ def serve(
 
     listening = bound(server.host, server.port)
     served = load_served(source.checkpoint, name=server.name, **source.loading, **extension.arguments())
+    loading = source.loading | extension.arguments() | {"name": server.name}
+    served = load_served(source.checkpoint, weights=False, **loading)
+    if not served.checkpoint.has_weights:
+        served = load_served(source.checkpoint, tokenizer=served.checkpoint.tokenizer, **loading)
     app = application(
         served,
         key=server.api_key,
         host=server.host,
         continuous_batching=server.continuous_batching,
         cached_tokens=server.cached_tokens,
+        origins=server.cors or (),
     )
     console = terminal()
     for note in served.notes:

@@ -231,6 +231,19 @@ def prepare(
     )
 
 
+def check(
+    checkpoint: Checkpoint,
+    lengths: Sequence[int],
+    methods: Sequence[Method] = (),
+    reference: Checkpoint | None = None,
+    trained_length: int | None = None,
+) -> None:
+    """Refuse what ``prepare`` would, before key tokens are found; no weights are needed."""
+    readings = Readings(checkpoint, trained_length=trained_length, windows=())
+    _plain(readings, reference, methods)
+    _extensions(readings, methods, max(lengths))
+
+
 def _plain(readings: Readings, reference: Checkpoint | None, methods: Sequence[Method]) -> Readings:
     """Return the readings of the checkpoint that reads the references."""
     if not readings.extended and not methods:

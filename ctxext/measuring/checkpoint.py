@@ -17,9 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
-from ctxext.checkpoints.load import load_saved, require_language_model
+from ctxext.checkpoints.load import attached, load_saved, meta_model, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.core.digest import weights_digest
+from ctxext.core.saved import saved_extension
 from ctxext.core.subject import base_model
 from ctxext.errors import (
     CheckpointError,
@@ -54,6 +55,11 @@ class Checkpoint:
         if not self.sha256:
             object.__setattr__(self, "sha256", weights_digest(self.model))
 
+    @property
+    def has_weights(self) -> bool:
+        """True unless the model is on the meta device."""
+        return not next(self.model.parameters()).is_meta
+
 
 def load_checkpoint(
     source: str | None,
@@ -63,6 +69,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     masked: bool = False,
     tokenizer: Any = None,
+    weights: bool = True,
     **loading: Any,
 ) -> Checkpoint:
     """Load a language model and its tokenizer, from safetensors or GGUF, without remote code unless allowed.
@@ -76,6 +83,8 @@ def load_checkpoint(
         dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
         device: Device of the model; default the first CUDA device, else the CPU.
         tokenizer: Tokenizer of the checkpoint, where it has been read already.
+        weights: False to build the model on the meta device, so that a request can be checked before weights are
+            read; those of an adapter are always read.
         **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
             place of ``device``.
 
@@ -98,7 +107,7 @@ def load_checkpoint(
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with _quiet():
-            return _load(path, dtype, place, masked, tokenizer, trust, loading)
+            return _load(path, dtype, place, masked, tokenizer, trust, loading, weights)
     except CtxextError:
         raise
     except (OSError, ValueError, ImportError, RecursionError) as error:
@@ -146,6 +155,7 @@ def _load(
     tokenizer: Any,
     trust: dict[str, Any],
     loading: dict[str, Any],
+    weights: bool,
 ) -> Checkpoint:
     """Load a model in the dtype that is safe for what is stored, and the tokenizer beside it unless one is given."""
     adapted = is_adapter(source)
@@ -154,7 +164,7 @@ def _load(
     where, inside = gguf_inside(base_of(source) if adapted else source, {})
     file = {"gguf_file": inside["gguf_file"]} if inside else {}
     checked_path(where, file)
-    config = None if file else read_any_config(where, **trust)  # a GGUF file takes seconds, and says no dtype
+    config = None if file and weights else read_any_config(where, **trust, **file)  # a GGUF file says no dtype
     if config is not None and not masked:
         require_language_model(config, where)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
@@ -163,14 +173,20 @@ def _load(
     kind: dict[str, Any] = {"plain_class": AutoModelForCausalLM}  # what was saved extended knows its own class
     if masked:
         kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
-    model = load_saved(source, dtype=DTYPES[chosen], **kind, **trust, **loading)
+    if weights or adapted:
+        model = load_saved(source, dtype=DTYPES[chosen], **kind, **trust, **loading)
+    else:
+        extended = saved_extension(config, where) is not None
+        known = kind.get("auto_class") if extended else kind["plain_class"]
+        model = meta_model(config, auto_class=known, dtype=DTYPES[chosen], **trust)
+        model = attached(model, where) if extended else model
     if base_model(model).config.is_encoder_decoder and not masked:
         raise IncompatibleError(
             f"{source} holds a {type(base_model(model)).__name__}, an encoder-decoder. What is measured and trained "
             f"here are models that predict the next token of one text. Give such a model. To run this one, call "
             f"ctxext.load(path)."
         )
-    if "device_map" not in loading:
+    if "device_map" not in loading and (weights or adapted):
         model.to(device)
     if tokenizer is None:
         if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):

@@ -320,6 +320,7 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.running: set[Draw] = set()
 
     def begin(self, draw: Draw) -> None:
         """Answer when those before are answered."""
@@ -409,6 +410,7 @@ class Together(CBGenerateManager):  # type: ignore[misc]
         config.num_blocks = None if tokens is None else math.ceil(tokens / config.page_size)
         config.use_cuda_graph = config.use_async_batching = False  # tokens are drawn outside of graphs, one by one
         super().__init__(config)
+        self.running: set[Draw] = set()
         # Refuses a model that continuous batches would not be right for.
         self._cb = model.init_continuous_batching(
             generation_config=calm(model.generation_config, None), continuous_batching_config=config
@@ -462,13 +464,19 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
     def into(number: int) -> Callable[[Any], Any]:
         return lambda item: loop.call_soon_threadsafe(queue.put_nowait, (number, item))
 
-    waited = set(range(len(draws)))
+    waited, began = set(range(len(draws))), time.perf_counter()
+    engine.running |= {*draws}
+    prompts = " and ".join(f"{len(draw.prompt):,}" for draw in draws if draw.number == 0)
+    LOG.info("A prompt of %s tokens is read; %d answers are under way.", prompts, len(engine.running))
     try:
         for number, draw in enumerate(draws):
             draw.emit = into(number)
             engine.begin(draw)
         while waited:
             number, item = await queue.get()
+            if began and isinstance(item, AnswerPiece):
+                LOG.info("The prompt of %s tokens was read in %.1f s.", prompts, time.perf_counter() - began)
+                began = 0.0
             if isinstance(item, BaseException):
                 LOG.error("An answer failed.", exc_info=item)
                 raise HTTPException(500, f"{type(item).__name__}: {item}")
@@ -476,5 +484,6 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
                 waited.remove(number)
             yield number, item
     finally:
+        engine.running -= {*draws}
         for number in waited:
             engine.leave(draws[number])

@@ -7,9 +7,11 @@ import contextlib
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY = 8 << 20  # bytes of a body; a longer window allows longer ones
@@ -33,16 +35,24 @@ def unknown_model(asked: str, served: str) -> JSONResponse:
 class Gate:
     """Entrance to the application: it refuses strangers, and ends the work for clients that went away.
 
-    Clients show the ``key``, unless it is None; the longest body that is read has ``most`` bytes.
+    Clients show the ``key``, unless it is None; the longest body that is read has ``most`` bytes. Browsers show answers
+    to web pages of these ``origins``.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None = None, host: str = "", most: int = BODY) -> None:
+    def __init__(
+        self, app: ASGIApp, key: str | None = None, host: str = "", most: int = BODY, origins: Sequence[str] = ()
+    ) -> None:
         self.app, self.most = app, most
         self.key = None if key is None else f"Bearer {key}".encode()
         self.is_local = key is None and LOCAL.fullmatch(host) is not None
         self.running: set[Any] = set()  # tasks
+        allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        self._outside: ASGIApp = CORSMiddleware(self._enter, **allowed) if origins else self._enter  # asks with no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._outside(scope, receive, send)
+
+    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if refused := self._refused(scope):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctxext.checkpoints.load import reads_weights
 from ctxext.core.patching import describe, extend, patch, patched_state, unpatch
 from ctxext.core.saved import arguments_of
 from ctxext.core.subject import base_model
@@ -40,6 +41,8 @@ def load_served(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    tokenizer: Any = None,
+    weights: bool = True,
     **extension: Any,
 ) -> Served:
     """Load a checkpoint to serve: extended by ``method``, or as it was saved; a plain one is served plain.
@@ -48,7 +51,8 @@ def load_served(
     no cache is computed again while it decodes.
 
     ``method``, as for ``ctxext.patch``, takes the place of an extension that was saved. Requests ask for ``name``, by
-    default that of the checkpoint, as given. All else is as for ``load_checkpoint`` and ``ctxext.patch``.
+    default that of the checkpoint, as given. All else is as for ``load_checkpoint`` and ``ctxext.patch``. A method that
+    reads weights has them loaded even where ``weights`` is False.
 
     Raises:
         CtxextError: as ``load_checkpoint`` and ``ctxext.patch``.
@@ -56,7 +60,9 @@ def load_served(
     given = [key for key, value in extension.items() if value is not None]
     if method is None and given:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method, which says how to extend.")
-    checkpoint = load_checkpoint(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    weights = weights or reads_weights(method)
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "tokenizer": tokenizer, "weights": weights}
+    checkpoint = load_checkpoint(source, dtype=dtype, device=device, **how)
     model: Any = checkpoint.model
     if method is not None:
         extend_loaded(model, method, **extension)

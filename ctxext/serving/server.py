@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ def application(
     host: str = "",
     continuous_batching: bool = False,
     cached_tokens: int | None = None,
+    origins: Sequence[str] = (),
 ) -> Gate:
     """Build the application that answers requests.
 
@@ -47,6 +48,7 @@ def application(
         continuous_batching: answer several requests in each pass of the model.
         cached_tokens: tokens of all requests whose keys and values such batches hold; default what is free on a GPU,
             and 8 windows on a CPU, whose memory others need too.
+        origins: Origins of web pages that browsers may show answers to (CORS), such as ``http://localhost:3000``.
 
     Raises:
         IncompatibleError: continuous batches would be wrong for this model.
@@ -90,7 +92,8 @@ def application(
     def health() -> JSONResponse:
         alive = isinstance(engine, OneByOne) or engine.is_alive()
         status = {"status": "ok" if alive else "the worker of continuous batching has died", "model": served.name}
-        return JSONResponse(status | facts, status_code=200 if alive else 503)
+        runs = [{"prompt_tokens": len(draw.prompt), "answer_tokens": len(draw.tokens)} for draw in [*engine.running]]
+        return JSONResponse(status | facts | {"requests": runs}, status_code=200 if alive else 503)
 
     @app.exception_handler(CBWorkerDeadError)
     async def ended(_: Request, error: CBWorkerDeadError) -> JSONResponse:
@@ -109,7 +112,7 @@ def application(
         return error_response(400, str(error))
 
     # 64 bytes a token are more than any text has, and ids with their commas.
-    return Gate(app, key, host, max(BODY, 64 * (served.window or 0)))
+    return Gate(app, key, host, max(BODY, 64 * (served.window or 0)), origins)
 
 
 def bound(host: str, port: int) -> socket.socket:

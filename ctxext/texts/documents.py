@@ -97,7 +97,7 @@ def installed_texts() -> list[Path]:
     files = (path for folder in package_folders(TEXT_PACKAGE) for path in (folder / "plays").rglob("*.md"))
     plays = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
     if not plays:
-        require_package(TEXT_PACKAGE, "demo", "Give your own text with --text; the default one needs")
+        require_package(TEXT_PACKAGE, "plays", "Give your own text with --text; the default one needs")
         raise InvalidParameterError(f"The package {TEXT_PACKAGE} holds no plays. Give your own text with --text.")
     return plays
 

@@ -28,7 +28,7 @@ from ctxext.training.settings import Settings
 
 
 class BeforeAndAfter:
-    """Measurements of a model in training, set by ``settings.evaluation``.
+    """Measurements of a model in training, set by ``settings.evaluation``; without weights they are only checked.
 
     Raises:
         IncompatibleError: if a measurement is set under DeepSpeed ZeRO-3.
@@ -47,6 +47,8 @@ class BeforeAndAfter:
         if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
+            if not checkpoint.has_weights:
+                return
             survey = inside_survey(checkpoint, self.corpus, self.plan)
             self._finish(survey)
             losses = survey.losses()

@@ -15,8 +15,7 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
-from ctxext.checkpoints.bundled import default_checkpoint
-from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
+from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.core import patching
 from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
@@ -53,20 +52,24 @@ def require_device(settings: Settings) -> str:
     return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
 
 
-def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None) -> Checkpoint:
+def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None, weights: bool = True) -> Checkpoint:
     """Load the model to train, unextended, with its tokenizer.
 
     From a checkpoint that was saved extended, the extension is taken off where ``extension.trained_length`` is given:
     the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
 
     Args:
-        tokenizer: Tokenizer that ``load_tokenizer`` returned; None reads it again.
+        tokenizer: Tokenizer of the checkpoint, where it has been read already.
+        weights: False for a model on the meta device, see ``load_checkpoint``.
 
     Raises:
         CheckpointError: as ``load_checkpoint``; also for an adapter, or for a checkpoint that was saved extended where
             no trained length is given.
     """
     _require_whole(settings)
+    if not weights:
+        with _without_deepspeed():
+            return _load_plain(settings, device, weights=False)
     if settings.quantisation is None:
         return _load_plain(settings, device, tokenizer=tokenizer)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
@@ -74,18 +77,6 @@ def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None
     on_device = {"quantization_config": packed, "device_map": {"": device}}
     loaded = _load_plain(settings, device, tokenizer=tokenizer, **on_device)
     return replace(loaded, dtype_note=f"{settings.quantisation}, computed in {settings.dtype}")
-
-
-def load_tokenizer(settings: Settings) -> Any:
-    """Load the tokenizer alone, with which texts are read before the weights are loaded.
-
-    Raises:
-        CheckpointError: as ``load_base``.
-    """
-    _require_whole(settings)
-    place, inside = gguf_inside(default_checkpoint() if settings.checkpoint is None else settings.checkpoint, {})
-    inside.pop("quantization_config", None)  # which is of the weights
-    return read_tokenizer(place, **inside)
 
 
 def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, L
 import ctxext
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
-from ctxext.methods import YaRN
+from ctxext.methods.yarn import YaRN
 from ctxext.models.drafts import draft_heads
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.vllm import VLLM

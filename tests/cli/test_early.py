@@ -182,6 +182,7 @@ MISTAKES = {
     "plot positions -m yran": "Did you mean 'yarn'?",
     "plot frequencies /no/where": "There is no checkpoint at /no/where",
     "serve HERE -m yran": "Did you mean 'yarn'?",
+    "serve HERE --cors localhost:3000": "no origin of web pages",
     "serve HERE --dtype fp33": "'fp33' is not one of",
     "serve HERE --device cudda": "Device 'cudda' cannot be used here",
     "check HERE --url http://127.0.0.1:1 --length 31": "31 tokens are too few. Give 32 or more.",

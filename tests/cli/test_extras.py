@@ -249,7 +249,7 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
         ("eval perplexity adapter", "train"),
         ("eval perplexity table", "eval"),
         ("eval perplexity gguf", "demo"),
-        ("eval perplexity play", "demo"),
+        ("eval perplexity play", "plays"),
         ("eval ruler", "eval"),
         ("eval compare", "eval"),
         ("eval compare default", "eval"),

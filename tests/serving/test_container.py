@@ -49,8 +49,9 @@ def test_the_image_has_a_plain_name_and_its_sources_are_in_the_context() -> None
         for source in sources:
             assert (ROOT / source).exists()
             assert f"!{source}" in allowed, f"{source} is not sent to the daemon"
-    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {built["readme"], *built["license-files"]} <= {path.removeprefix("!") for path in allowed}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    built, hook = project["project"], project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]
+    assert {"README.md", hook, *built["license-files"]} <= {path.removeprefix("!") for path in allowed}
     (extra,) = re.findall(r"'\.\[(\w+)\]'", instructions()["RUN"][0])
     assert extra in built["optional-dependencies"]
 

@@ -7,12 +7,14 @@ import json
 import signal
 import socket
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 import ctxext
 from ctxext.measuring.checkpoint import Checkpoint
@@ -23,7 +25,7 @@ from tests._models import byte_model
 from tests._tokenizer import make_letters
 from tests.serving._running import KEY, running
 
-MOST = 1000
+MOST, KEYED = 1000, f"Bearer {KEY}"
 
 
 class Knocking:
@@ -221,6 +223,27 @@ def test_the_limit_of_a_body_follows_the_window(served: Served) -> None:
     assert gate.most == 64 << 20
 
 
+def test_pages_of_an_origin_that_was_named_read_answers(served: Served) -> None:
+    """Browsers ask first, by OPTIONS and without the key."""
+    client = TestClient(application(served, key=KEY, host="127.0.0.1", origins=["http://localhost:3000"]))
+    for origin, allowed in {"http://localhost:3000": "http://localhost:3000", "http://other": None}.items():
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        asked = client.options("/v1/completions", headers=headers | {"access-control-request-headers": "authorization"})
+        assert asked.status_code == (200 if allowed else 400)
+        answers = [client.get("/v1/models", headers={"origin": origin} | key) for key in ({}, {"authorization": KEYED})]
+        assert [answer.status_code for answer in answers] == [401, 200]
+        assert {answer.headers.get("access-control-allow-origin") for answer in (asked, *answers)} == {allowed}
+    assert TestClient(application(served)).options("/v1/completions").status_code == 405
+
+
+def test_the_log_and_health_say_which_prompts_are_read(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    client = TestClient(application(served))
+    with caplog.at_level("INFO", "uvicorn.error"):
+        assert client.post("/v1/completions", json={"prompt": "一丁", "max_tokens": 1}).status_code == 200
+    assert [line.partition(" tokens ")[0] for line in caplog.messages] == ["A prompt of 2", "The prompt of 2"]
+    assert client.get("/health").json()["requests"] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "stored"), [("auto", "float32"), ("fp32", "float32"), ("auto", "bfloat16")])
 def test_the_dtype_that_is_served_is_told(dtype: str, stored: str, tmp_path: Path) -> None:
@@ -274,6 +297,8 @@ def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> 
         for client, said in zip(clients, ("a step begins", '/v1/completions HTTP/1.1" 200'), strict=True):
             client.start()
             server.until(said)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=60) as answer:
+            assert json.loads(answer.read())["requests"] == [{"prompt_tokens": 2, "answer_tokens": 0}] * 2
         server.process.send_signal(signal.SIGINT)
         server.until("2 requests run; Ctrl-C again drops what runs.")
         assert server.process.poll() is None

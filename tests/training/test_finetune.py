@@ -115,24 +115,6 @@ def test_the_last_losses_are_told_however_rarely_a_run_logs(settings: Any, tmp_p
     assert found[STEPS] == pytest.approx(single[STEPS], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--data.length", "512", "--factor", "16"], r"No document has the 511 tokens of one sequence; the longest"),
-        (["--data.shortest", "401"], r"No document has the 401 tokens asked for; the longest of 4 has 400"),
-        (["--data.train", "EMPTY"], r"No document with any text in it was found"),
-        (["--data.train", "nowhere.txt"], r"Cannot read the text 'nowhere.txt'"),
-    ],
-)
-def test_texts_that_no_run_can_use_are_refused_before_weights_are_loaded(
-    given: list[str], said: str, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n' * 3, encoding="utf-8")
-    monkeypatch.setattr(recipe, "load_base", lambda *_: pytest.fail("weights are loaded"))
-    with pytest.raises(InvalidParameterError, match=said):
-        recipe.finetune(settings(*(word.replace("EMPTY", str(tmp_path / "empty.jsonl")) for word in given)))
-
-
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

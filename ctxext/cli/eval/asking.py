@@ -28,7 +28,8 @@ class Asking(Session):
     ) -> None:
         self.document = haystack.document()  # before anything is loaded: a mistake is answered quickly
         self._asked = asked
-        super().__init__(source, results, reference=asked.reference)
+        super().__init__(source, results, reference=asked.reference, methods=asked.method or ())
+        self.readers = self._readers()  # the references first
 
     @functools.cached_property
     def haystack(self) -> Haystack:
@@ -38,9 +39,7 @@ class Asking(Session):
         tokenizer, document = self.checkpoint.tokenizer, self.document
         return noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
 
-    @functools.cached_property
-    def readers(self) -> tuple[Reader, ...]:
-        """The readings that are asked, the references first; see ``find_readers``."""
+    def _readers(self) -> tuple[Reader, ...]:
         from ctxext.measuring.readers import find_readers
 
         return find_readers(self.checkpoint, reference=self.reference, **self._asked.arguments())
@@ -81,6 +80,8 @@ class Asking(Session):
         from ctxext.measuring.labels import all_of, tokens_label
         from ctxext.measuring.survey import Survey, jobs_of
 
+        self.load_weights()
+        self.readers = self._readers()
         jobs = jobs_of(self.readers, prompts)
         survey = Survey(f"ctxext eval {kind.KIND}", self.checkpoint, jobs, journal=self.journal, group=self.group)
         lengths = all_of(list(map(tokens_label, self.lengths)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ctxext.cli.options import Measurement, OutputOptions, SourceOptions
-from ctxext.files import digest
+from ctxext.files import digest, is_choice
 from ctxext.progress import StageBar, terminal
+from ctxext.quantities import method_said
 
 if TYPE_CHECKING:
     from ctxext.evaluation.report.page import Page
@@ -45,13 +46,14 @@ class Session:
     Args:
         results: Place of the result; without it the command writes files of its own.
         reference: name of the checkpoint that the references are read with, where it is another.
-        load: loads a checkpoint, as ``load_checkpoint`` does, which it is by default.
+        masked: True for masked language models.
+        methods: Methods with their parameters; None among them is skipped.
 
     Attributes:
         group: the processes that share the work.
         console: quiet in all processes but the main one; standard error where standard output is for a program.
-        checkpoint: Loaded checkpoint that is measured.
-        reference: Loaded model that reads the references; None where that is the checkpoint.
+        checkpoint: Checkpoint that is measured: without weights until ``load_weights``, unless a method reads them.
+        reference: Checkpoint that reads the references, likewise; None where that is the checkpoint.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
@@ -63,23 +65,37 @@ class Session:
         results: OutputOptions | None = None,
         *,
         reference: str | None = None,
-        load: Callable[..., Any] | None = None,
+        masked: bool = False,
+        methods: Iterable[str | None] = (),
     ) -> None:
-        from ctxext.measuring.checkpoint import load_checkpoint
+        from ctxext.checkpoints.load import reads_weights
         from ctxext.measuring.survey import launched_processes
 
         self.results = results or OutputOptions()
         self.group = launched_processes()
         self.console = terminal(stderr=self.results.as_json, quiet=not self.group.is_main)
-        self._source, self._load = source, load or load_checkpoint
-        self.checkpoint = self.load(source.checkpoint)
-        self.reference: Checkpoint | None = None if reference is None else self.load(reference)
+        self._source, self._masked, self._reference = source, masked, reference
+        weights = any(reads_weights(said if is_choice(said) else method_said(said)[0]) for said in methods if said)
+        self.checkpoint = self.load(source.checkpoint, weights=weights)
+        self.reference: Checkpoint | None = None if reference is None else self.load(reference, weights=weights)
 
-    def load(self, name: str | None) -> Any:
+    def load_weights(self) -> None:
+        """Load the checkpoint and the reference with their weights; the request has been checked without them."""
+        if not self.checkpoint.has_weights:
+            self.checkpoint = self.load(self._source.checkpoint, tokenizer=self.checkpoint.tokenizer)
+        if self.reference is not None and not self.reference.has_weights:
+            self.reference = self.load(self._reference, tokenizer=self.reference.tokenizer)
+
+    def load(self, name: str | None, **how: Any) -> Checkpoint:
         """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""
         loading = self._source.loading
         with self.console.status("Loading the checkpoint ..."):
             return self._load(name, **loading | {"device": loading["device"] or self.group.device})
+        from ctxext.measuring.checkpoint import load_checkpoint
+
+        how |= self._source.loading | {"device": self._source.device or self.group.device}
+        with self.console.status("Loading the checkpoint ..."):
+            return load_checkpoint(name, masked=self._masked, **how)
 
     def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
         """Print what is about to be measured: the checkpoint, its trained length in tokens, and what happens to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from ctxext.progress import DelayedBar
 from ctxext.registry import method_names
 
 if TYPE_CHECKING:
-    from ctxext.evaluation.comparison import ComparisonResult
+    from ctxext.evaluation.comparison import Comparison, ComparisonResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +89,30 @@ def compare(
     from ctxext.measuring.labels import all_of, tokens_label
 
     require_matplotlib()
-    session = Session(source)
-    console, loaded = session.console, session.checkpoint
-    with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
-        comparison = prepare(
-            loaded,
-            lambda tokens: texts.read(loaded, tokens=tokens, whole=True),
-            output,
-            depths=(keys.depth or DEPTHS) if keys.passkey else (),
-            trials=keys.trials,
-            seed=keys.seed,
-            group=session.group,
-            progress=trying if session.group.is_main else lambda *_: None,
-            **asked.arguments(),
-        )
+    session = Session(source, methods=asked.method or ())
+    console = session.console
+    corpus = functools.cache(lambda tokens: texts.read(session.checkpoint, tokens=tokens, whole=True))
+
+    def planned() -> Comparison:
+        with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
+            return prepare(
+                session.checkpoint,
+                corpus,
+                output,
+                depths=(keys.depth or DEPTHS) if keys.passkey else (),
+                trials=keys.trials,
+                seed=keys.seed,
+                group=session.group,
+                progress=trying if session.group.is_main else lambda *_: None,
+                **asked.arguments(),
+            )
+
+    planned()
+    session.load_weights()
+    comparison = planned()
     lengths = all_of([tokens_label(length) for length in comparison.lengths])
     about = f"reads {lengths} tokens of {texts_in_words(comparison.corpus)}."
-    session.announce(loaded, comparison.trained_length, about)
+    session.announce(session.checkpoint, comparison.trained_length, about)
     for refusal in comparison.refusals:
         console.print(f"Not measured: {refusal.label}. {refusal.reason}")
     session.measure(comparison)

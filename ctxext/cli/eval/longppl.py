@@ -74,7 +74,7 @@ def longppl(
 
     if keys.keys is not None and not keys.keys.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {keys.keys.parent}", param_hint="--keys")
-    session = Session(source, results, reference=reference)
+    session = Session(source, results, reference=reference, methods=asked.method or ())
     loaded = session.checkpoint
     trained = known_trained_length(loaded.model, asked.trained_length)
     factors = factors_for(asked.method or (), asked.factor or (), asked.length or (), trained)
@@ -82,6 +82,9 @@ def longppl(
     reach = int(trained * min(factors)) if asked.method else describe(loaded.model).target_length
     lengths = asked.length or [reach or trained]
     corpus = texts.read(loaded, tokens=max(lengths) + 1)
+    evaluation.check(loaded, lengths, methods, session.reference, asked.trained_length)
+    session.load_weights()
+    loaded = session.checkpoint
     journal = session.journal
     survey = evaluation.prepare(
         loaded,

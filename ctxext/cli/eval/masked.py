@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from ctxext.cli.eval.common import Session, lengths_of, texts_in_words
@@ -62,17 +61,18 @@ def masked(
         masked_texts,
         tokens_needed,
     )
-    from ctxext.measuring.checkpoint import load_checkpoint
     from ctxext.measuring.labels import all_of, tokens_label
     from ctxext.measuring.provenance import provenance_of
     from ctxext.measuring.survey import Survey
 
-    load = functools.partial(load_checkpoint, masked=True)
-    session = Session(source, results, reference=reference, load=load)
+    session = Session(source, results, reference=reference, masked=True, methods=asked.method or ())
     loaded = session.checkpoint
     readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     lengths = lengths_of(readers)
     corpus = texts.read(loaded, tokens=tokens_needed(loaded.tokenizer, lengths[-1]))
+    session.load_weights()
+    loaded = session.checkpoint
+    readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     jobs = masked_jobs(readers, lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, **vars(masking)), loaded)
     survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=session.journal, group=session.group)
     about = f"reads {all_of([tokens_label(length) for length in lengths])} tokens of {texts_in_words(corpus)}."

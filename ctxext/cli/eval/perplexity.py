@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -65,10 +66,9 @@ def perplexity(
     from ctxext.evaluation.perplexity_result import perplexity_page
 
     memory = None if reading.memory is None else parse_bytes(reading.memory)
-    session = Session(source, results, reference=reference)
-    loaded = session.checkpoint
-    plan = make_plan(
-        loaded.model,
+    session = Session(source, results, reference=reference, methods=[extension.method])
+    planned = functools.partial(
+        make_plan,
         mode=reading.mode,
         lengths=reading.length or (),
         stride=reading.stride,
@@ -78,7 +78,12 @@ def perplexity(
         memory=memory,
         unpatched=reading.unpatched,
     )
-    corpus = _corpus(loaded, texts, plan, reading.tokens)
+    plan = planned(session.checkpoint.model)
+    corpus = _corpus(session.checkpoint, texts, plan, reading.tokens)
+    prepare(session.checkpoint, corpus, plan, reference=session.reference)
+    session.load_weights()
+    loaded = session.checkpoint
+    plan = planned(loaded.model)
     session.announce(loaded, plan.trained_length, f"reads {corpus.tokens:,} tokens of {texts_in_words(corpus)}.")
     survey = prepare(loaded, corpus, plan, reference=session.reference, journal=session.journal, group=session.group)
     session.measure(survey)

@@ -1,0 +1,104 @@
+"""Mistakes that the config, the tokenizer and the texts show are told before any weights are read."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import ctxext
+from ctxext.checkpoints import load
+from ctxext.errors import CtxextError
+from ctxext.serving import check
+from ctxext.training.settings import read_settings
+from recipes import finetune
+from tests._checkpoints import SHAPE, TRAINED
+from tests._tokenizer import make_tokenizer
+
+BAD, GOOD, FAR = "-m hierarchical -f 2", "-m yarn -f 2", f"-l {4 * TRAINED}"
+REFUSED, BEYOND, TOO_SHORT = "hierarchical", f"{4 * TRAINED:,} tokens", "tokens asked for; the longest has 10"
+ASKED = ("passkey", "ruler", "retrieval")  # by questions about a text
+# HERE is a Llama, EXTENDED it after `ctxext patch`, BERT an encoder, SHORT a text, LONG one of eight windows.
+MISTAKES = {
+    **{f"eval {name} HERE {BAD}": REFUSED for name in (*ASKED, "perplexity", "longppl -t LONG")},
+    **{f"eval {name} HERE {GOOD} {FAR}": BEYOND for name in (*ASKED, "perplexity", "longppl -t LONG")},
+    **{f"eval {name} HERE {GOOD} -t SHORT": TOO_SHORT for name in ("perplexity", "compare -o OUT", "longppl")},
+    **{f"eval {name} EXTENDED --reference EXTENDED": "is extended itself" for name in (*ASKED, "perplexity -t LONG")},
+    f"eval perplexity HERE {GOOD} -t LONG --memory 1MiB": "found --memory",
+    f"eval perplexity HERE {GOOD} -t LONG --tokens 9": "--tokens is for windows that slide",
+    "eval longppl HERE -t LONG": "Nothing is extended",
+    "eval masked BERT -m yarn -f 2": "yarn",
+    "eval masked BERT -m pi -f 2 -t SHORT": TOO_SHORT,
+    "eval masked BERT -m pi -f 2 -l 4096": "4,096 tokens",
+    "choose HERE --target 512 -t SHORT": "No text is as long as the target",
+    "choose HERE --target 100 -t LONG": "needs no extension",
+    "choose HERE --target 512 -t LONG -t LONG --budget '5 passes'": "The budget is too small",
+    f"serve HERE --port 0 {BAD}": REFUSED,
+    f"check HERE --url URL {BAD}": REFUSED,
+    "check EXTENDED --url URL -t SHORT": TOO_SHORT,
+    "demo --model HERE --method hierarchical --output OUT": REFUSED,
+    "demo --model HERE --length 100 --output OUT": "length must be above the trained length",
+    "demo --model HERE --text SHORT --output OUT": "SHORT",
+}
+OF_THE_RECIPE = {
+    "--method hierarchical": REFUSED,
+    "--evaluation.text SHORT": TOO_SHORT,
+    "--data.length 8192 --factor 32": "No document has the 8,191 tokens of one sequence; the longest",
+    "--data.shortest 8192": "No document has the 8,192 tokens asked for; the longest of 1 has",
+    "--data.train EMPTY": "No document with any text in it was found",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the capital words of a command line stand for."""
+    place = tmp_path_factory.mktemp("weights")
+    tokenizer, shape = make_tokenizer(bos=True), SHAPE | {"vocab_size": 257}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.save_pretrained(place / "HERE")
+    ctxext.save(ctxext.patch(model, "yarn", factor=2), place / "EXTENDED", tokenizer=tokenizer)
+    BertForMaskedLM(BertConfig(**shape)).save_pretrained(place / "BERT")
+    for name in ("HERE", "BERT"):
+        tokenizer.save_pretrained(place / name)
+    (place / "SHORT").write_text("too short")
+    (place / "EMPTY").write_text(" ")
+    (place / "LONG").write_text("".join(f"line {number}, like no other\n" for number in range(8 * TRAINED // 16)))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {name: str(place / name) for name in ("HERE", "EXTENDED", "BERT", "SHORT", "LONG", "EMPTY", "OUT")}
+        yield names | {"URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_read_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr(check, "Client", lambda *_: None)
+
+
+def _put(words: str, places: dict[str, str]) -> list[str]:
+    return [places.get(word, word) for word in shlex.split(words)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_command_reads_no_weights(words: str, places: dict[str, str], cli: Any) -> None:
+    done = cli(*_put(words, places))
+    assert done.exit_code in (1, 2), done.stdout
+    assert MISTAKES[words] in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", OF_THE_RECIPE)
+def test_the_recipe_reads_no_weights(words: str, places: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"output: {tmp_path / 'out'}\ncheckpoint: {places['HERE']}\nextension: {{method: yarn, factor: 2}}\n"
+        f"device: cpu\ndata: {{train: [{places['LONG']}], length: 64}}\ntraining: {{steps: 1, learning_rate: 1.0e-4}}\n"
+    )
+    with pytest.raises(CtxextError) as refused:
+        finetune.finetune(read_settings(str(config), _put(words, places)))
+    assert OF_THE_RECIPE[words] in str(refused.value)
