@@ -157,5 +157,5 @@ def test_methods_and_help_give_the_same_answer(cli: Callable[..., Result]) -> No
     assert [printed.index(str(row)) for row in RECOMMENDED] == sorted(printed.index(str(row)) for row in RECOMMENDED)
     assert printed.index(str(RECOMMENDED[-1])) < printed.index("rotary")
     explained = ctxext.patch.__doc__ or ""
-    assert all(name in explained for name, method in known_methods().items() if not method.needs_training)
+    assert "``ctxext.methods()`` lists them" in explained  # a list written by hand would miss the next method
     assert explained.index("self_extend``, by") < explained.index("``yarn``")
