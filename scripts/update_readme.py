@@ -309,24 +309,24 @@ def _from(folder: Path, home: Path, target: str) -> str:
     return target if "://" in target else os.path.relpath(home / target, folder)
 
 
-def made() -> dict[Path, str]:
-    """Return every file that is made or filled in, with its text of today."""
-    filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+def made() -> Iterator[tuple[Path, str]]:
+    """Yield every file that is made or filled in, with its text of today: first the list that pages are filled from."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
-    place = ROOT / "ctxext" / "methods" / "listed.json"
-    filled_in[place] = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
-    return filled_in
+    listed = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
+    yield ROOT / "ctxext" / "methods" / "listed.json", listed
+    for page in pages():
+        yield page, with_errors(filled(page, page.read_text(encoding="utf-8")))
 
 
 def main(check: Annotated[bool, typer.Option(help="only say whether they are current")] = False) -> None:
     """Fill the blocks of README.md and docs/."""
-    for path, text in made().items():
+    for path, text in made():
         current = path.is_file() and path.read_text(encoding="utf-8") == text
         if check and not current:
-            typer.echo(f"{path.relative_to(ROOT)} is not current: run python scripts/update_readme.py", err=True)
-            raise typer.Exit(1)
+            raise SystemExit(f"{path.relative_to(ROOT)} is not current: run python scripts/update_readme.py")
         if not current:
             path.write_text(text, encoding="utf-8")
+            typer.echo(f"rewritten: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -103,14 +103,19 @@ def test_every_table_is_linked() -> None:
 def test_every_method_is_in_the_tables() -> None:
     assert len(known_methods()) >= 12
     shown = text_of(ROOT / "docs" / "guides" / "methods.md")
-    assert [name for name in known_methods() if f"\n| `{name}` | " not in shown] == []
+    missing = [name for name in known_methods() if f"\n| `{name}` | " not in shown]
+    assert missing == [], "run python scripts/update_readme.py"
     assert ["`yarn`", "`beta_slow`", "`1.0`"] in [row[:3] for row in parameter_rows()]
 
 
 def test_every_method_has_its_place_in_the_tour() -> None:
     told = told_on()
     assert {"yarn", "shaw", "path_fox"} <= set(told)
-    assert [name for name, pages in told.items() if not pages] == []
+    missing = ", ".join(name for name, pages in told.items() if not pages)
+    assert not missing, (
+        f"No page of docs/concepts links to the file of {missing}. Add a row like YaRN's in frequencies.md, or a page. "
+        "Then run python scripts/update_readme.py."
+    )
 
 
 def test_a_method_from_elsewhere_is_in_the_table_of_the_tour_and_needs_no_page(monkeypatch: pytest.MonkeyPatch) -> None:

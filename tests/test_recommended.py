@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 def test_every_recommended_method_exists_and_needs_no_training_to_run() -> None:
     methods = [known_methods()[name] for row in RECOMMENDED for name in row.methods]
     assert len(methods) >= len(RECOMMENDED)
-    assert not any(method.needs_training for method in methods)
+    assert not any(method.needs_training for method in methods), "RECOMMENDED has a method that needs training"
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,12 @@ UNMEASURED = {
 
 
 def test_the_first_method_of_each_row_is_the_one_that_its_results_put_first() -> None:
-    assert {row.wish for row in RECOMMENDED} == EVIDENCE.keys() | UNMEASURED
+    wishes = {row.wish for row in RECOMMENDED}
+    assert wishes == EVIDENCE.keys() | UNMEASURED, "add a new row of RECOMMENDED to EVIDENCE or UNMEASURED"
     for row in RECOMMENDED:
         if row.wish in EVIDENCE:
             order = EVIDENCE[row.wish]()
-            assert row.methods[0] == order[0], (row.wish, order)
+            assert row.methods[0] == order[0], f"{row.wish}: docs/evidence has the order {order}; RECOMMENDED differs"
             named = [name for name in row.methods if name in order]
             assert named == [name for name in order if name in named], (row.wish, order)
 
@@ -123,7 +124,8 @@ def test_every_place_gives_the_same_answer() -> None:
     section = (ROOT / "README.md").read_text("utf-8").partition("## Which method")[2].partition("\n\nTimes")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
     said = [(wish.strip().partition(",")[0].partition(" (")[0], names(methods)) for wish, methods in rows]
-    assert said == [(row.wish.partition(",")[0], row.methods) for row in RECOMMENDED]
+    rows_of_code = [(row.wish.partition(",")[0], row.methods) for row in RECOMMENDED]
+    assert said == rows_of_code, "README's table under 'Which method' and RECOMMENDED differ: change both"
 
     first = {row.wish: row.methods[0] for row in RECOMMENDED}
     tables, trained = first[RECOMMENDED[-2].wish], first[RECOMMENDED[-1].wish]
@@ -142,14 +144,15 @@ def test_every_place_gives_the_same_answer() -> None:
     }
     for wish, method in wanted.items():
         (answer,) = re.findall(rf"^\| {wish}[^|]*\|(.*)\|$", page, re.MULTILINE)
-        assert names(answer)[0] == method, wish
+        assert names(answer)[0] == method, f"the row '{wish}' of docs/guides/methods.md and RECOMMENDED differ"
 
     how_to = (ROOT / "docs" / "guides" / "howto" / "embeddings.md").read_text("utf-8")
     commands = re.findall(r"--method (\w+)|ctxext\.patch\(model, \"(\w+)\"|patch .*-m (\w+)", how_to)
-    assert {name for found in commands for name in found if name} == {tables}
+    taken = {name for found in commands for name in found if name}
+    assert taken == {tables}, "the commands of howto/embeddings.md use another method than RECOMMENDED"
     assert "model.max_seq_length = 2048" in how_to.partition("SentenceTransformer(")[2].partition("```")[0]
     recipes = re.findall(r"recipes/configs/[\w.-]+?-(\w+)\.yaml", (ROOT / "README.md").read_text("utf-8"))
-    assert recipes == [first["fine-tune for some ten steps"]]
+    assert recipes == [first["fine-tune for some ten steps"]], "README names the recipe of another method"
 
 
 def test_methods_and_help_give_the_same_answer(cli: Callable[..., Result]) -> None:
@@ -157,5 +160,5 @@ def test_methods_and_help_give_the_same_answer(cli: Callable[..., Result]) -> No
     assert [printed.index(str(row)) for row in RECOMMENDED] == sorted(printed.index(str(row)) for row in RECOMMENDED)
     assert printed.index(str(RECOMMENDED[-1])) < printed.index("rotary")
     explained = ctxext.patch.__doc__ or ""
-    assert all(name in explained for name, method in known_methods().items() if not method.needs_training)
+    assert "``ctxext.methods()`` lists them" in explained  # a list written by hand would miss the next method
     assert explained.index("self_extend``, by") < explained.index("``yarn``")

@@ -52,7 +52,7 @@ def test_no_path_of_a_machine() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if forbidden.search(line)
     ]
-    assert found == []
+    assert found == [], "write a path relative to the repository, or a name such as CHECKPOINT"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_part_has_a_test_file(folder: str, registry: dict[str, type[object
     parts = {cls.__module__.rpartition(".")[2] for cls in registry.values()}
     assert len(parts) >= 4
     missing = {part for part in parts if not any(_is_about(path, part) for path in tests)}
-    assert missing == set(), f"without a test file: {sorted(missing)}"
+    assert missing == set(), f"write tests/{folder}/test_NAME.py for each of these: {sorted(missing)}"
 
 
 def test_nothing_of_transformers_or_torch_is_reassigned() -> None:
@@ -80,7 +80,8 @@ def test_nothing_of_transformers_or_torch_is_reassigned() -> None:
         for place in _changed_places(ast.parse(path.read_text(encoding="utf-8")))
     ]
     # The function that DeepSpeed puts over transformers' own for a training run, after the run.
-    assert found == ["ctxext/training/parallel.py: ALL_ATTENTION_FUNCTIONS[name]"]
+    allowed = ["ctxext/training/parallel.py: ALL_ATTENTION_FUNCTIONS[name]"]
+    assert found == allowed, "change the model through Edits, or register a function under a name of ctxext's"
 
 
 def _changed_places(tree: ast.Module) -> list[ast.expr]:
@@ -109,16 +110,17 @@ def _root(place: ast.expr) -> str | None:
 
 
 def test_no_encoding_has_the_name_of_a_method() -> None:
-    assert METHODS.keys() & ENCODINGS.keys() == set()
+    assert METHODS.keys() & ENCODINGS.keys() == set(), "give the encoding another name"
 
 
 def test_tests_are_where_the_code_is() -> None:
     """A folder of tests is named as the folder of the package that it is about, or runs on everything."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*.py")}
     strangers = {str(folder) for folder in folders if not (ROOT / "ctxext" / folder / "__init__.py").is_file()}
-    assert strangers == {"contracts", "walk"}
+    assert strangers == {"contracts", "walk"}, "name a folder of tests as the folder of ctxext that it tests"
     # As packages, so that two files of one name, conftest.py among them, are two modules in every import mode.
-    assert [str(folder) for folder in folders if not (ROOT / "tests" / folder / "__init__.py").is_file()] == []
+    bare = [str(folder) for folder in folders if not (ROOT / "tests" / folder / "__init__.py").is_file()]
+    assert bare == [], "add an empty __init__.py to each of these folders of tests"
 
 
 # What others see of the repository: fragments of the changelog, workflows, forms
@@ -128,7 +130,8 @@ def test_fragments_are_of_a_kind_that_the_changelog_has() -> None:
     kinds = {kind["directory"] for kind in PYPROJECT["tool"]["towncrier"]["type"]}
     assert kinds == {"added", "changed", "removed", "fixed"}
     names = [path.name for path in sorted((ROOT / "changelog.d").iterdir()) if path.name != "README.md"]
-    assert [name for name in names if not re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", name)] == []
+    wrong = [name for name in names if not re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", name)]
+    assert wrong == [], f"name a fragment +a-few-words.KIND.md, where KIND is one of {sorted(kinds)}"
     assert PYPROJECT["tool"]["towncrier"]["start_string"] in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 

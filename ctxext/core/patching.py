@@ -83,10 +83,7 @@ def patch(
 
     Without training use ``self_extend``, by 2 to 4: results for short texts stay the same. Use ``yarn``, by 2, for
     other runtimes, and for fine-tuning. ``retrieval_heads`` needs less time and memory on long texts. To choose by
-    measuring: ``ctxext.choose``. The methods are, for frequencies of a rotation: abf, dynamic_ntk, dynamic_pi,
-    dynamic_yarn, llama3, longrope, ntk, ntk_by_parts, pi, table, yarn; for its positions: dpe, dual_chunk, rerope,
-    retrieval_heads, self_extend, streaming, string; for biases and tables: alibi, group, hierarchical, stretch,
-    stretch_buckets, tile.
+    measuring: ``ctxext.choose``.
 
     Writes the extension into the model's existing config and live modules, then compares what the rotary modules
     compute with the method's own mathematics in float64. If anything fails, the model is left as it was.

@@ -256,7 +256,7 @@ def test_every_name_of_another_project_is_a_method() -> None:
 
 
 def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None:
-    assert method_names() == sorted(known_methods())
+    assert method_names() == sorted(known_methods()), "run python scripts/update_readme.py"
     assert method_names("dynamic") == ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
     assert tuple(RULER_MADE) == RULER
     assert get_args(Dtype) == ("auto", *DTYPES)
@@ -266,9 +266,8 @@ def test_names_that_the_command_line_lists_are_those_of_the_registries() -> None
 
 
 def test_the_list_of_methods_and_runtimes_is_what_the_classes_say() -> None:
-    """`python scripts/update_readme.py` writes it."""
-    assert listed_methods() == described_methods()
-    assert runtime_names() == sorted(RUNTIMES)
+    assert listed_methods() == described_methods(), "run python scripts/update_readme.py"
+    assert runtime_names() == sorted(RUNTIMES), "run python scripts/update_readme.py"
 
 
 def test_methods_that_a_user_registered_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
