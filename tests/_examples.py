@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
 import ctxext
-from ctxext.cli.app import app
 from ctxext.errors import CtxextError
 from tests._models import byte_model, tiny
 from tests._programs import command
@@ -72,7 +70,7 @@ def with_errors(text: str) -> str:
     return EXAMPLE.sub(current, text)
 
 
-# What a block prints, beneath it; under an output that is not made by a script stand its date and its machine.
+# A block with its output beneath it, and under an output that no script makes, its date and machine.
 SHOWN = re.compile(
     r"^```(python|bash)\n(.*?)^```\n(?:\n```output\n(.*?)^```\n(\n\*Recorded on \d{4}-\d\d-\d\d, [^*]+\*\n)?)?",
     re.DOTALL | re.MULTILINE,
@@ -95,13 +93,11 @@ def reason_not_to_run(code: str) -> str | None:
 
 def printed_by(code: str, kind: str, known: dict[str, object]) -> str:
     """What a block prints on standard output, without network, in the current folder."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said := io.StringIO()):
         if kind == "python":
             exec(compile(code, "page", "exec", dont_inherit=True), known)
         for line in code.splitlines() if kind == "bash" else ():
-            words = shlex.split(line, comments=True)
-            done = CliRunner().invoke(app, words[1:], env={"COLUMNS": "100"}, catch_exceptions=False)
-            assert (words[0], done.exit_code) == ("ctxext", 0), f"{line}\n{done.output}"
-            said.write(done.stdout)
-    return "\n".join(line.rstrip() for line in said.getvalue().splitlines()) + "\n"
+            done = command(*shlex.split(line, comments=True)[1:])
+            assert done.exit_code == 0, done.output
+            print(done.stdout, end="")
+    return said.getvalue()
