@@ -82,7 +82,7 @@ NOT_RUN = {
     r"^ctxext (ask|export runs)|^accelerate launch": "it takes minutes",
     r"^ctxext serve|^from openai": "a server runs until it is stopped",
     r"sentence_transformers|sentence-transformers|SentenceTransformer": "embedding models are on the hub",
-    r"^from (trl|peft) |ctxext\.training\.reference|choice\.json": "it goes on with a run of yours",
+    r"^from (trl|peft) |ctxext\.training\.reference": "it goes on with a run of yours",
 }
 
 

@@ -119,28 +119,24 @@ def test_the_first_method_of_each_row_is_the_one_that_its_results_put_first() ->
             assert named == [name for name in order if name in named], (row.wish, order)
 
 
-METHODS_PAGE = ROOT / "docs" / "guides" / "methods.md"
-
-
-def answers(page: Path, heading: str) -> list[tuple[str, tuple[str, ...]]]:
-    """The wishes of the first table below a heading, each with the methods to take."""
-    section = page.read_text("utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
-    return [(wish.strip().partition(",")[0].partition(" (")[0], names(methods)) for wish, methods in rows]
-
-
 def test_every_place_gives_the_same_answer() -> None:
-    said = answers(METHODS_PAGE, "What each costs")
-    assert said == [(row.wish.partition(",")[0], row.methods) for row in RECOMMENDED]
-    shown = answers(ROOT / "README.md", "Which method")
-    assert len(shown) >= 4
-    assert shown == [answer for answer in said if answer in shown]
+    wanted = [(row.wish.partition(",")[0], row.methods) for row in RECOMMENDED]
+    page = (ROOT / "docs" / "guides" / "methods.md").read_text("utf-8")
+    for text, heading, least in (
+        (page, "What each costs", len(wanted)),
+        ((ROOT / "README.md").read_text("utf-8"), "Which method", 4),
+    ):
+        section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+        rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
+        said = [(wish.strip().partition(",")[0].partition(" (")[0], names(methods)) for wish, methods in rows]
+        assert said == [answer for answer in wanted if answer in said]
+        assert len(said) >= least
 
     first = {row.wish: row.methods[0] for row in RECOMMENDED}
     tables, trained = first[RECOMMENDED[-2].wish], first[RECOMMENDED[-1].wish]
-    before, _, after = METHODS_PAGE.read_text("utf-8").partition("## What each costs")
+    before, _, after = page.partition("## What each costs")
     page = before + after.partition("\n## ")[2]
-    wanted = {
+    placed = {
         "extend without training": first["extend without training"],
         "the same, where texts are long": first["extend without training with long texts and little memory"],
         "the same, for another runtime": "yarn",
@@ -152,7 +148,7 @@ def test_every_place_gives_the_same_answer() -> None:
         "extend an embedding model without training": tables,
         "train the new rows only": trained,
     }
-    for wish, method in wanted.items():
+    for wish, method in placed.items():
         (answer,) = re.findall(rf"^\| {wish}[^|]*\|(.*)\|$", page, re.MULTILINE)
         assert names(answer)[0] == method, wish
 
