@@ -1,9 +1,10 @@
 """What the documentation site (mkdocs.yml) shows beyond the pages of docs/.
 
-Three things, for which mkdocs calls the functions here (its hooks):
+Four things, for which mkdocs calls the functions here (its hooks):
 
 * README.md is the site's first page; CONTRIBUTING.md, CHANGELOG.md and examples/README.md are pages, too.
 * A link that leaves docs/ leads to a page that shows the file, or what the folder holds. Such pages are not searched.
+* Some pages come first or last among what the search finds.
 * Formulas become MathML, which browsers draw without a script.
 """
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {"examples/README.md": "examples.md"}
+BOOSTS = {"guides/howto/": 3, "guides/methods.md": 3, "quickstart.md": 2, "guides/coming-from.md": 0.5, "log.md": 0.5}
+BOOSTS |= {"changelog.md": 0.5, "guides/published-configs.md": 0.5, "evidence/": 0.5}
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".json": "json", ".toml": "toml"}
 FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
@@ -49,10 +52,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links lead to pages of the site."""
+    """Let links lead to pages of the site, and the search to pages of the first steps before others."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
+    page.meta["search"] = {"boost": next((by for at, by in BOOSTS.items() if uri.startswith(at)), 1)}
     origin = {place: name for name, place in PAGES.items()}.get(uri, f"docs/{uri}")
     parts = FENCED.split(BLOCK.sub("", markdown))
     parts[::2] = [_with_site_links(part, origin, uri) for part in parts[::2]]

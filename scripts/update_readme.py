@@ -4,17 +4,21 @@
     python scripts/update_readme.py --check    # exit 1 if a block is not what the code and the results say
 
 A block is between ``<!-- name -->`` and ``<!-- /name -->``. A block named by a CSV file, relative to the page, holds
-the file as a table. The error that an example ends in follows it in a block of text.
+the file as a table. The error that an example ends in follows it in a block of text, and what a block of the front
+pages prints in a block of output, in which ``...`` stands for anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import doctest
 import inspect
 import json
 import os
 import re
+import tempfile
 import typing
 from collections.abc import Iterator
 from functools import cache
@@ -37,7 +41,7 @@ from ctxext.spec import LLAMA
 from ctxext.training.settings import Settings
 from scripts.published_page import published_rows
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
-from tests._examples import with_errors
+from tests._examples import SHOWN, printed_by, reason_not_to_run, with_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "evidence"
@@ -45,6 +49,7 @@ ENCODINGS = ROOT / "docs" / "concepts"
 CONFIGS = ROOT / "recipes" / "configs"
 FACTOR = "target_length / trained_length"
 BLOCK = r"^<!-- ([\w.-][\w./-]*) -->$"
+SAME = doctest.OutputChecker().check_output
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 
@@ -54,6 +59,11 @@ def pages() -> list[Path]:
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md", "examples/README.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
     ]
+
+
+def front_pages() -> list[Path]:
+    """Return the pages for first steps, each block of which prints its output beneath it."""
+    return [ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs/guides/howto").glob("*.md"))]
 
 
 @cache
@@ -311,6 +321,30 @@ def _from(folder: Path, home: Path, target: str) -> str:
 
 def made() -> Iterator[tuple[Path, str]]:
     """Yield every file that is made or filled in, with its text of today: first the list that pages are filled from."""
+
+
+def with_outputs(pages: dict[Path, str]) -> Iterator[tuple[Path, str]]:
+    """Pages whose blocks print beneath them what they print today; all are run in order, in one new folder."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for page, text in pages.items():
+            known: dict[str, object] = {}
+
+            def current(block: re.Match[str], known: dict[str, object] = known) -> str:
+                kind, code, shown, recorded = block.groups()
+                if recorded or reason_not_to_run(code):
+                    return block[0]
+                printed = printed_by(code, kind, known)
+                if SAME(shown or "\n", printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE):
+                    return block[0]
+                return f"```{kind}\n{code}```\n\n```output\n{printed}```\n"
+
+            yield page, SHOWN.sub(current, text)
+
+
+def made() -> dict[Path, str]:
+    """Return every file that is made or filled in, with its text of today."""
+    filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+    filled_in |= with_outputs({page: filled_in[page] for page in front_pages()})
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
     listed = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
     yield ROOT / "ctxext" / "methods" / "listed.json", listed

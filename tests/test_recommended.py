@@ -126,11 +126,23 @@ def test_every_place_gives_the_same_answer() -> None:
     said = [(wish.strip().partition(",")[0].partition(" (")[0], names(methods)) for wish, methods in rows]
     rows_of_code = [(row.wish.partition(",")[0], row.methods) for row in RECOMMENDED]
     assert said == rows_of_code, "README's table under 'Which method' and RECOMMENDED differ: change both"
+    wanted = [(row.wish.partition(",")[0], row.methods) for row in RECOMMENDED]
+    page = (ROOT / "docs" / "guides" / "methods.md").read_text("utf-8")
+    for text, heading, least in (
+        (page, "What each costs", len(wanted)),
+        ((ROOT / "README.md").read_text("utf-8"), "Which method", 4),
+    ):
+        section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+        rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
+        said = [(wish.strip().partition(",")[0].partition(" (")[0], names(methods)) for wish, methods in rows]
+        assert said == [answer for answer in wanted if answer in said]
+        assert len(said) >= least
 
     first = {row.wish: row.methods[0] for row in RECOMMENDED}
     tables, trained = first[RECOMMENDED[-2].wish], first[RECOMMENDED[-1].wish]
-    page = (ROOT / "docs" / "guides" / "methods.md").read_text("utf-8")
-    wanted = {
+    before, _, after = page.partition("## What each costs")
+    page = before + after.partition("\n## ")[2]
+    placed = {
         "extend without training": first["extend without training"],
         "the same, where texts are long": first["extend without training with long texts and little memory"],
         "the same, for another runtime": "yarn",
@@ -142,7 +154,7 @@ def test_every_place_gives_the_same_answer() -> None:
         "extend an embedding model without training": tables,
         "train the new rows only": trained,
     }
-    for wish, method in wanted.items():
+    for wish, method in placed.items():
         (answer,) = re.findall(rf"^\| {wish}[^|]*\|(.*)\|$", page, re.MULTILINE)
         assert names(answer)[0] == method, f"the row '{wish}' of docs/guides/methods.md and RECOMMENDED differ"
 
