@@ -319,10 +319,6 @@ def _from(folder: Path, home: Path, target: str) -> str:
     return target if "://" in target else os.path.relpath(home / target, folder)
 
 
-def made() -> Iterator[tuple[Path, str]]:
-    """Yield every file that is made or filled in, with its text of today: first the list that pages are filled from."""
-
-
 def with_outputs(pages: dict[Path, str]) -> Iterator[tuple[Path, str]]:
     """Pages whose blocks print beneath them what they print today; all are run in order, in one new folder."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -341,15 +337,13 @@ def with_outputs(pages: dict[Path, str]) -> Iterator[tuple[Path, str]]:
             yield page, SHOWN.sub(current, text)
 
 
-def made() -> dict[Path, str]:
-    """Return every file that is made or filled in, with its text of today."""
-    filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
-    filled_in |= with_outputs({page: filled_in[page] for page in front_pages()})
+def made() -> Iterator[tuple[Path, str]]:
+    """Yield every file that is made or filled in, with its text of today: first the list that pages are filled from."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
     listed = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
     yield ROOT / "ctxext" / "methods" / "listed.json", listed
-    for page in pages():
-        yield page, with_errors(filled(page, page.read_text(encoding="utf-8")))
+    filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+    yield from (filled_in | dict(with_outputs({page: filled_in[page] for page in front_pages()}))).items()
 
 
 def main(check: Annotated[bool, typer.Option(help="only say whether they are current")] = False) -> None:

@@ -67,7 +67,6 @@ def check(
     from ctxext.serving.load import load_served
 
     client = Client(asked.url, asked.api_key, asked.name)
-    served = load_served(source.checkpoint, **source.loading, **extension.arguments())
     loading = source.loading | extension.arguments()
     served = load_served(source.checkpoint, weights=False, **loading)
     window = describe(served.checkpoint.model).target_length or asked.length

@@ -330,7 +330,6 @@ class SourceOptions:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Arguments of ``load_checkpoint`` beside the checkpoint."""
         """The options as ``load_checkpoint`` takes them."""
         return {"dtype": self.dtype, "device": self.device, "trust_remote_code": self.trust}
 

@@ -55,7 +55,6 @@ def serve(
     from ctxext.serving.server import serve as answer
 
     listening = bound(server.host, server.port)
-    served = load_served(source.checkpoint, name=server.name, **source.loading, **extension.arguments())
     loading = source.loading | extension.arguments() | {"name": server.name}
     served = load_served(source.checkpoint, weights=False, **loading)
     if not served.checkpoint.has_weights:

@@ -88,9 +88,6 @@ class Session:
 
     def load(self, name: str | None, **how: Any) -> Checkpoint:
         """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""
-        loading = self._source.loading
-        with self.console.status("Loading the checkpoint ..."):
-            return self._load(name, **loading | {"device": loading["device"] or self.group.device})
         from ctxext.measuring.checkpoint import load_checkpoint
 
         how |= self._source.loading | {"device": self._source.device or self.group.device}
