@@ -130,9 +130,7 @@ def test_every_place_gives_the_same_answer() -> None:
         section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
         rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
         said = [(wish.strip().partition(",")[0].partition(" (")[0], names(methods)) for wish, methods in rows]
-        assert said == [answer for answer in wanted if answer in said], (
-            f"'{heading}' and RECOMMENDED differ"
-        )
+        assert said == [answer for answer in wanted if answer in said], f"'{heading}' and RECOMMENDED differ"
         assert len(said) >= least
 
     first = {row.wish: row.methods[0] for row in RECOMMENDED}
