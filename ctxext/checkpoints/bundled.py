@@ -23,8 +23,5 @@ def default_checkpoint() -> Path:
 
 
 def is_bundled(checkpoint: str) -> bool:
-    """Return whether a name is the word for the bundled checkpoint, and no checkpoint directory of that name.
-
-    ``ctxext demo`` writes a folder of that name, which holds no checkpoint.
-    """
+    """Return whether a name is the word for the bundled checkpoint, and no checkpoint lies in a folder of that name."""
     return checkpoint == WORD and not Path(WORD, "config.json").exists()

@@ -29,7 +29,6 @@ class Asking(Session):
         self.document = haystack.document()  # before anything is loaded: a mistake is answered quickly
         self._asked = asked
         super().__init__(source, results, reference=asked.reference, methods=asked.method or ())
-        self.readers = self._readers()  # the references first
 
     @functools.cached_property
     def haystack(self) -> Haystack:
@@ -39,7 +38,9 @@ class Asking(Session):
         tokenizer, document = self.checkpoint.tokenizer, self.document
         return noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
 
-    def _readers(self) -> tuple[Reader, ...]:
+    @functools.cached_property
+    def readers(self) -> tuple[Reader, ...]:
+        """The readings that are asked, the references first; see ``find_readers``."""
         from ctxext.measuring.readers import find_readers
 
         return find_readers(self.checkpoint, reference=self.reference, **self._asked.arguments())
@@ -81,7 +82,7 @@ class Asking(Session):
         from ctxext.measuring.survey import Survey, jobs_of
 
         self.load_weights()
-        self.readers = self._readers()
+        vars(self).pop("readers", None)  # they hold the model without weights
         jobs = jobs_of(self.readers, prompts)
         survey = Survey(f"ctxext eval {kind.KIND}", self.checkpoint, jobs, journal=self.journal, group=self.group)
         lengths = all_of(list(map(tokens_label, self.lengths)))
