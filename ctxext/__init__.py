@@ -74,7 +74,6 @@ registry.filled_by(
             "attention.encodings",
             "attention.heads",
             "models",
-            "models.temperature",
             "checkpoints.adapters",
             "checkpoints.limits",
         )

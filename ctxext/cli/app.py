@@ -152,9 +152,7 @@ def patch(
     """
     extension.require_method()
     if extension.method is None and source.suffix != ".gguf":
-        raise typer.BadParameter(
-            "`ctxext methods` lists them. Only a .gguf file is copied plain.", param_hint="--method"
-        )
+        raise typer.BadParameter("see `ctxext methods`; only a .gguf file is copied plain", param_hint="--method")
 
     from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft
     from ctxext.cli.show import show_written

@@ -113,9 +113,7 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
         with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
             return PlannedChoice(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
 
-    plan()
-    session.load_weights()
-    choice = _run(session, plan())
+    choice = _run(session, session.planned(plan))
     if not session.group.is_main:
         return
     results.write(choice, choice_page(choice), session.console)

@@ -67,9 +67,7 @@ def show(options: DemoOptions) -> None:
     files = _prepare(options.output)
     source = SourceOptions(checkpoint=options.model, dtype=faster_dtype() if options.model is None else "auto")
     session = Session(source, OutputOptions(output=files), methods=options.method or ())
-    plan(session.checkpoint, options)
-    session.load_weights()
-    console, demo = session.console, plan(session.checkpoint, options)
+    console, demo = session.console, session.planned(lambda: plan(session.checkpoint, options))
     with status(terminal(stderr=True), "Timing two layers ..."):
         announcement = demo.announcement(demo.pace())
     session.announce(demo.checkpoint, demo.trained_length, announcement)

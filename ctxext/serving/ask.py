@@ -115,11 +115,7 @@ class ReadText:
         Raises:
             InvalidParameterError: text, question and answer exceed the window.
         """
-        if self.needed > self.window:
-            raise InvalidParameterError(
-                f"Text, question and answer take {self.needed:,} tokens, and the model's window has {self.window:,}. "
-                f"Raise the factor, or cut the text."
-            )
+        self._require_room(self.needed)
 
         def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
             progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
@@ -135,19 +131,24 @@ class ReadText:
     def answer(self, question: str, streamer: Any = None) -> str:
         """Return the greedy answer to a question, as ``model.generate`` gives it for the whole prompt.
 
-        Args:
-            streamer: Streamer of transformers, which receives the answer's tokens as they are generated.
-
         Raises:
             InvalidParameterError: text, question and answer exceed the window.
         """
-        self.questions = [*self.questions, question]
-        if self._cache is None:
-            self.read()
         prompt = self._prompt(question)
+        self._require_room(len(prompt) + self.new)
+        if self._cache is None:
+            self.questions = self.questions or [question]
+            self.read()
         holds = prompt[: len(self._cached)] == self._cached
         written = self._write(prompt, copy.deepcopy(self._cache) if holds else self._empty(), self.new, streamer)
         return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+    def _require_room(self, tokens: int) -> None:
+        if tokens > self.window:
+            raise InvalidParameterError(
+                f"Text, question and answer take {tokens:,} tokens, and the model's window has {self.window:,}. "
+                f"Raise the factor, or cut the text."
+            )
 
     def _prompt(self, question: str) -> list[int]:
         return prompt_of(self.tokenizer, self.text, question, completes=self.completes)

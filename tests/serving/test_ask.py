@@ -89,6 +89,9 @@ def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokeniz
     assert text.cut() == over > 0
     assert text.text == (3 * TEXT)[over:]
     assert text.needed == 512
+    text.read()
+    with pytest.raises(InvalidParameterError, match="the model's window has 512"):  # a question that nobody knew of
+        text.answer(max(QUESTIONS, key=len) * 2)
     with pytest.raises(InvalidParameterError, match="no room for a text"):
         ReadText(extended, tokenizer, "short", QUESTIONS, 500).cut()
 

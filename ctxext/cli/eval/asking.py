@@ -81,8 +81,8 @@ class Asking(Session):
         from ctxext.measuring.labels import all_of, tokens_label
         from ctxext.measuring.survey import Survey, jobs_of
 
-        self.load_weights()
-        vars(self).pop("readers", None)  # they hold the model without weights
+        if self.load_weights():
+            vars(self).pop("readers", None)  # they hold the model without weights
         jobs = jobs_of(self.readers, prompts)
         survey = Survey(f"ctxext eval {kind.KIND}", self.checkpoint, jobs, journal=self.journal, group=self.group)
         lengths = all_of(list(map(tokens_label, self.lengths)))

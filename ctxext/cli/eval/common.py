@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ctxext.texts.documents import Document
 
 Result = TypeVar("Result", bound=Measurement)
+Planned = TypeVar("Planned")
 
 
 @runtime_checkable
@@ -79,12 +80,19 @@ class Session:
         self.checkpoint = self.load(source.checkpoint, weights=weights)
         self.reference: Checkpoint | None = None if reference is None else self.load(reference, weights=weights)
 
-    def load_weights(self) -> None:
-        """Load the checkpoint and the reference with their weights; the request has been checked without them."""
+    def planned(self, plan: Callable[[], Planned]) -> Planned:
+        """Plan a measurement without weights, which tells mistakes before they are read, then with them."""
+        made = plan()
+        return plan() if self.load_weights() else made
+
+    def load_weights(self) -> bool:
+        """Load the weights that are not there yet; return whether there were any to load."""
+        before = self.checkpoint, self.reference
         if not self.checkpoint.has_weights:
             self.checkpoint = self.load(self._source.checkpoint, tokenizer=self.checkpoint.tokenizer)
         if self.reference is not None and not self.reference.has_weights:
             self.reference = self.load(self._reference, tokenizer=self.reference.tokenizer)
+        return before != (self.checkpoint, self.reference)
 
     def load(self, name: str | None, **how: Any) -> Checkpoint:
         """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""

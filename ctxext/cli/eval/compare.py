@@ -93,7 +93,7 @@ def compare(
     console = session.console
     corpus = functools.cache(lambda tokens: texts.read(session.checkpoint, tokens=tokens, whole=True))
 
-    def planned() -> Comparison:
+    def plan() -> Comparison:
         with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
             return prepare(
                 session.checkpoint,
@@ -107,9 +107,7 @@ def compare(
                 **asked.arguments(),
             )
 
-    planned()
-    session.load_weights()
-    comparison = planned()
+    comparison = session.planned(plan)
     lengths = all_of([tokens_label(length) for length in comparison.lengths])
     about = f"reads {lengths} tokens of {texts_in_words(comparison.corpus)}."
     session.announce(session.checkpoint, comparison.trained_length, about)
