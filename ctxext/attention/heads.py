@@ -212,13 +212,25 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
         raise InvalidParameterError("A text needs the model's tokenizer. Give both, or neither.")
     subject = Subject.of(model)
     with _recording(subject) as recorder:
-        with torch.device("cpu"):  # whatever device is the default
-            sources = [_Source(subject, seed) for seed in seeds]
-            texts = {"induction": [_repeated(source) for source in sources]}
-            texts["needle"] = [
-                _random_needles(source) if text is None else _needles_in(text, tokenizer, source) for source in sources
-            ]
-        return _scored(recorder, texts, seeds, text)
+        return _scored(recorder, _probes(subject, tokenizer, text, seeds), seeds, text)
+
+
+def require_scorable(model: Any, tokenizer: Any, *, text: str | None, seeds: Sequence[int]) -> None:
+    """Raise what ``heads`` raises before it reads anything; the weights of ``model`` may be missing."""
+    subject = Subject.of(model)
+    with _recording(subject):
+        _probes(subject, tokenizer, text, seeds)
+
+
+def _probes(subject: Subject, tokenizer: Any, text: str | None, seeds: Sequence[int]) -> dict[str, list[Repetition]]:
+    """Return the texts of both probes, one for each seed."""
+    with torch.device("cpu"):  # whatever device is the default
+        sources = [_Source(subject, seed) for seed in seeds]
+        texts = {"induction": [_repeated(source) for source in sources]}
+        texts["needle"] = [
+            _random_needles(source) if text is None else _needles_in(text, tokenizer, source) for source in sources
+        ]
+        return texts
 
 
 def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:

@@ -121,6 +121,16 @@ class ContinuousBatching:
         modules = (vars(module) for module in self.model.modules())
         return [attributes["_ctxext_attend"] for attributes in modules if "_ctxext_attend" in attributes]
 
+    @property
+    def is_special(self) -> bool:
+        """True if positions depend on the request, or attention is not the model's own."""
+        return self.method.dynamic or self.by_layout
+
+    def require(self) -> None:
+        """Raise ``IncompatibleError`` if continuous batching would be wrong; the model's weights may be missing."""
+        if self.is_special and (reason := self.why_not()):
+            raise self._refusal(reason)
+
     def __call__(
         self,
         generation_config: Any = None,
@@ -133,9 +143,7 @@ class ContinuousBatching:
             IncompatibleError: if continuous batching would be wrong, or settings need a compiled graph.
             InvalidParameterError: if no number of new tokens is set, and the method needs one.
         """
-        is_special = self.method.dynamic or self.by_layout
-        if is_special and (reason := self.why_not()):
-            raise self._refusal(reason)
+        self.require()
         if workload_hints is not None:
             self.require_limit(workload_hints.max_generated_length or None)
         if (kept := getattr(self.model, "_cached_continuous_batching_manager", None)) is not None:
@@ -149,10 +157,10 @@ class ContinuousBatching:
         manager = PagedManager(
             self,
             generation_config=settings,
-            continuous_batching_config=self._on_the_host(given) if is_special else given,
+            continuous_batching_config=self._on_the_host(given) if self.is_special else given,
             workload_hints=workload_hints,
         )
-        if not is_special:
+        if not self.is_special:
             return manager
         try:
             manager.try_a_pass()

@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 from typer import Argument
 
-from ctxext.cli.options import Column, ExtensionOptions, Json, SourceOptions, Split, grouped, option
+from ctxext.cli.eval.common import Session
+from ctxext.cli.options import Column, ExtensionOptions, Json, OutputOptions, SourceOptions, Split, grouped, option
 from ctxext.errors import InvalidParameterError
-from ctxext.progress import StageBar, status, terminal
+from ctxext.progress import StageBar
 
 SMALL = 10**9  # parameters below which a model finds what is written, and understands little of it
 
@@ -64,35 +65,39 @@ def ask(
     from transformers import TextStreamer
 
     from ctxext.core.patching import describe
-    from ctxext.measuring.checkpoint import load_checkpoint
     from ctxext.serving.ask import ReadText
     from ctxext.serving.load import extend_loaded
     from ctxext.texts.documents import read_documents
 
-    notes = terminal(stderr=True, soft_wrap=True)
     documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
     together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
-    with status(notes, "Loading the checkpoint ..."):
-        loaded = load_checkpoint(source.checkpoint, **source.loading)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    text = ReadText(model, tokenizer, together, questions, asked.tokens, asked.complete)
-    if extension.method is not None:
-        extend_loaded(model, **extension.arguments())
-    else:
-        text.extend()
-    left_out, tokens = text.cut(), len(text.shared)
-    method = (describe(model).method or {}).get("method", "not extended")
-    notes.print(f"{loaded.name}, {method}, reads {text.needed - text.new:,} of {text.window:,} tokens.")
+    session = Session(source, OutputOptions(as_json=True), methods=[extension.method])
+    notes = session.console
+    notes.soft_wrap = True
+
+    def plan() -> tuple[ReadText, int]:
+        model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
+        text = ReadText(model, tokenizer, together, questions, asked.tokens, asked.complete)
+        if extension.method is not None:
+            extend_loaded(model, **extension.arguments())
+        else:
+            text.extend()
+        return text, text.cut()
+
+    text, left_out = session.planned(plan)
+    tokens, method = len(text.shared), (describe(text.model).method or {}).get("method", "not extended")
+    reads = f"reads {text.needed - text.new:,} of {text.window:,} tokens."
+    notes.print(f"{session.checkpoint.name}, {method}, {reads}")
     if left_out:
         notes.print(f"The first {left_out:,} tokens of the text are left out: they exceed the window.", style="yellow")
-    if (size := sum(weight.numel() for weight in model.parameters())) < SMALL:
+    if (size := sum(weight.numel() for weight in text.model.parameters())) < SMALL:
         notes.print(f"A model of {size / 1e6:.0f}M parameters finds what is written, and understands little.")
     with StageBar(notes, float(tokens)) as bar:
         text.read(lambda read: bar(f"reading {tokens:,} tokens", float(read)))
     for one in questions or typed():
         if len(questions) > 1 and not as_json:
             notes.print(f"\n{one}", style="bold")
-        streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = None if as_json else TextStreamer(text.tokenizer, skip_prompt=True, skip_special_tokens=True)
         answer = text.answer(one, streamer)
         if as_json:
             typer.echo(json.dumps({"question": one, "answer": answer}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ctxext.cli.eval.common import Session
 from ctxext.cli.options import HaystackOptions, OutputOptions, SourceOptions, grouped, option
@@ -33,17 +34,23 @@ def heads(*, haystack: HeadsTextOptions, source: SourceOptions, results: OutputO
     """
     document = haystack.document()  # before torch is imported: a mistake is answered quickly
     session = Session(source, results)
-    session.load_weights()
 
     from ctxext.attention.heads import heads as score
+    from ctxext.attention.heads import require_scorable
     from ctxext.core.patching import patched_state, unpatch
     from ctxext.evaluation.report.heads import heads_page
 
-    model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
-    if patched_state(model) is not None:
-        unpatch(model)
+    probes: dict[str, Any] = {"text": None if document is None else document.text, "seeds": range(haystack.seeds)}
+
+    def plan() -> tuple[Any, Any]:
+        model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
+        if patched_state(model) is not None:
+            unpatch(model)
+        require_scorable(model, tokenizer, **probes)
+        return model, tokenizer
+
+    plain = session.planned(plan)
     with session.console.status("Reading ..."):
-        text = None if document is None else document.text
-        scores = score(model, tokenizer, text=text, seeds=range(haystack.seeds))
+        scores = score(*plain, **probes)
     provenance = session.provenance(document, 0).to_dict() | {"seed": None}
     session.finish(replace(scores, settings=scores.settings | {"provenance": provenance}), heads_page)

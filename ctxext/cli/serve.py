@@ -51,12 +51,14 @@ def serve(
         require_package(package, "serve", "ctxext serve needs")
     from ctxext.serving.gate import LOCAL
     from ctxext.serving.load import load_served
-    from ctxext.serving.server import application, bound
+    from ctxext.serving.server import application, bound, require_batches
     from ctxext.serving.server import serve as answer
 
     listening = bound(server.host, server.port)
     loading = source.loading | extension.arguments() | {"name": server.name}
     served = load_served(source.checkpoint, weights=False, **loading)
+    if server.continuous_batching:
+        require_batches(served.checkpoint.model)
     if not served.checkpoint.has_weights:
         served = load_served(source.checkpoint, tokenizer=served.checkpoint.tokenizer, **loading)
     app = application(

@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import CBWorkerDeadError
 
+from ctxext.caches.continuous import ContinuousBatching
 from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import OneByOne, Together
@@ -30,6 +31,14 @@ from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_mo
 from ctxext.serving.load import Served
 
 ENDPOINTS = {"/v1/chat/completions": Chats, "/v1/completions": Completions, "/v1/responses": Responses}
+
+
+def require_batches(model: Any) -> None:
+    """Raise ``IncompatibleError`` if continuous batches would be wrong; the model's weights may be missing."""
+    if not PAGED_IN_LAYERS:
+        raise IncompatibleError("--continuous-batching needs transformers 5.24 or newer. Leave it out, or update.")
+    if isinstance(entry := model.init_continuous_batching, ContinuousBatching):
+        entry.require()
 
 
 def application(
@@ -54,8 +63,8 @@ def application(
         IncompatibleError: continuous batches would be wrong for this model.
     """
     model: Any = served.checkpoint.model
-    if continuous_batching and not PAGED_IN_LAYERS:
-        raise IncompatibleError("--continuous-batching needs transformers 5.24 or newer. Leave it out, or update.")
+    if continuous_batching:
+        require_batches(model)
     if cached_tokens is None and model.device.type == "cpu":
         cached_tokens = 8 * (served.window or ANSWER)
     engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model)

@@ -23,7 +23,8 @@ from tests._tokenizer import make_tokenizer
 BAD, GOOD, FAR = "-m hierarchical -f 2", "-m yarn -f 2", f"-l {4 * TRAINED}"
 REFUSED, BEYOND, TOO_SHORT = "hierarchical", f"{4 * TRAINED:,} tokens", "tokens asked for; the longest has 10"
 ASKED = ("passkey", "ruler", "retrieval")  # by questions about a text
-# HERE is a Llama, EXTENDED it after `ctxext patch`, BERT an encoder, SHORT a text, LONG one of eight windows.
+# HERE is a Llama, EXTENDED it after `ctxext patch`, BERT an encoder.
+# SHORT is a text, ONE has one token, LONG eight windows.
 MISTAKES = {
     **{f"eval {name} HERE {BAD}": REFUSED for name in (*ASKED, "perplexity", "longppl -t LONG")},
     **{f"eval {name} HERE {GOOD} {FAR}": BEYOND for name in (*ASKED, "perplexity", "longppl -t LONG")},
@@ -39,8 +40,13 @@ MISTAKES = {
     "choose HERE --target 100 -t LONG": "needs no extension",
     "choose HERE --target 512 -t LONG -t LONG --budget '5 passes'": "The budget is too small",
     f"serve HERE --port 0 {BAD}": REFUSED,
+    "serve HERE --port 0 -m kerple --continuous-batching": "does not work with continuous batching",
     f"check HERE --url URL {BAD}": REFUSED,
     "check EXTENDED --url URL -t SHORT": TOO_SHORT,
+    f"ask HERE what -t LONG {BAD}": REFUSED,
+    "ask HERE what -t LONG --tokens 2000": "leaves no room for a text",
+    "ask EXTENDED what -t SHORT --tokens 2000": "leaves no room for a text",
+    "heads HERE -t ONE": "Give a longer text, or none",
     "demo --model HERE --method hierarchical --output OUT": REFUSED,
     "demo --model HERE --length 100 --output OUT": "length must be above the trained length",
     "demo --model HERE --text SHORT --output OUT": "SHORT",
@@ -67,10 +73,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         tokenizer.save_pretrained(place / name)
     (place / "SHORT").write_text("too short")
     (place / "EMPTY").write_text(" ")
+    (place / "ONE").write_text("1")
     (place / "LONG").write_text("".join(f"line {number}, like no other\n" for number in range(8 * TRAINED // 16)))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = {name: str(place / name) for name in ("HERE", "EXTENDED", "BERT", "SHORT", "LONG", "EMPTY", "OUT")}
-        yield names | {"URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        names = ["HERE", "EXTENDED", "BERT", "SHORT", "LONG", "EMPTY", "ONE", "OUT"]
+        paths = {name: str(place / name) for name in names}
+        yield paths | {"URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
 
 
 @pytest.fixture(autouse=True)
