@@ -7,7 +7,6 @@ INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
 DOCS := $(VENV)/docs
-NOTEBOOK := {"jupytext": null, "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,8 +35,8 @@ docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search
 docs-test: $(INSTALLED) $(DOCS)/installed ## the site in a headless Chromium: errors, search, widths, colours (a minute)
 	$(BIN)/python -m pytest -m nightly tests/test_site.py
 
-notebooks: $(INSTALLED) ## the notebooks of examples/, from its scripts
-	$(BIN)/jupytext --quiet --update --to ipynb --update-metadata '$(NOTEBOOK)' examples/*.py
+notebooks: $(INSTALLED) ## run the notebooks of examples/ on the bundled checkpoint; ONLY="lora embedding" for some (an hour)
+	$(BIN)/python scripts/run_notebooks.py $(ONLY)
 
 tools: $(INSTALLED) ## TRL, lm-evaluation-harness and mergekit beside ctxext, for their tests (docs/guides/works-with.md)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt trl==1.16.0 lm-eval==0.4.13 mergekit==0.1.5

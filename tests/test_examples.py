@@ -33,7 +33,7 @@ def test_there_are_six_short_ones_and_the_table_names_each() -> None:
     assert sorted(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", table, re.MULTILINE)) == sorted(PRINTS)
     assert [path.stem for path in SCRIPTS] == sorted(PRINTS)
     assert {path.stem for path in (ROOT / "examples").glob("*.ipynb")} == PRINTS.keys()
-    assert all(len(script.read_text(encoding="utf-8").splitlines()) < 60 for script in SCRIPTS)
+    assert all(len(script.read_text(encoding="utf-8").splitlines()) < 70 for script in SCRIPTS)
 
 
 @each
@@ -42,7 +42,16 @@ def test_a_notebook_is_what_its_script_gives(script: Path) -> None:
     cells = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (made, kept)]
     assert cells[0] == cells[1], "run make notebooks"
     assert len(cells[0]) >= 5
-    assert not any(cell.get("outputs") for cell in kept.cells)
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem != "choose"], ids=lambda script: script.stem)
+def test_a_notebook_keeps_what_it_printed_and_one_picture(script: Path) -> None:
+    """All but one, which takes half an hour and whose report docs/guides/choosing.md shows."""
+    kept = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
+    outputs = [output for cell in kept.cells for output in cell.get("outputs", ())]
+    assert re.search(PRINTS[script.stem], "".join(output.get("text", "") for output in outputs)), "run make notebooks"
+    assert sum("image/png" in output.get("data", ()) for output in outputs) == 1
+    assert not re.search(r"/(tmp|home|root|work)/|warn", str([output.get("text") for output in outputs]), re.IGNORECASE)
 
 
 @pytest.fixture

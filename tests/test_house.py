@@ -52,12 +52,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_040,
+    "lines of ctxext/": 53_065,
     "lines that importing the verb pulls in": 4_144,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_852,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_708,
+    "lines that eval perplexity pulls in": 13_713,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 25,
@@ -66,8 +66,8 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 5_230,
-    "lines of tests/": 48_512,
+    "lines of scripts/": 5_315,
+    "lines of tests/": 48_515,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

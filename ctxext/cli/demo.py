@@ -17,10 +17,8 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from torch import Tensor, nn
 
-from ctxext.checkpoints.save import save
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
-from ctxext.core.patching import patch, unpatch
 from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
@@ -32,10 +30,9 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import provenance_of
-from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.measuring.readings import Reader, Readings, chosen_methods
 from ctxext.measuring.statistics import PairedDifference, check_finite
 from ctxext.measuring.survey import Answer, Job, Survey
-from ctxext.methods import saved_class
 from ctxext.progress import StageBar, status, terminal
 from ctxext.quantities import duration
 from ctxext.texts.corpus import Corpus, TokenisedDocument, prefix_label, special_prefix, tokenise, tokens_behind
@@ -77,8 +74,6 @@ def show(options: DemoOptions) -> None:
     result = demo.result()
     session.results.write(result, result.page, console)
     console.print(f"\n{duration(time.perf_counter() - began)}. Written: {', '.join(map(str, files))}")
-    if options.save is not None:
-        console.print(_saved(demo.checkpoint, demo.methods[0], options.save))
     shutil.rmtree(options.output / UNFINISHED)
 
 
@@ -255,7 +250,6 @@ class _MeasuredError(Exception):
 class Demo(Survey[ReadAndAnswer]):
     """Planned demo."""
 
-    methods: tuple[Reading, ...]
     passage: Passage
     length: int
     trained_length: int
@@ -368,7 +362,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         for reading in found
         if reading.is_candidate or reading.window
     ]
-    measured: dict[str, Any] = {"methods": methods, "passage": passage, "length": length, "trained_length": trained}
+    measured: dict[str, Any] = {"passage": passage, "length": length, "trained_length": trained}
     return Demo(DemoResult.made_by, checkpoint, jobs, corpus=corpus, journal=journal, **measured)
 
 
@@ -530,12 +524,3 @@ def sentences(result: DemoResult) -> list[str]:
 def gain(difference: PairedDifference) -> str:
     """Write how much better a reading is than the best truncation, in nats per token."""
     return f"{-difference.mean + 0.0:+.3f} \N{PLUS-MINUS SIGN} {difference.standard_error:.3f}"
-
-
-def _saved(checkpoint: Checkpoint, reading: Reading, directory: Path) -> str:
-    """Save the checkpoint as a reading extends it, and say how to go on."""
-    assert reading.method is not None
-    patch(checkpoint.model, saved_class(reading.method["method"]).from_dict(reading.method))
-    save(checkpoint.model, directory, tokenizer=checkpoint.tokenizer)
-    unpatch(checkpoint.model)
-    return f"Saved, extended by {reading.label}: {directory}. Go on: ctxext serve {directory}"

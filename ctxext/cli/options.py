@@ -411,9 +411,6 @@ class DemoOptions:
     method: list[str] | None = option("A method to compare. Repeatable.", show_default="self_extend and yarn")
     factor: float = option("Target length / trained length, above 1.", default=2.0)
     length: int | None = token_option("Tokens to read.", show_default="9/8 of the trained length")
-    save: Path | None = option(
-        "Also save the checkpoint, extended by the first method, into this new folder.", show_default="none"
-    )
     output: Path = option("Folder for the figure, the JSON and the table.", default=Path("demo"))
 
     def __post_init__(self) -> None:

@@ -9,8 +9,7 @@ neighbours together, so that losses are lower than with random ones: compare los
 
 **Position and length.** Every token sees the whole text, so that a loss belongs to a position *and* to the length that
 was read: each length is a pass of the model. The position is the masked token's place in the text that is read, special
-tokens counted; the distance to the end is the number of tokens behind it. A token near the end sees hardly more than
-one side.
+tokens counted. A token near an end sees hardly more than one side.
 
 **The baseline** of a model without a longer context is a window around the masked token: the same masked tokens (and
 the same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
@@ -66,10 +65,8 @@ EVERY = 7
 LEAST = 8  # tokens of the text that the smallest window holds
 SPANS = 8  # of positions in a table
 FINE = 8  # pieces of a trained length in a figure, at most
-KINDS = {"position": "by position", "end": "by distance to the end"}
-NEAR = (0, 16, 64, 256, 1024, 4096, 16384)  # distances to the end, in tokens
-# What a score is of: all of the text, the positions in a span, the same for a figure, the distances to the end.
-WHOLE, POSITION, CURVE, END = "whole", "position", "curve", "end"
+# What a score is of: all of the text, the positions in a span, the same for a figure.
+WHOLE, POSITION, CURVE = "whole", "position", "curve"
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,8 +316,7 @@ class MaskedScore:
     """One number of a reading.
 
     Args:
-        kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
-            tokens that ``start <= n < stop`` others follow.
+        kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``.
         tokens: Masked tokens whose losses were averaged, over all texts.
         versus: Loss minus the baseline's on the same tokens: beyond the trained length that of the best window
             around each, within it the unextended model's; None for the baseline itself.
@@ -426,8 +422,7 @@ def _scores(table: LossTable, length: int, trained: int) -> Iterator[tuple[str, 
     best = [TRUNCATED] if table.windows else []
     other = TRUNCATED if best else UNPATCHED
     for kind, start, stop in _spans(length, trained):
-        span = (length - stop, length - start) if kind == END else (start, stop)
-        masked = table.span(*span).select(lambda texts: [text[~text.isnan()] for text in texts])
+        masked = table.span(start, stop).select(lambda texts: [text[~text.isnan()] for text in texts])
         if not masked.tokens(masked.names[0]):
             continue
         baselines = [other, window_name(masked.window)] if best else [other]
@@ -456,7 +451,6 @@ def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
         WHOLE: [0, length],
         POSITION: [*range(0, length, step), length],
         CURVE: [*range(0, length, fine), length],
-        END: [*(distance for distance in NEAR if distance < length), length],
     }
     for kind, places in edges.items():
         for start, stop in itertools.pairwise(places):
@@ -464,7 +458,7 @@ def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
 
 
 def masked_page(report: MaskedReport) -> Page:
-    """Return losses at each length, those of the greatest by position and distance to the end, sentences, a figure."""
+    """Return losses at each length, those of the greatest by position, sentences, a figure."""
     last, readings = report.lengths[-1], [r for r in report.readings if window_of(r.name) is None]
     whole = {r.label: {tokens_label(s.length): s for s in r.scores if s.kind == WHOLE} for r in readings}
     tables = _losses_and_gaps(
@@ -473,12 +467,11 @@ def masked_page(report: MaskedReport) -> Page:
         list(map(tokens_label, report.lengths)),
         whole,
     )
-    for kind, name in KINDS.items():
-        spans = {r.label: {_span(score): score for score in r.at(last, kind)} for r in readings if last in r.lengths}
-        title = f"{tokens_label(last)} tokens read, loss {name}"
-        gaps = f"{title} minus {_baseline(report, [last])}"
-        tables += _losses_and_gaps(title, gaps, list(next(iter(spans.values()))), spans)
-    return losses_page("masked", report.provenance, tables, masked_sentences(report), _masked_panels(report, readings))
+    spans = {r.label: {_span(score): score for score in r.at(last, POSITION)} for r in readings if last in r.lengths}
+    title = f"{tokens_label(last)} tokens read, loss by position"
+    gaps = f"{title} minus {_baseline(report, [last])}"
+    tables += _losses_and_gaps(title, gaps, list(next(iter(spans.values()))), spans)
+    return losses_page("masked", report.provenance, tables, masked_sentences(report), [_panel(report, readings)])
 
 
 def _losses_and_gaps(
@@ -514,34 +507,22 @@ def masked_sentences(report: MaskedReport) -> list[str]:
     return sentences
 
 
-def _masked_panels(report: MaskedReport, readings: Sequence[MaskedReading]) -> list[Panel]:
-    """Return the loss by position, each reading at its greatest length, and by the distance to the end."""
-    last = report.lengths[-1]
-    spans = list(dict.fromkeys(_span(score) for reading in readings for score in reading.at(last, END)))
-    by_position, by_distance = [], []
+def _panel(report: MaskedReport, readings: Sequence[MaskedReading]) -> Panel:
+    """Return the loss by position, each reading at its greatest length."""
+    last, lines = report.lengths[-1], []
     for reading in readings:
-        method, curve = reading.name.split()[0], reading.at(reading.lengths[-1], CURVE)
-        by_position.append(Line(method, reading.label, [((s.start + s.stop) / 2, s.loss) for s in curve]))
-        ends = [(spans.index(_span(s)), s.loss) for s in reading.at(last, END)]
-        by_distance.append(Line(method, reading.label, ends))
-    return [
-        lines_panel(
-            by_position,
-            title="By position, each at the greatest length that it reads",
-            x_label=POSITION_AXIS,
-            y_label="loss of masked tokens, nats",
-            ticks=range(0, last + 1, max(1, last // 8)),
-            log=False,
-            trained_length=report.trained_length if last > report.trained_length else None,
-        ),
-        lines_panel(
-            by_distance,
-            title=f"By distance to the end of {tokens_label(last)} tokens",
-            x_label="tokens behind it",
-            ticks=dict(enumerate(spans)),
-            log=False,
-        ),
-    ]
+        curve = reading.at(reading.lengths[-1], CURVE)
+        points = [((score.start + score.stop) / 2, score.loss) for score in curve]
+        lines.append(Line(reading.name.split()[0], reading.label, points))
+    return lines_panel(
+        lines,
+        title="By position, each at the greatest length that it reads",
+        x_label=POSITION_AXIS,
+        y_label="loss of masked tokens, nats",
+        ticks=range(0, last + 1, max(1, last // 8)),
+        log=False,
+        trained_length=report.trained_length if last > report.trained_length else None,
+    )
 
 
 def _baseline(report: MaskedReport, lengths: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import sys
 from collections.abc import Iterator
@@ -40,12 +41,13 @@ class Checkpoint:
 
     Args:
         model: Model in eval mode; extended where the checkpoint was saved extended.
+        words: the tokenizer, or a ``functools.partial`` that reads it when it is first needed.
         stored: the dtype that the config names; None where it names none.
     """
 
     name: str
     model: nn.Module
-    tokenizer: Any
+    words: Any
     dtype_note: str = ""
     sha256: str = field(default="")
     stored: str | None = None
@@ -54,6 +56,11 @@ class Checkpoint:
         object.__setattr__(self, "name", printable(self.name))
         if not self.sha256:
             object.__setattr__(self, "sha256", weights_digest(self.model))
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.words() if isinstance(self.words, functools.partial) else self.words
 
     @property
     def has_weights(self) -> bool:
@@ -191,7 +198,8 @@ def _load(
     if tokenizer is None:
         if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             where, file = source, {}
-        tokenizer = AutoTokenizer.from_pretrained(where, config=config, **file, **trust)
+        tokenizer = functools.partial(AutoTokenizer.from_pretrained, where, config=config, **file, **trust)
+        tokenizer = tokenizer() if weights else tokenizer  # out of a GGUF file it takes seconds
     name = Path(source).name if Path(source).exists() else source
     name = name.split(".")[0] if name.endswith(".gguf") else name
     stored = None if config is None or config.dtype is None else str(config.dtype).removeprefix("torch.")

@@ -46,8 +46,8 @@ class Repeats(NamedTuple):
         return f"{'likely to gain' if self.gain[1] > 0 else 'may gain'} ({said})"
 
 
-def far_repeats(ids: Sequence[int], window: int, last: int) -> float:
-    """Return the share of the last tokens in strings that stand more than ``window`` before, and nowhere nearer.
+def repeats_from_afar(ids: Sequence[int], window: int, last: int) -> list[bool]:
+    """Tell which of the last tokens are in strings that stand more than ``window`` before, and nowhere nearer.
 
     Raises:
         InvalidParameterError: a number outside its range.
@@ -55,13 +55,18 @@ def far_repeats(ids: Sequence[int], window: int, last: int) -> float:
     if window < 1 or not 1 <= last <= len(ids):
         raise InvalidParameterError(f"Need window >= 1 and 1 <= last <= {len(ids)}, found {window} and {last}.")
     seen: dict[tuple[int, ...], int] = {}
-    covered = bytearray(len(ids))
+    covered = [False] * len(ids)
     for start in range(len(ids) - STRING + 1):
         string = tuple(ids[start : start + STRING])
         if start >= len(ids) - last and start - seen.get(string, start) > window:
-            covered[start : start + STRING] = b"\1" * STRING
+            covered[start : start + STRING] = [True] * STRING
         seen[string] = start
-    return sum(covered[-last:]) / last
+    return covered[-last:]
+
+
+def far_repeats(ids: Sequence[int], window: int, last: int) -> float:
+    """Return the share of the last tokens that repeat from afar, see ``repeats_from_afar``."""
+    return sum(repeats_from_afar(ids, window, last)) / last
 
 
 def repeats_of(name: str, ids: Sequence[int], window: int) -> Repeats:

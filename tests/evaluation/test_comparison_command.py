@@ -155,6 +155,10 @@ def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[
     assert f"the best truncation, seeing only the last {window} tokens" in words
     assert f"(last {window})" in words
     assert "vs best truncation" in words
+    told = [row["reading"]["notes"] for row in result["rows"] if row["reading"]["name"].endswith("x2")]
+    of_all = [note for note in told[0] if note in told[1]]
+    assert of_all
+    assert all(words.count(note.rstrip(".")) == 1 for note in of_all)
     names = ["unpatched", *TRUNCATIONS, "truncated", "yarn x2", "dynamic_ntk x2"]
     assert [row["reading"]["name"] for row in result["rows"]] == names
     windows = [row["scores"][1]["window"] for row in result["rows"]]

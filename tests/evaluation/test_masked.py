@@ -16,7 +16,6 @@ from transformers import BertForMaskedLM, BertModel
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation.masked import (
-    END,
     EVERY,
     POSITION,
     WHOLE,
@@ -161,7 +160,7 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
     (other,) = squeezed.at(TRAINED, WHOLE)
     assert other.versus is not None
     assert other.versus.mean == pytest.approx(other.loss - inside.loss, abs=1e-6)
-    for kind in (WHOLE, POSITION, END):
+    for kind in (WHOLE, POSITION):
         for ours, theirs in zip(squeezed.at(4 * TRAINED, kind), best.at(4 * TRAINED, kind), strict=True):
             single = report.find(f"truncated {theirs.window}")
             assert single is not None
@@ -172,13 +171,10 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
             assert ours.versus.baselines == 4
             assert ours.versus.over == "blocks"
     whole = squeezed.at(4 * TRAINED, WHOLE)[0]
-    for kind in (POSITION, END):
-        scores = squeezed.at(4 * TRAINED, kind)
-        assert sum(score.tokens for score in scores) == whole.tokens
-        mean = math.fsum(score.loss * score.tokens for score in scores) / whole.tokens
-        assert mean == pytest.approx(whole.loss, abs=1e-6)
-    ends = [(score.start, score.stop) for score in squeezed.at(4 * TRAINED, END)]
-    assert ends == [(0, 16), (16, 64), (64, 256)]
+    scores = squeezed.at(4 * TRAINED, POSITION)
+    assert sum(score.tokens for score in scores) == whole.tokens
+    mean = math.fsum(score.loss * score.tokens for score in scores) / whole.tokens
+    assert mean == pytest.approx(whole.loss, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -192,17 +188,6 @@ def test_of_enough_documents_each_weighs_the_same() -> None:
     assert score.versus is not None
     assert (score.versus.over, score.versus.units, score.versus.tokens) == ("documents", 6, score.tokens)
     assert score.versus.mean == pytest.approx(score.loss - plain.loss, rel=0.1)
-
-
-@pytest.mark.slow
-def test_distance_to_the_end_counts_the_tokens_behind() -> None:
-    report = measured(bert(), ["pi"], factors=[2.0])
-    reading = report.find("pi x2")
-    assert reading is not None
-    first = reading.at(2 * TRAINED, END)[0]
-    (one, other) = texts_of(2 * TRAINED, passes=2)
-    near = [position for text in (one, other) for p in text.passes for position in p.tolist() if position >= 112]
-    assert first.tokens == len(near)
 
 
 @pytest.mark.slow

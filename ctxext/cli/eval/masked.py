@@ -47,7 +47,7 @@ def masked(
     reference: Reference = None,
     results: OutputOptions,
 ) -> None:
-    """Measure the loss of masked tokens by position and by distance to the end, against windows around each of them.
+    """Measure the loss of masked tokens by position, against windows around each of them.
 
     With --output, every finished part is kept: run the same command again after an interruption, and it goes on.
 

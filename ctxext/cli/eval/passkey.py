@@ -46,9 +46,7 @@ def passkey(
     from ctxext.evaluation.report.retrieval import passkey_page
 
     session = Asking(asked, haystack, source, results)
-    text, depths = session.haystack, keys.depth or DEPTHS
-    prompts = session.draw(
-        make_prompts, session.lengths, depths=depths, trials=keys.trials, seed=keys.seed, haystack=text
-    )
+    lengths, depths, text = session.lengths, keys.depth or DEPTHS, session.haystack
+    prompts = session.draw(make_prompts, lengths, depths=depths, trials=keys.trials, seed=keys.seed, haystack=text)
     in_each = {"haystack": text.name}
     session.ask(PasskeyReport, prompts, f"keys in {text.name}", passkey_page, seed=keys.seed, in_each=in_each)

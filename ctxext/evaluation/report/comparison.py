@@ -310,16 +310,24 @@ def _single_documents(result: ComparisonResult) -> TextTable:
 
 
 def _methods(result: ComparisonResult) -> TextTable:
+    noted = [row.reading.notes for row in result.candidates]
+    of_all = [note for note in noted[0] if all(note in notes for notes in noted)] if noted else []  # said once, below
+
     def cells(row: Row) -> list[str]:
         method = dict(row.reading.method or {})
         name = str(method.pop("method", NONE))
         parameters = ", ".join(f"{key}={_short(value)}" for key, value in method.items()) or NONE
         attention = [f"Attention: {row.reading.attention}."] if row.reading.attention else []
-        notes = " ".join([*attention, *(f"{note.rstrip('.')}." for note in row.reading.notes)]) or NONE
+        notes = _sentences([*attention, *(note for note in row.reading.notes if note not in of_all)]) or NONE
         return [name, parameters, row.reading.fingerprint or NONE, notes]
 
     caption = "What was measured, with a fingerprint of its frequencies."
+    caption += f" Of every method: {_sentences(of_all)}" if of_all else ""
     return replace(_table(result, caption, ["method", "parameters", "frequencies", "notes"], cells), prose=True)
+
+
+def _sentences(notes: Sequence[str]) -> str:
+    return " ".join(f"{note.rstrip('.')}." for note in notes)
 
 
 def _with_window(row: Row, perplexity: float, window: int | None) -> str:
