@@ -112,7 +112,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     measured = BeforeAndAfter(loaded, settings)
     ctxext.patch(model, extension.method, **extension.arguments())
     description = ctxext.describe(model)
-    if settings.data.positions == "packed" or settings.data.short_share:
+    if settings.data.positions == "packed":
         require_separate(model)
     table = None if settings.table is None else TrainedTable(model, only_new=settings.table == "new_rows")
     if table is None:

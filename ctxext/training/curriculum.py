@@ -68,7 +68,6 @@ def sequences_of(
         if data.positions == "packed":
             parts.append(PackedSequences(documents, **given))
         else:
-            given |= {"short_share": data.short_share, "short_length": trained_length}
             parts.append(TrainingSequences(documents, positions=data.positions, **given))
     return StagedSequences(parts) if len(parts) > 1 else parts[0]
 

@@ -139,8 +139,7 @@ def release_attention(model: nn.Module) -> None:
 def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | None:
     if packed:
         return (
-            "it takes no mask, and packed documents need one to keep apart. Set data.positions to consecutive or pose, "
-            "and data.short_share to 0."
+            "it takes no mask, and packed documents need one to keep apart. Set data.positions to consecutive or pose."
         )
     for length in sorted(lengths):
         if length % size:

@@ -137,34 +137,22 @@ class TrainingSequences(CutSequences):
     ``target_length``, drawn anew for each sequence, in ascending order: every distance becomes a random one.
 
     Every item also holds an ``attention_mask`` of ones. Without one transformers takes a jump in the positions for the
-    border between two packed texts and keeps the second piece from seeing the first. With ``short_share`` that is what
-    is wanted, and no item holds a mask: a share of the sequences are read as texts of ``short_length`` tokens, each at
-    positions from 0 and with the prefix in front, so that a model keeps what it can do inside its old window.
+    border between two packed texts and keeps the second piece from seeing the first.
 
     Args:
         shortest: tokens that a document must have, ``target_length`` for instance, so that with ``pose`` no text gap
             is shorter than the gap in the positions; None for those of one sequence.
-        short_share: Share of the sequences that are cut into short ones, spread evenly, from 0 to 1; with consecutive
-            positions only.
-        short_length: Tokens of a short sequence, below ``length``.
 
     Source: Zhu et al., arXiv:2309.10400, section 3; authors' code: dwzhu-pku/PoSE@43b43b3f, src/train_pose.py, whose
         first piece has 1 to length / 2 tokens. Its text gap is drawn apart from the gap in the positions, up to five
         windows; the paper finds no difference. Randomized: Ruoss et al., arXiv:2305.16843, section 3; with YaRN: Mehta
-        et al., arXiv:2606.23687. A share of short sequences: Gao et al., arXiv:2410.02660 (ProLong), section 4.
+        et al., arXiv:2606.23687.
     """
 
     positions: Positions = "consecutive"
-    short_share: float = 0.0
-    short_length: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.short_share and self.short_length is not None and self.short_length >= self.length:
-            raise InvalidParameterError(
-                f"data.short_share cuts sequences into texts of the trained length, {self.short_length:,} tokens, and "
-                f"finds sequences of {self.length:,}. Raise data.length, or set data.short_share to 0."
-            )
         if any(answered is not None for answered in self.documents.answered):
             raise InvalidParameterError(
                 f"Conversations stand whole in a sequence, several beside each other, found data.positions "
@@ -181,7 +169,7 @@ class TrainingSequences(CutSequences):
             )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``labels``, ``position_ids``, each [length], mostly a mask, and ``index``."""
+        """Return ``input_ids``, ``labels``, ``position_ids``, ``attention_mask``, each [length], and ``index``."""
         document, start, split, text_gap, gap = self.plan(index)
         tokens = self.documents.tokens
         first = tokens(document, start, start + split)
@@ -194,17 +182,8 @@ class TrainingSequences(CutSequences):
         labels[0] = IGNORED  # nothing predicts it; loss averages must not count it
         if text_gap:  # what follows the gap is no continuation of what stands before it
             labels[border] = IGNORED
-        if self.is_short(index) and self.short_length is not None:
-            position_ids %= self.short_length
-            for text in range(self.short_length, self.length, self.short_length):
-                input_ids[text : text + len(prefix)] = prefix[: self.length - text]
-                labels[text : text + max(1, len(prefix))] = IGNORED
         item = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "index": torch.tensor(index)}
-        return item if self.short_share else item | {"attention_mask": torch.ones_like(input_ids)}
-
-    def is_short(self, index: int) -> bool:
-        """Return whether a sequence is one of the share that is cut into short ones."""
-        return int((index + 1) * self.short_share) > int(index * self.short_share)
+        return item | {"attention_mask": torch.ones_like(input_ids)}
 
     def plan(self, index: int) -> tuple[int, int, int, int, int]:
         """Return document, first token, tokens in the first piece, gap in the text, gap in the positions."""
@@ -240,7 +219,6 @@ class TrainingSequences(CutSequences):
         return (
             f"{self.count:,} sequences of {self.length:,} tokens, positions {self.positions} up to "
             f"{self.length if self.positions == 'consecutive' else self.target_length:,}, "
-            f"{f'{self.short_share:.0%} of them cut to {self.short_length:,}, ' if self.short_share else ''}"
             f"{self.count / self.per_epoch:.2f} times through {sum(used):,} tokens in {len(used):,} documents"
             f" ({len(self.documents) - len(used):,} shorter ones left out)"
         )

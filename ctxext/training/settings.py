@@ -114,8 +114,6 @@ class Data(Section):
         positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; ``randomized`` for
             positions drawn from all of it; or ``packed`` for several documents in a sequence, each of which begins at
             position 0 and sees itself alone.
-        short_share: share of the sequences that are read as texts of the trained length beside each other, from 0 to 1,
-            so that the model keeps what it can do there; with ``consecutive``.
         shortest: tokens below which a document is left out; None leaves out documents that do not fill a sequence, or
             with ``packed`` none.
         masked: share of tokens to fill in, above 0 and below 1, for a model that fills in masked tokens (BERT, RoBERTa,
@@ -132,7 +130,6 @@ class Data(Section):
     tokens: int | None = Field(None, ge=1)
     length: int = Field(ge=4)
     positions: Literal["consecutive", "pose", "randomized", "packed"] = "consecutive"
-    short_share: Share = 0.0
     shortest: int | None = Field(default=None, ge=1)
     masked: float | None = Field(default=None, gt=0, lt=1)
     retrieval: Share = 0.0
@@ -144,8 +141,6 @@ class Data(Section):
             raise ValueError("retrieval needs one text in a sequence: choose other positions than packed")
         if self.retrieval and self.masked:
             raise ValueError("retrieval asks what comes next, which masked does not: leave out one of them")
-        if self.short_share and (self.positions != "consecutive" or self.retrieval or self.masked):
-            raise ValueError("short_share needs consecutive positions, and neither retrieval nor masked beside it")
         return self
 
 

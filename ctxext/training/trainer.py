@@ -148,5 +148,4 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _packed(data: Any) -> bool:
-    packs = isinstance(data, PackedSequences) or getattr(data, "short_share", 0.0) > 0
-    return packs or any(map(_packed, getattr(data, "parts", ())))
+    return isinstance(data, PackedSequences) or any(map(_packed, getattr(data, "parts", ())))

@@ -112,27 +112,6 @@ def test_randomized_positions_reach_the_whole_window(documents: TokenisedDocumen
         assert torch.equal(found[index]["labels"], plain[index]["labels"])
 
 
-@pytest.mark.parametrize("method", ["yarn", "self_extend"])
-def test_a_short_share_is_read_as_texts_of_the_old_length(documents: TokenisedDocuments, method: str) -> None:
-    short = 16
-    found = sequences(documents, count=8, short_share=0.25, short_length=short)
-    assert [found.is_short(index) for index in range(8)] == [False, False, False, True] * 2
-    assert found[0]["position_ids"].tolist() == list(range(LENGTH))
-    item, whole = found[3], sequences(documents, count=8)[3]
-    model = ctxext.patch(tiny(vocab_size=257), method, target_length=64, trained_length=short).eval()
-    total, count = 0.0, 0
-    for start in range(0, LENGTH, short):
-        text = whole["input_ids"][start : start + short].clone()
-        text[0] = whole["input_ids"][0]  # the tokenizer's prefix stands in front of each
-        logits = model(text[None], use_cache=False).logits[0, :-1].double()
-        total -= float(logits.log_softmax(-1).gather(1, text[1:, None]).sum().detach())
-        count += len(text) - 1
-    batch = {name: value[None] for name, value in item.items() if name != "index"}
-    assert model(**batch, use_cache=False).loss.item() == pytest.approx(total / count, abs=1e-5)
-    with pytest.raises(InvalidParameterError, match=r"trained length, 41 tokens, and finds sequences of 41"):
-        sequences(documents, short_share=0.1, short_length=LENGTH)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_jump_in_the_positions_is_not_taken_for_packing(documents: TokenisedDocuments, attention: str) -> None:
     """The model sees all of the past: as with an explicit mask, and not as with none."""

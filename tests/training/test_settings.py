@@ -143,8 +143,6 @@ def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
             ["--train", "a", "--positions", "skip"],
             r"data.positions: input should be 'consecutive', 'pose', 'randomized' or 'packed', found 'skip'",
         ),
-        (["--train", "a", "--short_share", "1.5"], r"data.short_share: input should be less than or equal to 1, found"),
-        (["--train", "a", "--short_share", "0.2", "--positions", "pose"], r"short_share needs consecutive positions"),
         (["--train", "a", "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
         (["train", "a"], r"Expected --key value on the command line, found 'train'"),
         (["--train", "a", "--steps"], r"training.steps: input should not be true or false, found True"),
