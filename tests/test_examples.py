@@ -21,7 +21,7 @@ each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem
 PRINTS = {
     "choose": r"llama extended by \w+ ",
     "document_question": r"whole, extended +[\d,]+ tokens: '",
-    "embedding": r"read up to 256 tokens: [-\d.]+ [-\d.]+",
+    "embedding": r"read up to (256|2048) tokens: [-\d.]+ [-\d.]+",
     "lora": r"vllm\S* .*runs/merged",
     "patch_and_generate": r"llama extended by self_extend .*factor=2",
     "serve_and_query": r"completion_tokens=\d+",
