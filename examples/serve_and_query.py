@@ -48,6 +48,7 @@ try:
         began = time.perf_counter()
         part = prompt[: len(prompt) // share]
         answer = client.completions.create(model=served.id, prompt=part, max_tokens=30, temperature=0)
+        assert answer.usage is not None
         seconds[answer.usage.prompt_tokens] = time.perf_counter() - began
     print(answer.usage, answer.choices[0].text, sep="\n")
 finally:
