@@ -76,11 +76,11 @@ def ask(
     notes.soft_wrap = True
 
     def plan() -> tuple[ReadText, int]:
-        model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
-        text = ReadText(model, tokenizer, together, questions, asked.tokens, asked.complete)
-        if extension.method is not None:
-            extend_loaded(model, **extension.arguments())
-        else:
+        checkpoint = session.checkpoint
+        if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
+            extend_loaded(checkpoint.model, **extension.arguments())
+        text = ReadText(checkpoint.model, checkpoint.tokenizer, together, questions, asked.tokens, asked.complete)
+        if extension.method is None:
             text.extend()
         return text, text.cut()
 
