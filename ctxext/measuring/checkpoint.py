@@ -41,7 +41,7 @@ class Checkpoint:
 
     Args:
         model: Model in eval mode; extended where the checkpoint was saved extended.
-        words: the tokenizer, or a ``functools.partial`` that reads it when it is first needed.
+        words: Tokenizer, or a ``functools.partial`` that reads it when it is first needed.
         stored: the dtype that the config names; None where it names none.
     """
 
@@ -110,16 +110,9 @@ def load_checkpoint(
         raise CheckpointError(f"{path} cannot be read as a masked language model: GGUF files hold causal ones.")
     if not Path(path).exists():
         checked_path(path, {})
-    place = checked_device(device)
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    try:
-        with _quiet():
-            return _load(path, dtype, place, masked, tokenizer, trust, loading, weights)
-    except CtxextError:
-        raise
-    except (OSError, ValueError, ImportError, RecursionError) as error:
-        kind = "masked" if masked else "causal"
-        raise CheckpointError(f"Cannot load a {kind} language model from {path}: {error}") from error
+    with _explained(path, "masked" if masked else "causal"):
+        return _load(path, dtype, checked_device(device), masked, tokenizer, trust, loading, weights)
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:
@@ -198,7 +191,7 @@ def _load(
     if tokenizer is None:
         if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             where, file = source, {}
-        tokenizer = functools.partial(AutoTokenizer.from_pretrained, where, config=config, **file, **trust)
+        tokenizer = functools.partial(_read_tokenizer, source, masked, where, config=config, **file, **trust)
         tokenizer = tokenizer() if weights else tokenizer  # out of a GGUF file it takes seconds
     name = Path(source).name if Path(source).exists() else source
     name = name.split(".")[0] if name.endswith(".gguf") else name
@@ -206,16 +199,23 @@ def _load(
     return Checkpoint(name, model.eval(), tokenizer, f"{chosen} ({why})", stored=stored)
 
 
+def _read_tokenizer(source: str, masked: bool, where: str, **how: Any) -> Any:
+    with _explained(source, "masked" if masked else "causal"):
+        return AutoTokenizer.from_pretrained(where, **how)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep loading's progress bars and notes off the terminal; an error brings back what was held."""
+def _explained(source: str, kind: str) -> Iterator[None]:
+    """Keep loading's bars and notes off the terminal; an error says what cannot be loaded, and brings them back."""
     held, level = io.StringIO(), transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         with contextlib.redirect_stderr(held):
             yield
-    except BaseException:
+    except BaseException as error:
         sys.stderr.write(held.getvalue())
-        raise
+        if isinstance(error, CtxextError) or not isinstance(error, OSError | ValueError | ImportError | RecursionError):
+            raise
+        raise CheckpointError(f"Cannot load a {kind} language model from {source}: {error}") from error
     finally:
         transformers_logging.set_verbosity(level)

@@ -24,7 +24,7 @@ BAD, GOOD, FAR = "-m hierarchical -f 2", "-m yarn -f 2", f"-l {4 * TRAINED}"
 REFUSED, BEYOND, TOO_SHORT = "hierarchical", f"{4 * TRAINED:,} tokens", "tokens asked for; the longest has 10"
 ASKED = ("passkey", "ruler", "retrieval")  # by questions about a text
 # HERE is a Llama, EXTENDED it after `ctxext patch`, BERT an encoder.
-# SHORT is a text, ONE has one token, LONG eight windows.
+# BARE is HERE without a tokenizer. SHORT is a text, ONE has one token, LONG eight windows.
 MISTAKES = {
     **{f"eval {name} HERE {BAD}": REFUSED for name in (*ASKED, "perplexity", "longppl -t LONG")},
     **{f"eval {name} HERE {GOOD} {FAR}": BEYOND for name in (*ASKED, "perplexity", "longppl -t LONG")},
@@ -46,6 +46,7 @@ MISTAKES = {
     f"ask HERE what -t LONG {BAD}": REFUSED,
     "ask HERE what -t LONG --tokens 2000": "leaves no room for a text",
     "ask EXTENDED what -t SHORT --tokens 2000": "leaves no room for a text",
+    "heads BARE": "Cannot load a causal language model from",
     "heads HERE -t ONE": "Give a longer text, or none",
     "demo --model HERE --method hierarchical --output OUT": REFUSED,
     "demo --model HERE --length 100 --output OUT": "length must be above the trained length",
@@ -66,18 +67,17 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     place = tmp_path_factory.mktemp("weights")
     tokenizer, shape = make_tokenizer(bos=True), SHAPE | {"vocab_size": 257}
     model = LlamaForCausalLM(LlamaConfig(**shape))
-    model.save_pretrained(place / "HERE")
+    for name in ("HERE", "BARE"):
+        model.save_pretrained(place / name)
     ctxext.save(ctxext.patch(model, "yarn", factor=2), place / "EXTENDED", tokenizer=tokenizer)
     BertForMaskedLM(BertConfig(**shape)).save_pretrained(place / "BERT")
     for name in ("HERE", "BERT"):
         tokenizer.save_pretrained(place / name)
-    (place / "SHORT").write_text("too short")
-    (place / "EMPTY").write_text(" ")
-    (place / "ONE").write_text("1")
+    for name, text in {"SHORT": "too short", "EMPTY": " ", "ONE": "1"}.items():
+        (place / name).write_text(text)
     (place / "LONG").write_text("".join(f"line {number}, like no other\n" for number in range(8 * TRAINED // 16)))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = ["HERE", "EXTENDED", "BERT", "SHORT", "LONG", "EMPTY", "ONE", "OUT"]
-        paths = {name: str(place / name) for name in names}
+        paths = {path.name: str(path) for path in (*place.iterdir(), place / "OUT")}
         yield paths | {"URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
 
 
