@@ -5,16 +5,18 @@
     python scripts/bench_training.py --model llama-8b --longest 1048576        # and the longest that fits
     python scripts/bench_training.py --lengths 16384 --shares                  # and the parts of a step's time
 
-Every measurement is a process of its own that lets a ``Trainer`` take a step to warm up and then the measured ones, on
-the same tokens; the variants of a length take turns, round after round. "Stock" is activation checkpointing as
-``TrainingArguments`` sets it, and nothing else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks
-returned" those of twice a layer's hidden states, "freed memory kept" none (``memory.return_freed`` of the recipe).
-Memory is what the steps add, at their peak, to what the process held with its model: adapters' gradients and optimizer
-state included, weights not.
+A ``Trainer`` takes a step to warm up and then the measured ones, on the same tokens, on a CPU in a process of its own;
+the variants of a length take turns, round after round. "Stock" is activation checkpointing as ``TrainingArguments``
+sets it, and nothing else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks returned" those of twice
+a layer's hidden states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add,
+at their peak, to what the process held with its model: adapters' gradients and optimizer state included, weights not;
+"plan" is what ``ctxext plan`` predicts of it, over that, and "host" the pinned memory on the host.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import math
 import re
@@ -29,16 +31,20 @@ from typing import Annotated, Any
 import bench
 import torch
 import typer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 import ctxext
+from ctxext.checkpoints.load import extended_config
 from ctxext.measuring.checkpoint import DTYPES
+from ctxext.planning.plan import plan_training
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT
 
 STOCK, KEPT, LARGE = "stock", "ctxext, freed memory kept", "ctxext, large blocks returned"
+CUDNN = ", cuDNN"
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
         STOCK: Memory(loss_chunk=None),
@@ -51,16 +57,19 @@ VARIANTS: dict[str, dict[str, Memory]] = {
         STOCK: Memory(loss_chunk=None),
         "ctxext": Memory(),
         "ctxext, attention kept": Memory(save_attention=True),
+        "ctxext, attention kept, cuDNN": Memory(save_attention=True),
+        "ctxext, tiled MLP": Memory(mlp_tile=8192),
         "ctxext, offload": Memory(offload=True),
         "ctxext, offload, tiled MLP": Memory(offload=True, mlp_tile=8192),
         "ctxext, offload, tiled MLP, attention kept": Memory(offload=True, mlp_tile=8192, save_attention=True),
+        "ctxext, offload, tiled MLP, attention kept, cuDNN": Memory(offload=True, mlp_tile=8192, save_attention=True),
     },
 }
 
 
 # What a step does, by the names of torch's operations: the first part whose pattern is found in a name.
 PARTS = {
-    "attention": "scaled_dot_product|flash|flex",
+    "attention": "scaled_dot_product|flash|flex|_attention_",
     "products with weights": r"aten::(mm|addmm|bmm)$",
     "loss": "log_softmax|exp_|scatter|gather|masked_fill",
     "optimiser and norm of gradients": "sqrt|lerp|addcdiv|addcmul|_foreach|linalg",
@@ -86,6 +95,7 @@ class Setting:
         loss_chunk: tokens whose logits exist at a time, where it is not the variant's.
         steps: measured ones, after one to warm up.
         shares: whether the last step is profiled, which makes it slower.
+        warm: tokens of the step that warms up; 0 for all.
         threads: of the CPU; 0 for torch's own choice.
     """
 
@@ -102,6 +112,7 @@ class Setting:
     method: str | None = None
     loss_chunk: int | None = None
     shares: bool = False
+    warm: int = 0
 
     @property
     def memory(self) -> Memory:
@@ -116,6 +127,7 @@ class Measured:
 
     seconds: float = math.nan
     added_mib: float = math.nan
+    host_mib: float = 0.0
     losses: tuple[float, ...] = ()
     shares: tuple[tuple[str, float], ...] = ()
     why_not: str = ""
@@ -150,6 +162,8 @@ def shares_of(profile: torch.profiler.profile, device: str) -> tuple[tuple[str, 
     """Return the share of every part of ``PARTS`` in the time of a profiled step's operations."""
     spent = dict.fromkeys(PARTS, 0.0)
     for event in profile.key_averages():
+        if event.device_type.name != "CPU":  # a kernel, counted in the operation that launched it
+            continue
         part = next(name for name, pattern in PARTS.items() if re.search(pattern, event.key))
         spent[part] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
     whole = sum(spent.values())
@@ -165,8 +179,30 @@ def build(setting: Setting) -> Any:
     return model
 
 
+def predicted(setting: Setting) -> float:
+    """Return the MiB that ``ctxext plan`` says a step adds."""
+    config = bench.config_of(setting.shape, setting.layers)
+    if setting.method is not None:
+        config = extended_config(config, setting.method, factor=4, trained_length=2048)
+    planned = plan_training(
+        config,
+        memory=setting.memory,
+        lora_rank=setting.rank,
+        norms=setting.whole,
+        embeddings=setting.whole,
+        dtype=DTYPES[setting.dtype],
+    ).at(setting.length)
+    return (planned.total - planned.weights - planned.adapters) / 2**20
+
+
+def kernels_of(setting: Setting) -> Any:
+    """Return a context in which torch's attention prefers what the variant names."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True) if setting.variant.endswith(CUDNN) else contextlib.nullcontext()
+
+
 def measure(setting: Setting) -> Measured:
-    """Take the steps; run it in a fresh process."""
+    """Take the steps; on a CPU, run it in a fresh process."""
     logging.set_verbosity_error()
     model = build(setting).train()
     if setting.variant not in (STOCK, KEPT):
@@ -177,7 +213,8 @@ def measure(setting: Setting) -> Measured:
     setting.memory.apply(model)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (setting.length,), generator=generator)
-    rows = [{"input_ids": ids, "labels": ids}] * (setting.steps + 1)
+    first = ids[: setting.warm or None]
+    rows = [{"input_ids": first, "labels": first}, *[{"input_ids": ids, "labels": ids}] * setting.steps]
     times = StepTimes(setting.device, shares=setting.shares)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -192,19 +229,30 @@ def measure(setting: Setting) -> Measured:
             disable_tqdm=True,
             report_to=[],
             dataloader_pin_memory=False,
+            train_sampling_strategy="sequential",
         )
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[times])
         trainer.remove_callback(PrinterCallback)
         try:
-            added = bench.added_memory(setting.device, trainer.train)
+            with kernels_of(setting):
+                added = bench.added_memory(setting.device, trainer.train)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             return Measured(why_not=str(error).splitlines()[0][:90])
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return Measured(statistics.median(times.seconds[1:]), math.nan if added is None else added, losses, times.shares)
+    host = 0.0
+    if setting.device == "cuda":
+        host = torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**20
+        torch.cuda.reset_peak_host_memory_stats()
+    seconds = statistics.median(times.seconds[1:])
+    return Measured(seconds, math.nan if added is None else added, host, losses, times.shares)
 
 
 def in_a_process(setting: Setting) -> Measured:
-    """Measure in a process of its own; one that the system kills for its memory is a finding."""
+    """Measure, on a CPU in a process of its own, where one that the system kills for its memory is a finding."""
+    if setting.device == "cuda":  # torch counts what a model adds there, whatever was before
+        gc.collect()
+        torch.cuda.empty_cache()
+        return measure(setting)
     try:
         return bench.in_fresh_process(measure, setting)
     except BrokenProcessPool:
@@ -222,6 +270,7 @@ def compared(setting: Setting, names: list[str], rounds: int, say: bench.Say) ->
         name: Measured(
             statistics.median(m.seconds for m in measured),
             max(m.added_mib for m in measured),
+            max(m.host_mib for m in measured),
             measured[0].losses,
             measured[-1].shares,
             next((m.why_not for m in measured if m.why_not), ""),
@@ -245,13 +294,14 @@ def longest(setting: Setting, limit: int, say: bench.Say) -> tuple[int, Measured
     return fits, measured
 
 
-COLUMNS = ("tokens", "variant", "seconds", "tokens/s", "time", "adds MiB", "KiB/token", "memory", "loss")
+COLUMNS = ("tokens", "variant", "seconds", "tokens/s", "time", "adds MiB", "memory", "plan", "host MiB", "loss")
 
 
-def cells(length: int, name: str, measured: Measured, stock: Measured | None) -> list[str]:
+def cells(setting: Setting, measured: Measured, stock: Measured | None) -> list[str]:
     """Return a row of the table as text; ``time`` and ``memory`` are ratios to stock."""
+    length, name = setting.length, setting.variant
     if measured.why_not:
-        return [f"{length:,}", name, measured.why_not, *[""] * 6]
+        return [f"{length:,}", name, measured.why_not, *[""] * (len(COLUMNS) - 3 + len(measured.shares))]
     ratios = ("", "")
     if stock is not None and not stock.why_not:
         ratios = (f"{measured.seconds / stock.seconds:.2f}", f"{measured.added_mib / stock.added_mib:.2f}")
@@ -262,9 +312,11 @@ def cells(length: int, name: str, measured: Measured, stock: Measured | None) ->
         f"{length / measured.seconds:,.0f}",
         ratios[0],
         f"{measured.added_mib:,.0f}",
-        f"{measured.added_mib * 1024 / length:.0f}",
         ratios[1],
-        f"{measured.losses[0]:.5f}",
+        f"{predicted(setting) / measured.added_mib:.2f}",
+        f"{measured.host_mib:,.0f}",
+        f"{measured.losses[-1]:.5f}",
+        *(f"{share:.1%}" for _, share in measured.shares),
     ]
 
 
@@ -281,31 +333,25 @@ def main(
     threads: bench.Threads = 0,
     device: bench.Device = bench.DEVICE,
     shares: Annotated[bool, typer.Option("--shares", help="profile a step: the share of each part")] = False,
+    warm: Annotated[int, typer.Option(help="tokens of the step that warms up; 0 for all", min=0)] = 0,
     longest_up_to: Annotated[int, typer.Option("--longest", help="also look for the longest that fits", min=0)] = 0,
     markdown: bench.Markdown = None,
 ) -> None:
     """Measure a LoRA training step with and without ctxext."""
     chosen = bench.listed(only, VARIANTS[device], ";")
     names = [name for name in VARIANTS[device] if not chosen or name in chosen]
-    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers, steps, threads, shares=shares)
-    columns = ("tokens", "variant", "seconds", *PARTS) if shares else COLUMNS
+    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers, steps, threads, shares=shares, warm=warm)
+    columns = (*COLUMNS, *PARTS) if shares else COLUMNS
 
     def rows(say: bench.Say) -> Iterator[bench.Row]:
         for length in map(int, bench.listed(lengths)):
-            results = compared(replace(setting, length=length), names, rounds, say)
+            at = replace(setting, length=length)
+            results = compared(at, names, rounds, say)
             for name, measured in results.items():
-                if shares and not measured.why_not:
-                    yield [
-                        f"{length:,}",
-                        name,
-                        f"{measured.seconds:.1f}",
-                        *(f"{share:.1%}" for _, share in measured.shares),
-                    ]
-                else:
-                    yield cells(length, name, measured, results.get(STOCK))
+                yield cells(replace(at, variant=name), measured, results.get(STOCK))
         for name in names if longest_up_to else ():
             length, measured = longest(replace(setting, variant=name), longest_up_to, say)
-            yield cells(length, f"{name}: longest", measured, None)
+            yield cells(replace(setting, variant=name, length=length), measured, None)
 
     trained = "LoRA, norms and embeddings" if whole else "LoRA"
     shape = f"{model}{f', {layers} layers' if layers else ''}, {dtype}, {trained} of rank {rank}"

@@ -40,7 +40,11 @@ export model layers tokens long short rounds all
 bench() { # a script, its table, its options
 	"$python" "scripts/$1.py" "${@:3}" --device "$device" --markdown "$out/$2.md"
 }
-smoke() { "$python" -m pytest $PYTEST -s tests/contracts/test_first_look.py; }
+smoke() { # together, since compiling takes most of the time
+	local some=()
+	[[ $device == cuda ]] && "$python" -c 'import xdist' 2>/dev/null && some=(-n 8)
+	"$python" -m pytest $PYTEST -rP "${some[@]}" tests/contracts/test_first_look.py
+}
 steps() {
 	bench bench_models steps --model "$model" --layers "$layers" --what prefill,decode --lengths "$tokens" \
 		--rounds "$rounds" --only stock,yarn,self_extend,dual_chunk
