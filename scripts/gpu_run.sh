@@ -2,7 +2,7 @@
 # What only a GPU can tell, for a machine that is there for minutes: stages in the order of their worth, each bounded in
 # time, each with a table of its own that is written row by row. One that fails does not stop the next.
 #
-#   scripts/gpu_run.sh [--out DIR] [--from STAGE] [--only STAGE] [--minutes N] [--wheels DIR] [--checkpoint PATH]
+#   scripts/gpu_run.sh [--out DIR] [--from STAGE] [--only STAGE,STAGE] [--minutes N] [--wheels DIR] [--checkpoint PATH]
 #   scripts/gpu_run.sh --device cpu --quick      # every stage's code at tiny sizes, before minutes are paid for
 #
 # It needs torch >= 2.11 with triton, transformers >= 5.17, accelerate, peft, pytest, and of small wheels (--wheels) what
@@ -23,7 +23,7 @@ while (($#)); do
 	esac
 	shift
 done
-for name in $from $only; do
+for name in $from ${only//,/ }; do
 	[[ " $STAGES" == *" $name:"* ]] || { echo "No stage is named $name, of $STAGES." >&2 && exit 2; }
 done
 began=$SECONDS python=${PYTHON:-python3} scratch=$(mktemp -d)
@@ -107,7 +107,7 @@ failed=0
 for stage in $STAGES; do
 	name=${stage%:*} limit=${stage#*:}
 	[[ $name != "$from" ]] || from=""
-	[[ -z $from && (-z $only || $only == "$name") ]] || continue
+	[[ -z $from && (-z $only || ,$only, == *",$name,"*) ]] || continue
 	[[ $device == cuda ]] || limit=600
 	left=$((60 * minutes - (SECONDS - began))) start=$SECONDS
 	if ((left < 15)); then
