@@ -40,6 +40,7 @@ def _attend(
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     lines = tl.program_id(2) * LINES + tl.arange(0, LINES)
     real, token = lines < SHARED * TOKENS, lines % TOKENS
+    scale, cap = tl.full([], scale, tl.float32), tl.full([], cap, tl.float32)  # inductor hands numbers in float64
     pair, rest = tl.arange(0, PAIRS_UP), tl.arange(0, REST_UP)
     value, near = tl.arange(0, VALUES_UP), tl.arange(0, BLOCK)
     wide, head = row.to(tl.int64), head.to(tl.int64)  # offsets may pass 2**31
@@ -98,7 +99,7 @@ def _attend(
                         s = cap * tl.where(tl.abs(s) < 0.8, z, 1 - 2 / (1 + tl.exp(2 * s)))
                     bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else (
                         bias3 if number == 3 else (bias4 if number == 4 else bias5))))  # fmt: skip
-                    score = tl.where(chosen, s + bias, score)
+                    score = tl.where(chosen, s + tl.full([], bias, tl.float32), score)
             before, top = top, tl.maximum(top, tl.max(score, 1))
             weight, kept = tl.exp2(score - top[:, None]), tl.exp2(before - top)
             total = total * kept + tl.sum(weight, 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,13 @@ def test_one_graph_holds_a_step_of_any_length() -> None:
     assert done.stdout.strip() == "; ".join(["(1, 32, 1, 128)"] * 5 + ["[2, 2]"])
 
 
+@pytest.mark.slow
+def test_compiles_inside_a_graph_of_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It hands a kernel numbers in float64, where Triton by itself hands them in float32."""
+    for program in compiled(monkeypatch, tmp_path, 90, number="fp64"):
+        assert ".f64" not in re.sub(r"\.param \.f64|ld\.param\.f64|\.f32\.f64", "", program.asm["ptx"])
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capability", [80, 90])
@@ -164,25 +172,33 @@ def test_compiles_for_gpus(
 
     No load is of one number, but where pairs are interleaved.
     """
+    for program in compiled(monkeypatch, tmp_path, capability, dtype=dtype, **setting):
+        assert len(program.asm["cubin"]) > 10_000
+        assert program.metadata.shared < 100 << 10
+        step = 2 if setting.get("form", LLAMA).interleaved else 1
+        assert dtype == torch.float32 or step == 2 or "ld.global.b16" not in program.asm["ptx"]
+
+
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, number: str = "fp32", **setting: Any
+) -> Iterator[Any]:
+    """Yield the programs of a step for a GPU that is not there."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel, _, args, constants in launched(monkeypatch, dtype=dtype, **setting):
+    for kernel, _, args, constants in launched(monkeypatch, **setting):
         options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
-        signature = {name: _type(value) for name, value in zip(kernel.arg_names, args, strict=False)}
+        signature = {name: _type(value, number) for name, value in zip(kernel.arg_names, args, strict=False)}
         fixed = [at for at, parameter in enumerate(kernel.params[: len(args)]) if not parameter.do_not_specialize]
         numbers = [16 if isinstance(value, torch.Tensor) else value for value in args]
         aligned = {(at,): [["tt.divisibility", 16]] for at in fixed if isinstance(numbers[at], int)}
         aligned = {at: how for at, how in aligned.items() if numbers[at[0]] % 16 == 0}
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-        program = triton.compile(source, GPUTarget("cuda", capability, 32), options)
-        assert len(program.asm["cubin"]) > 10_000
-        assert program.metadata.shared < 100 << 10
-        assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in program.asm["ptx"]
+        yield triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
 
-def _type(value: torch.Tensor | int | float) -> str:
+def _type(value: torch.Tensor | int | float, number: str) -> str:
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
-    return "i32" if isinstance(value, int) else "fp32"
+    return "i32" if isinstance(value, int) else number
