@@ -61,6 +61,7 @@ def stop_at_the_first_answer(url):
 if "served" in commands:
     url = f"http://127.0.0.1:{commands['served'][-1]}/health"
     threading.Thread(target=stop_at_the_first_answer, args=(url,), daemon=True).start()
+    os._exit = sys.exit  # with which a server ends its process
 found = {}
 for name, arguments in commands.items():
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
