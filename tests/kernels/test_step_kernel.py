@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,12 @@ def test_one_graph_holds_a_step_of_any_length() -> None:
 
 
 @pytest.mark.slow
-def test_compiles_inside_a_graph_of_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It hands a kernel numbers in float64, where Triton by itself hands them in float32."""
-    for program in compiled(monkeypatch, tmp_path, 90, number="fp64"):
+@pytest.mark.parametrize("setting", [{}, {"near": 99}], ids=["whole", "split"])
+def test_compiles_inside_a_graph_of_inductor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    """It hands a kernel float64 and int64 numbers, where Triton by itself hands it float32 and int32."""
+    for program in compiled(monkeypatch, tmp_path, 90, ("i64", "fp64"), **setting):
         assert ".f64" not in re.sub(r"\.param \.f64|ld\.param\.f64|\.f32\.f64", "", program.asm["ptx"])
 
 
@@ -180,7 +183,11 @@ def test_compiles_for_gpus(
 
 
 def compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, number: str = "fp32", **setting: Any
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capability: int,
+    as_: Sequence[str] = ("i32", "fp32"),
+    **setting: Any,
 ) -> Iterator[Any]:
     """Yield the programs of a step for a GPU that is not there."""
     from triton.backends.compiler import GPUTarget
@@ -189,7 +196,7 @@ def compiled(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel, _, args, constants in launched(monkeypatch, **setting):
         options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
-        signature = {name: _type(value, number) for name, value in zip(kernel.arg_names, args, strict=False)}
+        signature = {name: _type(value, *as_) for name, value in zip(kernel.arg_names, args, strict=False)}
         fixed = [at for at, parameter in enumerate(kernel.params[: len(args)]) if not parameter.do_not_specialize]
         numbers = [16 if isinstance(value, torch.Tensor) else value for value in args]
         aligned = {(at,): [["tt.divisibility", 16]] for at in fixed if isinstance(numbers[at], int)}
@@ -198,7 +205,7 @@ def compiled(
         yield triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
 
-def _type(value: torch.Tensor | int | float, number: str) -> str:
+def _type(value: torch.Tensor | int | float, integer: str, number: str) -> str:
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
-    return "i32" if isinstance(value, int) else number
+    return integer if isinstance(value, int) else number
