@@ -169,3 +169,12 @@ def test_methods_and_help_give_the_same_answer(cli: Callable[..., Result]) -> No
     explained = ctxext.patch.__doc__ or ""
     assert "``ctxext.methods()`` lists them" in explained  # a list written by hand would miss the next method
     assert explained.index("self_extend``, by") < explained.index("``yarn``")
+
+
+def test_the_costs_of_self_extend_in_the_readme_are_those_that_were_measured() -> None:
+    with (RESULTS / "models-gpu.csv").open(encoding="utf-8") as file:
+        ratios = {row["what"]: float(row["ratio"]) for row in csv.DictReader(file) if row["variant"] == "self_extend"}
+    (costs,) = re.findall(
+        r"`self_extend`\*\*, x2 to x4 \| \[(\S+)\]\(\S+\) \| (\S+) \|", (ROOT / "README.md").read_text()
+    )
+    assert costs == (f"{ratios['prefill']:.1f}", f"{ratios['decode']:.1f}")
