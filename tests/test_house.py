@@ -52,7 +52,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_036,
+    "lines of ctxext/": 53_024,
     "lines that importing the verb pulls in": 4_144,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_852,
@@ -67,7 +67,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_348,
-    "lines of tests/": 48_525,
+    "lines of tests/": 48_509,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

@@ -26,7 +26,7 @@ from ctxext.training.documents import TokenisedDocuments
 IGNORED = -100
 """Label of a token without a loss, as everywhere in transformers."""
 
-Positions = Literal["consecutive", "pose", "randomized"]
+Positions = Literal["consecutive", "pose"]
 
 
 LEAST = 2
@@ -133,9 +133,6 @@ class TrainingSequences(CutSequences):
     tokens. Its text is moved on by the same gap, as far as the document goes: the sequence is then a text of
     ``target_length`` tokens whose middle was left out, each token at its own position.
 
-    With ``positions="randomized"`` the text is consecutive, and its positions are as many different ones below
-    ``target_length``, drawn anew for each sequence, in ascending order: every distance becomes a random one.
-
     Every item also holds an ``attention_mask`` of ones. Without one transformers takes a jump in the positions for the
     border between two packed texts and keeps the second piece from seeing the first.
 
@@ -145,8 +142,7 @@ class TrainingSequences(CutSequences):
 
     Source: Zhu et al., arXiv:2309.10400, section 3; authors' code: dwzhu-pku/PoSE@43b43b3f, src/train_pose.py, whose
         first piece has 1 to length / 2 tokens. Its text gap is drawn apart from the gap in the positions, up to five
-        windows; the paper finds no difference. Randomized: Ruoss et al., arXiv:2305.16843, section 3; with YaRN: Mehta
-        et al., arXiv:2606.23687.
+        windows; the paper finds no difference.
     """
 
     positions: Positions = "consecutive"
@@ -177,7 +173,8 @@ class TrainingSequences(CutSequences):
         prefix = torch.tensor(self.documents.prefix, dtype=torch.long)
         input_ids = torch.cat([prefix, first, second])
         border = len(prefix) + split
-        position_ids = self._position_ids(index, border, gap)
+        position_ids = torch.arange(self.length)
+        position_ids[border:] += gap
         labels = input_ids.clone()
         labels[0] = IGNORED  # nothing predicts it; loss averages must not count it
         if text_gap:  # what follows the gap is no continuation of what stands before it
@@ -198,14 +195,6 @@ class TrainingSequences(CutSequences):
         room = self.documents.lengths[document] - self.read
         text_gap = min(gap, room)
         return document, min(start, room - text_gap), split, text_gap, gap
-
-    def _position_ids(self, index: int, border: int, gap: int) -> Int[Tensor, " length"]:
-        if self.positions == "randomized":
-            random = np.random.default_rng([self.seed, 5, index])
-            return torch.from_numpy(np.sort(random.choice(self.target_length, self.length, replace=False)))
-        position_ids = torch.arange(self.length)
-        position_ids[border:] += gap
-        return position_ids
 
     def origin_of(self, index: int) -> str:
         """Name the document, the sequence's first token in it, and the gap."""

@@ -111,9 +111,8 @@ class Data(Section):
         tokens: number of tokens at which reading documents ends; None reads all. Data sets are streamed, so that no
             more of a large data set is fetched.
         length: tokens of a training sequence, with what the tokenizer puts in front of a text.
-        positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; ``randomized`` for
-            positions drawn from all of it; or ``packed`` for several documents in a sequence, each of which begins at
-            position 0 and sees itself alone.
+        positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; or ``packed`` for
+            several documents in a sequence, each of which begins at position 0 and sees itself alone.
         shortest: tokens below which a document is left out; None leaves out documents that do not fill a sequence, or
             with ``packed`` none.
         masked: share of tokens to fill in, above 0 and below 1, for a model that fills in masked tokens (BERT, RoBERTa,
@@ -129,7 +128,7 @@ class Data(Section):
     column: str | None = None
     tokens: int | None = Field(None, ge=1)
     length: int = Field(ge=4)
-    positions: Literal["consecutive", "pose", "randomized", "packed"] = "consecutive"
+    positions: Literal["consecutive", "pose", "packed"] = "consecutive"
     shortest: int | None = Field(default=None, ge=1)
     masked: float | None = Field(default=None, gt=0, lt=1)
     retrieval: Share = 0.0

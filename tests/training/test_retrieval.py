@@ -53,7 +53,7 @@ def predicted(tokenizer: Any, item: dict[str, Tensor], last: str) -> str:
     return said(tokenizer, labels[labels != IGNORED])
 
 
-@pytest.mark.parametrize("positions", ["consecutive", "pose", "randomized"])
+@pytest.mark.parametrize("positions", ["consecutive", "pose"])
 @pytest.mark.parametrize("kind", RETRIEVAL)
 def test_the_answer_stands_in_the_text_and_alone_is_to_be_predicted(
     prose: TokenisedDocuments, tokenizer: Any, kind: Any, positions: str
@@ -70,7 +70,6 @@ def test_the_answer_stands_in_the_text_and_alone_is_to_be_predicted(
             continue  # a piece was too small
         changed += 1
         jumps = (item["position_ids"].diff() != 1).nonzero().flatten() + 1
-        jumps = jumps[:0] if positions == "randomized" else jumps  # its text goes on there
         assert bool((item["labels"][jumps] == IGNORED).all()), "no continuation of text that has given way"
         text = said(tokenizer, item["input_ids"])
         if kind == "keys":

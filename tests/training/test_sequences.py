@@ -97,21 +97,6 @@ def test_positions_are_drawn_anew_and_an_item_depends_on_its_number_alone(docume
     assert gaps[0] != gaps[1] != gaps[2]
 
 
-def test_randomized_positions_reach_the_whole_window(documents: TokenisedDocuments) -> None:
-    found, plain = sequences(documents, positions="randomized", count=400), sequences(documents, count=400)
-    at = torch.stack([found[index]["position_ids"] for index in range(400)])
-    assert bool((at.diff() > 0).all()), "in ascending order, none twice"
-    # The i-th of n numbers drawn from 0 to N - 1 without replacement is at i (N + 1) / (n + 1) - 1 on average.
-    expected = torch.arange(1, LENGTH + 1) * (TARGET + 1) / (LENGTH + 1) - 1
-    assert (at.double().mean(0) - expected).abs().max() < 5 * at.double().std(0).max() / 20
-    assert (int(at.min()), int(at.max())) == (0, TARGET - 1)
-    same = sequences(documents, positions="randomized", count=9)
-    for index in (8, 3):
-        assert torch.equal(same[index]["position_ids"], found[index]["position_ids"])
-        assert torch.equal(found[index]["input_ids"], plain[index]["input_ids"]), "the text is that of consecutive ones"
-        assert torch.equal(found[index]["labels"], plain[index]["labels"])
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_jump_in_the_positions_is_not_taken_for_packing(documents: TokenisedDocuments, attention: str) -> None:
     """The model sees all of the past: as with an explicit mask, and not as with none."""

@@ -141,7 +141,7 @@ def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
         (["--train", "a", "--factor", "null"], r"extension: give one of factor and target_length, found"),
         (
             ["--train", "a", "--positions", "skip"],
-            r"data.positions: input should be 'consecutive', 'pose', 'randomized' or 'packed', found 'skip'",
+            r"data.positions: input should be 'consecutive', 'pose' or 'packed', found 'skip'",
         ),
         (["--train", "a", "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
         (["train", "a"], r"Expected --key value on the command line, found 'train'"),
