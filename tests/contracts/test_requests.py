@@ -190,16 +190,10 @@ def test_every_way_to_decode_gives_the_same_tokens(model_type: str, method: str,
     assert torch.equal(generated(model, ids, attention_mask=mask, **way), generated(model, ids, attention_mask=mask))
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(["dynamic_yarn"], marks=pytest.mark.slow),
-        pytest.param([*METHODS, "gemma3_text", "gemma3n_text"], marks=pytest.mark.nightly),
-    ],
-    ids=["one", "every"],
-)
-def test_one_graph_serves_the_steps_of_all_requests(kinds: list[str]) -> None:
+@pytest.mark.nightly
+def test_one_graph_serves_the_steps_of_all_requests() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
+    kinds = [*METHODS, "gemma3_text", "gemma3n_text"]
     done = ran(["-m", "tests.contracts.compiled_request_program", *kinds], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
 
