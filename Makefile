@@ -16,13 +16,14 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
 
-# The check of every argument's type and shape takes half as long again; make nightly has it, and so has pytest by itself.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
+# Three processes: on two cores one may wait for a server, a copy or a signal. The check of every argument's type and
+# shape takes half as long again; make nightly has it, and so has pytest by itself.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
 
 core: $(INSTALLED) ## the quick tests, before each commit (3 minutes on 2 idle cores)
 	$(PYTEST) -m "not slow and not nightly"
 
-test: $(INSTALLED) ## the test suite: CPU, offline (9 minutes on 2 idle cores)
+test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
 	$(PYTEST) -m "not nightly"
 
 nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions

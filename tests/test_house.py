@@ -67,7 +67,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_348,
-    "lines of tests/": 48_509,
+    "lines of tests/": 48_503,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.
