@@ -37,7 +37,7 @@ from transformers.utils import logging
 import ctxext
 from ctxext.checkpoints.load import extended_config
 from ctxext.measuring.checkpoint import DTYPES
-from ctxext.planning.plan import plan_training
+from ctxext.planning.plan import plan_serving, plan_training
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT
@@ -176,24 +176,27 @@ def build(setting: Setting) -> Any:
 
 
 def predicted(setting: Setting) -> float:
-    """Return the MiB that ``ctxext plan`` says a step adds."""
-    config = bench.config_of(setting.shape, setting.layers)
+    """Return the MiB that ``ctxext plan`` says a step adds; without a variant, a prompt."""
+    config, dtype = bench.config_of(setting.shape, setting.layers), DTYPES[setting.dtype]
     if setting.method is not None:
         config = extended_config(config, setting.method, factor=4, trained_length=2048)
-    planned = plan_training(
-        config,
-        memory=setting.memory,
-        lora_rank=setting.rank,
-        norms=setting.whole,
-        embeddings=setting.whole,
-        dtype=DTYPES[setting.dtype],
-    ).at(setting.length)
+    if setting.variant:
+        planned = plan_training(
+            config,
+            memory=setting.memory,
+            lora_rank=setting.rank,
+            norms=setting.whole,
+            embeddings=setting.whole,
+            dtype=dtype,
+        ).at(setting.length)
+    else:
+        planned = plan_serving(config, dtype=dtype).at(setting.length)
     return (planned.total - planned.weights - planned.adapters) / 2**20
 
 
-def host_bytes(when: str) -> int:
+def host_bytes(device: str, when: str) -> int:
     """Return the pinned memory of this process, at its ``"peak"`` or ``"current"``; what was freed is kept."""
-    return int(torch.cuda.host_memory_stats()[f"allocated_bytes.{when}"])
+    return int(torch.cuda.host_memory_stats()[f"allocated_bytes.{when}"]) if device == "cuda" else 0
 
 
 def measure(setting: Setting) -> Measured:
@@ -228,13 +231,13 @@ def measure(setting: Setting) -> Measured:
         )
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[times])
         trainer.remove_callback(PrinterCallback)
-        pinned = host_bytes("current") if setting.device == "cuda" else 0
+        pinned = host_bytes(setting.device, "current")
         try:
             added = bench.added_memory(setting.device, trainer.train)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             return Measured(why_not=str(error).splitlines()[0][:90])
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    host = (host_bytes("peak") - pinned) / 2**20 if setting.device == "cuda" else 0.0
+    host = (host_bytes(setting.device, "peak") - pinned) / 2**20
     seconds = statistics.median(times.seconds[1:])
     return Measured(seconds, math.nan if added is None else added, host, losses, times.shares)
 

@@ -21,22 +21,11 @@ import torch
 import typer
 from bench_training import Setting, build, in_a_process, predicted
 
-from ctxext.checkpoints.load import extended_config
 from ctxext.measuring.checkpoint import DTYPES
-from ctxext.planning.plan import plan_serving
 from ctxext.training import return_freed_memory
 
 KINDS = {"train": "ctxext", "train, attention kept": "ctxext, attention kept", "serve": ""}
 COLUMNS = ("model", "what", "dtype", "tokens", "predicted MiB", "measured MiB", "off by")
-
-
-def served(setting: Setting) -> float:
-    """Return the MiB that the plan says a prompt adds."""
-    config = bench.config_of(setting.shape, setting.layers)
-    if setting.method is not None:
-        config = extended_config(config, setting.method, factor=4, trained_length=2048)
-    planned = plan_serving(config, dtype=DTYPES[setting.dtype]).at(setting.length)
-    return (planned.total - planned.weights - planned.adapters) / 2**20
 
 
 def prefill(setting: Setting) -> float | None:
@@ -73,7 +62,7 @@ def row(setting: Setting, what: str, say: bench.Say) -> bench.Row:
     name += f", {setting.method}" if setting.method else ""
     what += f", loss chunk {setting.loss_chunk}" if setting.variant and setting.loss_chunk else ""
     say(f"{name}, {what}, {setting.dtype}, {setting.length:,} tokens")
-    plan, peak = predicted(setting) if setting.variant else served(setting), measured(setting)
+    plan, peak = predicted(setting), measured(setting)
     off = None if peak is None else plan / peak - 1
     return [
         name,

@@ -40,10 +40,11 @@ export model layers tokens long short rounds all
 bench() { # a script, its table, its options
 	"$python" "scripts/$1.py" "${@:3}" --device "$device" --markdown "$out/$2.md"
 }
-smoke() { # together, since compiling takes most of the time
-	local some=()
-	[[ $device == cuda ]] && "$python" -c 'import xdist' 2>/dev/null && some=(-n 8)
-	"$python" -m pytest $PYTEST -rP "${some[@]}" tests/contracts/test_first_look.py
+processes() { # options for so many, where pytest can have them and a GPU is waiting
+	[[ $device == cuda ]] && "$python" -c 'import xdist' 2>/dev/null && echo "-n $1"
+}
+smoke() { # compiling takes most of the time
+	"$python" -m pytest $PYTEST -rP $(processes 8) tests/contracts/test_first_look.py
 }
 steps() {
 	bench bench_models steps --model "$model" --layers "$layers" --what prefill,decode --lengths "$tokens" \
@@ -67,8 +68,7 @@ alibi() {
 		--no-backward --no-memory && return $first
 }
 tests() {
-	local some=(--tb=short --deselect tests/contracts/test_first_look.py)
-	"$python" -c 'import xdist' 2>/dev/null && some+=(-n "$(nproc)")
+	local some=(--tb=short --deselect tests/contracts/test_first_look.py $(processes "$(nproc)"))
 	if [[ $device == cuda ]]; then PYTHON=$python scripts/gpu_test.sh "${some[@]}" && return; else
 		"$python" -m pytest $PYTEST -m gpu --collect-only $(grep -rl --include="test_*.py" "mark\.gpu" tests) && return
 	fi
@@ -95,9 +95,11 @@ far() {
 }
 training() {
 	bench bench_training training --model "$model" --layers "$layers" --lengths "$((4 * short))" --only "stock;ctxext"
-	bench bench_training long --model "$model" --layers "$layers" --lengths "$long" --warm 2048 --only "ctxext, attention kept"
+	local first=$?
+	bench bench_training long --model "$model" --layers "$layers" --lengths "$long" --warm 2048 --only "ctxext, attention kept" \
+		&& return $first
 }
-export -f bench smoke steps compiled heads launches alibi tests far training
+export -f bench processes smoke steps compiled heads launches alibi tests far training
 
 "$python" scripts/gpu_check.py "$device" >"$scratch/machine" || exit
 cat "$scratch/machine"

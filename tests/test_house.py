@@ -66,7 +66,7 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 5_348,
+    "lines of scripts/": 5_342,
     "lines of tests/": 48_503,
     "parameters of the widest command": 5,
 }

@@ -53,9 +53,10 @@ with torch.no_grad():
         found[kind.__name__] = getattr(loaded, "model", loaded)(ids).last_hidden_state
         print(type(loaded).__name__, loaded.config.ctxext["target_length"])
 torch.save(found, "found.pt")
+from ctxext.errors import CheckpointError
 try:
     LlamaForCausalLM.from_pretrained("there", **asked)
-except Exception as error:
+except CheckpointError as error:
     print("ctxext.load" in str(error))
 """
     said = ran(["-c", program], tmp_path).stdout.split()

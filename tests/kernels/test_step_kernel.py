@@ -149,7 +149,7 @@ def test_compiles_inside_a_graph_of_inductor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any]
 ) -> None:
     """It hands a kernel float64 and int64 numbers, where Triton by itself hands it float32 and int32."""
-    for program in compiled(monkeypatch, tmp_path, 90, ("i64", "fp64"), **setting):
+    for program, _ in compiled(monkeypatch, tmp_path, 90, ("i64", "fp64"), **setting):
         assert ".f64" not in re.sub(r"\.param \.f64|ld\.param\.f64|\.f32\.f64", "", program.asm["ptx"])
 
 
@@ -175,11 +175,10 @@ def test_compiles_for_gpus(
 
     No load is of one number, but where pairs are interleaved.
     """
-    for program in compiled(monkeypatch, tmp_path, capability, dtype=dtype, **setting):
+    for program, constants in compiled(monkeypatch, tmp_path, capability, dtype=dtype, **setting):
         assert len(program.asm["cubin"]) > 10_000
         assert program.metadata.shared < 100 << 10
-        step = 2 if setting.get("form", LLAMA).interleaved else 1
-        assert dtype == torch.float32 or step == 2 or "ld.global.b16" not in program.asm["ptx"]
+        assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in program.asm["ptx"]
 
 
 def compiled(
@@ -188,8 +187,8 @@ def compiled(
     capability: int,
     as_: Sequence[str] = ("i32", "fp32"),
     **setting: Any,
-) -> Iterator[Any]:
-    """Yield the programs of a step for a GPU that is not there."""
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the programs of a step, for a GPU that is not there, and the constants of each."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -202,7 +201,7 @@ def compiled(
         aligned = {(at,): [["tt.divisibility", 16]] for at in fixed if isinstance(numbers[at], int)}
         aligned = {at: how for at, how in aligned.items() if numbers[at[0]] % 16 == 0}
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-        yield triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        yield triton.compile(source, GPUTarget("cuda", capability, 32), options), constants
 
 
 def _type(value: torch.Tensor | int | float, integer: str, number: str) -> str:
