@@ -133,7 +133,7 @@ def _group(method: Method) -> str:
     """Return what a method extends, or what an encoding changes."""
     kinds = {"rotary": RopeMethod, "ALiBi": BiasMethod, "tables": TableMethod, "buckets": BucketMethod}
     if isinstance(method, EncodingMethod):
-        return {"added": "input", "own": "attention"}.get(method.form, "scores")
+        return "input" if method.form == "added" else "scores"
     if isinstance(method, RemapMethod):
         return "remapping"
     return ", ".join(name for name, kind in kinds.items() if isinstance(method, kind)) or "other"

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels.blocks import PartRule, score_blocks
 from ctxext.kernels.layout import Layout
-from ctxext.methods.encoding import OwnAttention, PairScore, ScoreForm
+from ctxext.methods.encoding import PairScore, ScoreForm
 
 
 @functools.cache
@@ -71,8 +71,7 @@ class Need:
     Args:
         key_length: keys per row, unfilled cache slots included.
         score: the form of an encoding's score: ``"none"``; ``"columns"``: further dimensions of q and k;
-            ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair; ``"own"``: the encoding
-            computes the attention itself.
+            ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair.
         order: ``"consecutive"``: blocks of plain causal attention with positions in steps of one; ``"increasing"``:
             such blocks with other steps; ``"free"``: anything else; ``"external"``: an engine decides
             (``Layout.shard``).
@@ -220,8 +219,6 @@ def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
     """Return the form in which a score reaches the backend; columns need the precision of a 32-bit q."""
     if score is None:
         return "none"
-    if isinstance(score, OwnAttention):
-        return "own"
     if type(score).places is not PairScore.places:
         return "places"
     is_wide = dtype in (torch.float32, torch.float64)
@@ -258,10 +255,6 @@ class AttentionBackend(ABC):
             return "a score needs all keys, and an engine around a sharded layout holds only some."
         if need.softcap is not None and not self.softcaps:
             return "it has no soft cap of scores."
-        if need.score == "own" and need.softcap is not None:
-            return "this encoding computes its attention itself, without scores to cap."
-        if need.score == "own" and need.window is not None:
-            return "this encoding computes its attention itself, without a sliding window."
         return self.why_not(need)
 
     def bands(self, need: Need) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.kernels.blocks import PartRule, by_some_queries, score_blocks
-from ctxext.methods.encoding import OwnAttention, ScoreForm
+from ctxext.methods.encoding import ScoreForm
 
 BYTES = 64 * 2**20
 """Memory in bytes of the scores that autograd computes at once. Below 32 MiB the C library keeps what is freed in one
@@ -28,7 +28,7 @@ class Reference(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     summary: ClassVar[str] = "float32 scores, some queries at a time: obvious, the oracle; soft caps on CPUs"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows", "own")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
     softcaps: ClassVar[bool] = True
 
     def why_not(self, need: Need) -> str | None:
@@ -49,9 +49,6 @@ class Reference(AttentionBackend):
         layout = call.layout
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
-        if isinstance(call.score, OwnAttention):
-            weights = call.score.weights_of(rows).to(dtype)
-            return (torch.dropout(weights, call.dropout, train=call.dropout > 0) @ v).to(q.dtype)
         scores = q.to(dtype) @ k.transpose(-1, -2) * call.scale
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)

@@ -19,7 +19,7 @@ from ctxext.kernels.columns import with_columns, with_place_columns, with_score_
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.near_far import attend_near_far, has_far_keys
 from ctxext.kernels.reference import Reference
-from ctxext.methods.encoding import OwnAttention, ScoreForm
+from ctxext.methods.encoding import ScoreForm
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ class Sdpa(AttentionBackend):
     """
 
     name: ClassVar[str] = "sdpa"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows", "own")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
     summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
 
     block_overhead: int | None = None
@@ -86,8 +86,6 @@ class Sdpa(AttentionBackend):
             return "it computes ALiBi and score columns in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces need."
-        if need.dropout and need.score == "own":
-            return "this encoding computes its attention itself, without dropout. Set attention_dropout to 0."
         if need.device == "cuda" and (need.widened or need.lse) and (reason := _no_fused_kernel(need)):
             return reason
         if need.order == "external" and need.window is not None:
@@ -99,8 +97,6 @@ class Sdpa(AttentionBackend):
     def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         kernel = _Kernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
-        if isinstance(call.score, OwnAttention):
-            return call.score.attend(v)
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
         if call.need.value_dim is not None and not (is_short and call.slopes is None and call.score is None):
             q, k, v = evened(q, k, v)

@@ -16,8 +16,8 @@ from ctxext.methods.base import Method
 ENCODING = "ctxext_encoding"
 """The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
 
-EncodingForm = Literal["added", "columns", "places", "rows", "own"]
-ScoreForm = Literal["none", "columns", "places", "rows", "own"]
+EncodingForm = Literal["added", "columns", "places", "rows"]
+ScoreForm = Literal["none", "columns", "places", "rows"]
 """Form in which an encoding's term of the scores reaches a kernel: see ``PairScore``."""
 
 
@@ -150,23 +150,6 @@ class PairScore(ABC):
         raise NotImplementedError
 
 
-class OwnAttention(PairScore):
-    """Attention that is no softmax of scores: the encoding computes the weights of the values itself."""
-
-    reads_all = True
-
-    @abstractmethod
-    def weights_of(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
-        """Compute the weights of the values for these queries by definition, in float32 or float64; 0 where masked."""
-
-    @abstractmethod
-    def attend(self, v: Float[Tensor, "batch kv_heads key head_dim"]) -> Float[Tensor, "batch heads query head_dim"]:
-        """Multiply the weights by the values without storing the weights, in the queries' dtype."""
-
-    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
-        raise NotImplementedError
-
-
 class Encoding(nn.Module):
     """Position encoding that replaces the one a model was trained with.
 
@@ -200,8 +183,6 @@ class Encoding(nn.Module):
         score = self.score(pairs)
         if score is None:
             raise NotImplementedError(f"{type(self).__name__} adds nothing to scores.")
-        if isinstance(score, OwnAttention):
-            return "share of attention", score.weights_of(slice(None))
         return "added to the score", score.rows(slice(None))
 
 
@@ -212,8 +193,7 @@ class EncodingMethod(Method):
     Class attributes of a method:
         shared: True if one module serves all layers; else each layer has a module and trains it alone.
         carries: True if the module has numbers for each token, cached with the keys (``Encoding.carried``).
-        form: effect of the module: ``"added"`` to states, or the form in which attention gets its ``PairScore``;
-            ``"own"`` for an attention of its own, which is no softmax of scores.
+        form: effect of the module: ``"added"`` to states, or the form in which attention gets its ``PairScore``.
     """
 
     needs_training: ClassVar[bool] = True

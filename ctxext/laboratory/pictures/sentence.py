@@ -106,7 +106,7 @@ def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
     encoding, generator = method.build(spec), torch.Generator().manual_seed(0)
     for weight in encoding.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    if method.carries or method.form == "own":
+    if method.carries:
         return True
     distances = torch.arange(8)
     scores = [encoding.score(pairs_at(spec, 7, distances, seed=seed)) for seed in (1, 2)]
