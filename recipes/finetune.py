@@ -55,7 +55,7 @@ from ctxext.methods import method_class
 from ctxext.progress import saying_what_is_left_out
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
-from ctxext.training.checkpoint import load_base, require_device, with_all_weights
+from ctxext.training.checkpoint import in_fast_dtype, load_base, require_device, with_all_weights
 from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
@@ -92,7 +92,9 @@ def main(settings: Settings, resume: bool) -> None:
 def finetune(settings: Settings, *, resume: bool = False) -> None:
     """The whole recipe."""
     output, started = Path(settings.output), now()
-    arguments = training_arguments(settings, require_device(settings))
+    device = require_device(settings)
+    settings = in_fast_dtype(settings, device)
+    arguments = training_arguments(settings, device)
     checkpoint = resume_point(settings, resume=resume)
     if settings.memory.return_freed is not None and arguments.device.type == "cpu":
         return_freed_memory(above=settings.memory.return_freed * 2**20)

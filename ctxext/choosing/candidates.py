@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxtyping import Float
@@ -52,7 +52,7 @@ def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
         cls(factor=factor)
         for name, cls in METHODS.items()
         if issubclass(cls, RopeMethod)
-        and _needs_only_a_factor(cls)
+        and not (cls.needs_training or cls.required())
         and (name in REMAPS or not issubclass(cls, RemapMethod))
     ]
     further = [
@@ -115,11 +115,6 @@ def critical(factor: float, rope: RopeSpec) -> list[LongRoPE]:
 
 def _critical_divisors(factor: float, place: int, half: int) -> tuple[float, ...]:
     return tuple(factor ** min(1.0, index / place) for index in range(half))
-
-
-def _needs_only_a_factor(cls: type[Method]) -> bool:
-    has_defaults = all(part.default is not MISSING or part.default_factory is not MISSING for part in fields(cls))
-    return has_defaults and not cls.needs_training
 
 
 def short_label(method: Method) -> str:

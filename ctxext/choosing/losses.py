@@ -106,8 +106,9 @@ class MeasuredLosses:
 
     def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the losses of each reading at the beginnings of the first texts."""
+        first = self.split.choosing[: 1 if self.sizes is None else self.sizes.first]
         windows = self._beginning(self.costs.prefix)
-        return {name: torch.cat(read) for name, read in self._losses(names, self._first, windows).items()}
+        return {name: torch.cat(read) for name, read in self._losses(names, first, windows).items()}
 
     def whole(self, name: str, text: int, stop: Callable[[Tensor], object]) -> Tensor:
         """Return the losses of a whole text, or until ``stop`` returns something for what was read."""
@@ -173,10 +174,6 @@ class MeasuredLosses:
 
     def _seconds(self, jobs: Sequence[Job]) -> float:
         return max(statistics.median(float(line["seconds"]) for line in self.answers(jobs)), 1e-3)
-
-    @property
-    def _first(self) -> Sequence[TextStretch]:
-        return self.split.choosing[: 1 if self.sizes is None else self.sizes.first]
 
     def _whole(self, name: str, stretch: TextStretch, stop: Callable[[Tensor], object]) -> WholeTextJob:
         reader, text = self.readers[name], stretch.text

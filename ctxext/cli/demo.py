@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.files import package_folders, parse_json
-from ctxext.measuring.checkpoint import Checkpoint, checked_device
+from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
@@ -62,8 +62,8 @@ def show(options: DemoOptions) -> None:
         CtxextError: options that cannot be right, before anything is measured.
     """
     files = _prepare(options.output)
-    source = SourceOptions(checkpoint=options.model, dtype=faster_dtype() if options.model is None else "auto")
-    session = Session(source, OutputOptions(output=files), methods=options.method or ())
+    source, written = SourceOptions(checkpoint=options.model), OutputOptions(output=files)
+    session = Session(source, written, methods=options.method or ())
     console, demo = session.console, session.planned(lambda: plan(session.checkpoint, options))
     with status(terminal(stderr=True), "Timing two layers ..."):
         announcement = demo.announcement(demo.pace())
@@ -98,22 +98,6 @@ def _is_ours(path: Path) -> bool:
         return bool(parse_json(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def faster_dtype() -> Literal["auto", "fp32"]:
-    """Return ``fp32`` where a CPU multiplies such matrices faster than bf16 ones, for which few CPUs have units."""
-    if checked_device(None).type != "cpu":
-        return "auto"
-
-    def seconds(dtype: torch.dtype) -> float:
-        states, weights = torch.ones(2048, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        F.linear(states, weights)
-        began = time.perf_counter()
-        for _ in range(4):
-            F.linear(states, weights)
-        return time.perf_counter() - began
-
-    return "fp32" if seconds(torch.float32) < seconds(torch.bfloat16) else "auto"
 
 
 @dataclass(frozen=True, eq=False)

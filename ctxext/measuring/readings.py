@@ -300,7 +300,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
     if not factors and not any(isinstance(item, Method) for item in wanted):
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
     methods: list[Method] = []
-    for item in wanted or _default_names(model):
+    names = architecture_of(Subject.of(model)).method_names()
+    for item in wanted or [name for name in names if not METHODS[name].needs_training and not METHODS[name].required()]:
         if isinstance(item, Method) or is_choice(item):
             methods.append(item if isinstance(item, Method) else method_in(item))
             continue
@@ -312,19 +313,9 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
     return tuple(methods)
 
 
-def _default_names(model: nn.Module) -> list[str]:
-    names = architecture_of(Subject.of(model)).method_names()
-    return [name for name in names if not METHODS[name].needs_training and not _required(METHODS[name])]
-
-
-def _required(method: type[Method]) -> list[str]:
-    """Parameters without a default."""
-    return [item.name for item in fields(method) if item.default is MISSING and item.default_factory is MISSING]
-
-
 def ignores_factor(method: Method) -> bool:
     """Return whether another factor would give the same positions at every length, tried on a made-up model."""
-    if _required(type(method)):
+    if method.required():
         return False
     trained = 4096
     rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=trained)

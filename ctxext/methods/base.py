@@ -111,8 +111,7 @@ class Method(ABC):
         for key in parameters:
             if key not in known:
                 raise UnknownNameError.of(f"{cls.name} parameter", key, known)
-        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        missing = [name for name in needed if name not in parameters]
+        missing = [name for name in cls.required() if name not in parameters]
         if missing:
             raise InvalidParameterError(
                 f"Method {cls.name!r} needs {' and '.join(missing)}, one number per rotated pair of dimensions, which "
@@ -120,6 +119,11 @@ class Method(ABC):
                 f'with --param, or behind the name where methods are named so, "{cls.name} {missing[0]}=@FILE.json".'
             )
         return cls(**parameters)
+
+    @classmethod
+    def required(cls) -> list[str]:
+        """Return the parameters without a default."""
+        return [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
 
     @classmethod
     def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:

@@ -18,9 +18,10 @@ from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 class PI(RopeMethod, BiasMethod, TableMethod):
     """Squeeze all positions evenly into the trained window.
 
-    Pick it when you will fine-tune (a few hundred steps): it then matches YaRN inside the window. Without
-    training it degrades every position, short ones included. On an ALiBi model it divides the slopes. In a table
-    of learned positions new rows lie between two trained ones, and the last few repeat the last trained row.
+    Pick it when you will fine-tune (a few hundred steps in its paper; after thirty of ours it was 0.34 nats behind
+    YaRN). Without training it degrades every position, short ones included. On an ALiBi model it divides the slopes.
+    In a table of learned positions new rows lie between two trained ones, and the last few repeat the last trained
+    row.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.

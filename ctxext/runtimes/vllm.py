@@ -257,20 +257,17 @@ def _only_yarn(extended: ExtensionInConfig) -> str | None:
     return None
 
 
-def _own_base(extended: ExtensionInConfig) -> str | None:
-    return "drops every scaling and reads its base from a field of its own"
-
-
 def _base_by_layer(extended: ExtensionInConfig) -> str | None:
     changed = extended.rope_type == "default" and getattr(extended.text, "layer_rope_theta", None) is not None
     return "takes each layer's base from layer_rope_theta" if changed else None
 
 
+OWN_BASE = "drops every scaling and reads its base from a field of its own"
 # The effect of classes that replace the config's rope parameters, read at the places in vllm.json.
 CLASSES: dict[str, Callable[[ExtensionInConfig], str | None]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _as_yarn),
     **dict.fromkeys(("glm_moe_dsa", "kimi_linear", "longcat_flash"), _as_yarn),
-    **dict.fromkeys(("dbrx", "mimo_v2_flash"), _own_base),
+    **dict.fromkeys(("dbrx", "mimo_v2_flash"), lambda _: OWN_BASE),
     **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _base_by_layer),
     "gpt_oss": _only_yarn,
     # These only add the rotated share of a head, or treat layers that are not extended separately.

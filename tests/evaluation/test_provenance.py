@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.core.digest import weights_digest
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.measuring import checkpoint
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint, safe_dtype
 from ctxext.measuring.provenance import ExtensionRecord, Provenance, command, from_json, git_state, provenance_of
 from ctxext.texts.corpus import corpus_of
@@ -28,7 +30,13 @@ def saved(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_p
     return tmp_path / "plain"
 
 
+@pytest.fixture
+def has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "emulates_bf16", lambda: False)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("has_bf16")
 def test_loading_is_quiet_and_says_its_dtype(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_checkpoint(str(saved))
     assert (loaded.name, next(loaded.model.parameters()).dtype) == ("plain", torch.bfloat16)
@@ -38,6 +46,33 @@ def test_loading_is_quiet_and_says_its_dtype(saved: Path, capsys: pytest.Capture
     assert (next(exact.model.parameters()).dtype, exact.dtype_note) == (torch.float32, "fp32 (as asked for)")
     with pytest.raises(UnknownNameError, match="Did you mean 'fp32'"):
         load_checkpoint(str(saved), dtype="fp23")
+
+
+@pytest.mark.slow
+def test_a_cpu_without_bfloat16_computes_in_float32_where_the_weights_fit(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a CPU takes eight times as long for a product (measured: AMD EPYC, AVX2)."""
+    monkeypatch.setattr(checkpoint, "emulates_bf16", lambda: True)
+    assert load_checkpoint(str(saved)).dtype_note == "fp32 (this CPU has no bfloat16 arithmetic)"
+    assert load_checkpoint(str(saved), weights=False).model.dtype == torch.float32
+    assert load_checkpoint(str(saved), dtype="bf16").model.dtype == torch.bfloat16
+    size = sum(4 * weight.numel() for weight in load_checkpoint(str(saved)).model.parameters())
+    for memory, expected in ((2 * size, torch.float32), (2 * size - 2, torch.bfloat16)):
+        monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.__getitem__)
+        assert load_checkpoint(str(saved)).model.dtype == expected
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [(0.5, False), (1.4, False), (1.6, True)])
+def test_a_cpu_is_known_by_the_time_of_a_product(bf16: float, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def linear(states: torch.Tensor, _: torch.Tensor) -> None:
+        clock[0] += bf16 if states.dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr("ctxext.measuring.checkpoint.F.linear", linear)
+    monkeypatch.setattr("ctxext.measuring.checkpoint.time.perf_counter", lambda: clock[0])
+    assert checkpoint.emulates_bf16.__wrapped__() is expected
 
 
 def test_bfloat16_only_where_it_is_safe() -> None:

@@ -267,7 +267,7 @@ def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
     """What follows the byte ``a`` here depends on the one before it."""
     path = tmp_path / "rhythm.txt"
     path.write_text("aab" * 4000, encoding="utf-8")
-    settings = replace(TINY, text=PAIR, text_steps=250, windows=16, rate=0.01)
+    settings = replace(TINY, text=PAIR, text_steps=250, windows=16, rate=0.005)
     asked: dict[str, Any] = {"only": ("alibi",), "tasks": ("text",), "seeds": 1}
     learned, blank = (
         laboratory(None, path, each, **asked).run() for each in (settings, replace(settings, text_steps=1))

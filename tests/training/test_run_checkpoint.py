@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
-from ctxext.training.checkpoint import four_bits, load_base, require_device
+from ctxext.training.checkpoint import four_bits, in_fast_dtype, load_base, require_device
 from ctxext.training.lora import attach_lora
 from tests.training._recipe import recipe
 
@@ -43,6 +43,16 @@ def test_with_a_gpu(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     with pytest.raises(BackendUnavailableError, match=r"needs bitsandbytes. Run `pip install -e '\.\[qlora\]'`"):
         require_device(settings("--quantisation", "nf4"))
+
+
+@pytest.mark.parametrize(("emulated", "fast"), [(True, "fp32"), (False, "bf16")])
+def test_a_run_computes_in_what_its_device_is_fast_in(
+    emulated: bool, fast: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctxext.training.checkpoint.emulates_bf16", lambda: emulated)
+    automatic = settings("--dtype", "auto")
+    assert [in_fast_dtype(automatic, device).dtype for device in ("cpu", "cuda")] == [fast, "bf16"]
+    assert in_fast_dtype(settings("--dtype", "bf16"), "cpu").dtype == "bf16"
 
 
 def test_what_cannot_be_quantised(settings: Any) -> None:

@@ -34,7 +34,7 @@ class EncoderOptions(SourceOptions):
     """Checkpoint that fills in masked tokens."""
 
     checkpoint: Checkpoint = REQUIRED
-    dtype: Dtype = option("auto is bf16 where it is safe.", default="fp32")
+    dtype: Dtype = option("auto is bf16 where that is safe and fast.", default="fp32")
 
 
 @grouped

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -125,8 +124,7 @@ def shown_by_default(factor: float, rope: RopeSpec = LLAMA) -> list[Method]:
         for kind in METHODS.values()
         if issubclass(kind, RopeMethod)
         and not issubclass(kind, RemapMethod)
-        and not kind.needs_training
-        and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind))
+        and not (kind.needs_training or kind.required())
     ]
     return [method for method in methods if method.fits(rope)]
 
