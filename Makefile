@@ -20,10 +20,10 @@ demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes 
 # shape takes half as long again; make nightly has it, and so has pytest by itself.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
 
-core: $(INSTALLED) ## the quick tests, before each commit (3 minutes on 2 idle cores)
+core: $(INSTALLED) ## the quick tests, before each commit (3 to 7 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not slow and not nightly"
 
-test: $(INSTALLED) ## the test suite: CPU, offline (8 minutes on 2 idle cores)
+test: $(INSTALLED) ## the test suite: CPU, offline (8 to 10 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not nightly"
 
 nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions

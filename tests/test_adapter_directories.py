@@ -127,6 +127,19 @@ def test_an_adapter_that_does_not_reach_what_it_asks_for_is_refused(name: str, t
     assert [key for key, _ in model.named_modules()] == names
 
 
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+def test_whole_weights_of_another_size_leave_a_model_as_it_is(saved: str, tmp_path: Path) -> None:
+    trained, model = tiny(num_hidden_layers=2), tiny(num_hidden_layers=2)
+    trained.resize_token_embeddings(size := model.config.vocab_size + 8)
+    place = lora_on(tmp_path / "adapter", trained, target_modules=["q_proj"], modules_to_save=[saved])
+    names = [key for key, _ in model.named_modules()]
+    with pytest.raises(CheckpointError, match=rf"{saved}\.weight of size .*resize_token_embeddings\({size}\) first"):
+        load_saved(place, plain_class=True, base=model)
+    assert [key for key, _ in model.named_modules()] == names
+    model.resize_token_embeddings(size)
+    assert isinstance(load_saved(place, plain_class=True, base=model), PeftModel)
+
+
 @pytest.mark.parametrize(("trained", "given"), [(2, 3), (3, 2)])
 def test_an_adapter_of_a_base_with_other_layers_is_refused(trained: int, given: int, tmp_path: Path) -> None:
     place = lora_on(tmp_path / "adapter", tiny(num_hidden_layers=trained), target_modules=["q_proj"])

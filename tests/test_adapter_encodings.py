@@ -62,7 +62,7 @@ def test_there_are_encodings() -> None:
     assert set(SOME) < set(ENCODINGS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("order", "method"), crossed([patched_then_wrapped, wrapped_then_patched, patched_inside], list(ENCODINGS))
 )
@@ -78,7 +78,7 @@ def test_the_encoding_travels_with_the_adapter(
     assert torch.equal(logits(ctxext.load(tmp_path, base=fresh), tokens()), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", SOME)
 def test_an_adapter_without_its_encoding_is_refused(method: str, plain: Path, tmp_path: Path) -> None:
     model = shaken(patched_then_wrapped(base_of(plain), method))
@@ -107,7 +107,7 @@ def test_what_is_in_modules_to_save_is_not_saved_twice(plain: Path, tmp_path: Pa
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_adapters_of_which_one_holds_the_encoding_itself(plain: Path, tmp_path: Path) -> None:
     model = patched_then_wrapped(base_of(plain), "learned", modules_to_save=["ctxext_encoding"])
     model.add_adapter("second", small())

@@ -83,7 +83,7 @@ def test_before_and_after_get_peft_model(plain: Path) -> None:
     assert "save_pretrained" not in vars(after)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saved_and_loaded(adapter: tuple[Path, Tensor]) -> None:
     directory, expected = adapter
     for path in (directory, str(directory)):
@@ -164,7 +164,7 @@ def test_the_base_has_moved(adapter: tuple[Path, Tensor], plain: Path, tmp_path:
             ctxext.load(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trained_on_an_extended_base_by_code_without_ctxext(plain: Path, tmp_path: Path) -> None:
     """The adapter carries no mark; the config of the base that it names says how that was extended."""
     ctxext.save(extended(base_of(plain)), tmp_path / "base")
@@ -186,7 +186,7 @@ def test_names_that_no_adapter_can_have(name: Any, adapter: tuple[Path, Tensor])
         ctxext.load(adapter[0], adapter_name=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_base_whose_windows_were_treated_otherwise(tmp_path: Path) -> None:
     """All its layers have a window, which can be lifted or kept under the same frequencies."""
     before, after = "lift", "keep"
@@ -295,7 +295,7 @@ def inner(model: Any) -> Any:
     return model.get_base_model()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("given", [whole, inner], ids=lambda given: given.__name__)
 def test_a_second_adapter_on_a_model_in_memory(given: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
     expected = {}
@@ -341,7 +341,7 @@ def test_a_second_adapter_that_cannot_be_read_leaves_nothing(adapter: tuple[Path
     assert list(model.peft_config) == ["default"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, init_lora_weights="gaussian")
     model = trained(extended(base_of(plain)), config)
@@ -457,7 +457,7 @@ def check_kept(directory: Path, model: Any, plain: Path) -> None:
     assert torch.equal(logits(ctxext.load(directory), tokens()), logits(model.eval(), tokens()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_order
 def test_however_it_was_put_together_and_saved(order: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
     model = order(base_of(plain))
@@ -530,7 +530,7 @@ def test_virtual_tokens_added_after_patch_to_a_wrapper_that_ctxext_knows(plain: 
     assert torch.equal(logits(ctxext.load(tmp_path / "second"), tokens()), logits(model, tokens()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_lora_config_for_several_models(plain: Path, tmp_path: Path) -> None:
     """Each model's adapter is saved as that model is: two extended differently, and a plain one."""
     config = lora()
@@ -597,7 +597,7 @@ def test_an_adapter_that_was_deleted_does_not_come_back(plain: Path) -> None:
     assert list(model.peft_config) == ["default"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_whole(plain: Path) -> None:
     model = trained(extended(base_of(plain)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")

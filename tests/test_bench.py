@@ -83,7 +83,7 @@ def test_launches_a_layer_are_those_that_a_further_layer_adds() -> None:
     assert launches_a_layer(step_of, "cpu", (2, 4)) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @torch.no_grad()
 def test_compiled_steps_give_the_logits_of_a_whole_pass() -> None:
     model = tiny("llama", num_hidden_layers=1)

@@ -183,7 +183,7 @@ def test_a_patch_that_failed_and_was_interrupted_while_it_undid_its_work(
     assert len(in_part) > 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_end_of_a_block_of_patched_that_is_interrupted() -> None:
     model, untouched = tiny(), tiny()
 

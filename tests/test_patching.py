@@ -360,7 +360,7 @@ for model, name in ((tiny("bloom"), "pi"), (tiny(), "dynamic_ntk"), (tiny_model(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verb_finds_every_room_in_a_fresh_process() -> None:
     """Whatever a program imports first, the rooms have registered before the first extension."""
     done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, timeout=300)

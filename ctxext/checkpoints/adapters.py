@@ -451,6 +451,7 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
             f"The encoding saved with the adapter in {adapter.directory} has other weights than this model, whose own "
             f"adapters need them. Load it onto a model of its own."
         )
+    _require_sizes(base, adapter.directory)
     if adapted is None:
         outer = PeftModel.from_pretrained(
             model, adapter.directory, adapter_name=name, config=adapter.config, **arguments
@@ -471,6 +472,21 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
             known[key].requires_grad_()
     keep_extension(Subject.of(outer), edits)
     return outer
+
+
+def _require_sizes(base: nn.Module, directory: Path) -> None:
+    """Refuse an adapter that holds whole weights of other sizes than a model's, before PEFT changes the model."""
+    # ZeRO-3 leaves no numbers in a weight, and keeps its size beside it.
+    sizes = {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in base.named_parameters()}
+    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - the file is no dict
+            name, found = key.removeprefix("base_model.model."), file.get_slice(key).get_shape()
+            if sizes.get(name, found) != found:
+                raise CheckpointError(
+                    f"The adapter in {directory} holds {name} of size {found}, and this {type(base).__name__} has "
+                    f"{sizes[name]}. Give the base that it was trained on; one with other tokens takes "
+                    f"model.resize_token_embeddings({found[0]}) first."
+                )
 
 
 def _unreached(adapted: Any, directory: Path, name: str) -> str | None:

@@ -128,7 +128,7 @@ def _of_original(config: Any, served: Any, to: str, place: str, first: tuple[str
 
 def _patch_command(place: str, method: Any, trust_remote_code: bool, arguments: dict[str, Any]) -> tuple[str, ...]:
     """Return the command that writes what ``export`` was given as an extended checkpoint."""
-    given = {"method": method} | arguments if isinstance(method, str) else method.to_dict()
+    given = ({"method": method} if isinstance(method, str) else method.to_dict()) | arguments
     options = {field.name for field in fields(ExtensionArguments)}
     words = ["ctxext", "patch", place, "NEW"] + ["--trust-remote-code"] * trust_remote_code
     for name, value in given.items():

@@ -330,10 +330,10 @@ def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set
     if missing:
         raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
     shards = sorted(name for name in set(weight_map.values()) if SHARD.fullmatch(name))
-    counts = {match[1] for match in map(SHARD.fullmatch, shards) if match}
-    if shards and counts != {f"{len(shards):05d}"}:
+    counts = {int(match[1]) for match in map(SHARD.fullmatch, shards) if match}
+    if shards and counts != {len(shards)}:
         raise CheckpointError(
-            f"{source} is incomplete: {index.name} names {len(shards)} of the {int(max(counts))} files that "
+            f"{source} is incomplete: {index.name} names {len(shards)} of the {max(counts)} files that "
             f"{shards[0]} is one of. Download the index again, and what it names."
         )
     absent = [name for name, file in weight_map.items() if name not in tensors[file]]

@@ -59,8 +59,9 @@ def ask(
     """
     extension.require_method()
     questions = [one for one in (question, *(asked.more or ())) if one is not None]
-    if as_json and not questions:
-        raise InvalidParameterError("--json prints answers to questions that are given. Give a question.")
+    if not questions and (as_json or "-" in asked.text):
+        why = "--json prints answers to questions that are given" if as_json else "-t - reads all that is typed as text"
+        raise InvalidParameterError(f"{why}. Give a question.")
 
     from transformers import TextStreamer
 
@@ -98,7 +99,13 @@ def ask(
         if len(questions) > 1 and not as_json:
             notes.print(f"\n{one}", style="bold")
         streamer = None if as_json else TextStreamer(text.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        answer = text.answer(one, streamer)
+        try:
+            answer = text.answer(one, streamer)
+        except InvalidParameterError as error:
+            if questions:
+                raise
+            notes.print(str(error), style="yellow")
+            continue
         if as_json:
             typer.echo(json.dumps({"question": one, "answer": answer}))
 

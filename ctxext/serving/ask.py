@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
 from transformers import DynamicCache
 
@@ -23,6 +24,9 @@ ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a qu
 LINE_END = "\n"
 CHUNK = 1024  # tokens of a text read at a time
 MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
+# What a checkpoint's generation_config may say, and the cache of a text cannot follow.
+GREEDY = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None, "num_beams": 1}
+GREEDY |= {"num_return_sequences": 1, "return_dict_in_generate": False, "do_sample": False}
 
 
 def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = False) -> list[int]:
@@ -36,7 +40,13 @@ def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = Fal
     if tokenizer.chat_template is None:
         return list(tokenizer(f"{text}\n\nQuestion: {question}\nAnswer:")["input_ids"])
     said = [{"role": "user", "content": f"{text}\n\nAnswer from the text above: {question}"}]
-    return list(tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+    try:
+        return list(tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+    except (TemplateError, ValueError) as error:
+        raise InvalidParameterError(
+            f"The chat template of this tokenizer does not take a question: {error} Set tokenizer.chat_template to "
+            f"None, or complete a line (--complete)."
+        ) from error
 
 
 @dataclass
@@ -98,24 +108,32 @@ class ReadText:
         """Leave out the beginning of a text that exceeds the window; return the number of tokens left out.
 
         Raises:
-            InvalidParameterError: nothing of the text would be left.
+            InvalidParameterError: nothing of the text would be left, or the tokenizer is written in Python.
         """
-        over = self.needed - self.window
-        if over <= 0:
-            return 0
-        places = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if over >= len(places):
-            raise InvalidParameterError(f"The window of {self.window:,} tokens leaves no room for a text.")
-        self.text = self.text[places[over][0] :]
-        return over + self.cut()  # tokens at the cut may join otherwise
+        left_out = 0
+        while (over := self.needed - self.window) > 0:  # tokens at a cut may join otherwise
+            if not self.tokenizer.is_fast:
+                raise InvalidParameterError(
+                    f"{type(self.tokenizer).__name__} is written in Python and does not say where a token stands in a "
+                    f"text. Cut the text to {self.window:,} tokens yourself."
+                )
+            places = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            start = next((first for first, _ in places[over:] if first > 0), None)  # several may make up a character
+            if start is None:
+                raise InvalidParameterError(f"The window of {self.window:,} tokens leaves no room for a text.")
+            self.text = self.text[start:]
+            left_out += over
+        return left_out
 
     def read(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Fill the cache with the text; ``progress`` is called with the number of tokens of each chunk.
 
         Raises:
             InvalidParameterError: text, question and answer exceed the window.
+            IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
         """
         self._require_room(self.needed)
+        self._require_cache()
 
         def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
             progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
@@ -123,7 +141,8 @@ class ReadText:
         cache, self._cached = self._empty(), self.shared
         hook = self.model.register_forward_hook(advance, with_kwargs=True)
         try:
-            self._write(self._cached, cache, 1)  # one token, which is not cached
+            if self._cached:
+                self._write(self._cached, cache, 1)  # one token, which is not cached
         finally:
             hook.remove()
         self._cache = cache
@@ -142,6 +161,27 @@ class ReadText:
         holds = prompt[: len(self._cached)] == self._cached
         written = self._write(prompt, copy.deepcopy(self._cache) if holds else self._empty(), self.new, streamer)
         return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+    @torch.no_grad()
+    def _require_cache(self) -> None:
+        """Refuse a model that does not go on from a cache as from the tokens in it: recurrent ones may not."""
+        model: Any = self.model
+        tokens = torch.tensor([self._prompt("a")[:24]], device=model.device)
+        name, cache, half = cache_argument(model) or "past_key_values", self._empty(), tokens.shape[1] // 2
+        try:
+            same = bool(model._supports_default_dynamic_cache())
+            if same and model._is_stateful:
+                model(tokens[:, :half], use_cache=True, **{name: cache})
+                found = model(tokens[:, half:], use_cache=True, **{name: cache}).logits
+                expected = model(tokens, use_cache=False).logits[:, half:]
+                same = bool((found - expected).abs().max() <= 0.05 * expected.abs().max())
+        except (AttributeError, TypeError, ValueError):  # of a state that has no keys
+            same = False
+        if not same:
+            raise IncompatibleError(
+                f"{type(model).__name__} keeps what it has read in a form of its own, so that its text cannot be read "
+                f"once for all questions. Ask with model.generate on text and question together."
+            )
 
     def _require_room(self, tokens: int) -> None:
         if tokens > self.window:
@@ -162,7 +202,7 @@ class ReadText:
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
         given |= {cache_argument(self.model) or "past_key_values": cache}
         given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
-        written = self.model.generate(**given, max_new_tokens=new, do_sample=False, prefill_chunk_size=CHUNK)
+        written = self.model.generate(**given, **GREEDY, max_new_tokens=new, prefill_chunk_size=CHUNK)
         return list(written[0, len(prompt) :].tolist())
 
 
@@ -190,6 +230,7 @@ def ask(
 
     Raises:
         InvalidParameterError: text, question and answer exceed the model's window.
+        IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
     """
     texts, questions = ([given] if isinstance(given, str) else list(given) for given in (texts, questions))
     text = ReadText(model, tokenizer, "\n\n".join(texts), questions, max_new_tokens)

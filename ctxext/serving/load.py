@@ -9,7 +9,7 @@ from ctxext.checkpoints.load import reads_weights
 from ctxext.core.patching import describe, extend, patch, patched_state, unpatch
 from ctxext.core.saved import arguments_of
 from ctxext.core.subject import base_model
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.methods import Method
 from ctxext.models.drafts import about_drafts
@@ -63,6 +63,11 @@ def load_served(
     weights = weights or reads_weights(method)
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "tokenizer": tokenizer, "weights": weights}
     checkpoint = load_checkpoint(source, dtype=dtype, device=device, **how)
+    if not getattr(checkpoint.words, "is_fast", True):  # one out of a GGUF file is fast, and is read later
+        raise IncompatibleError(
+            f"{type(checkpoint.words).__name__} is written in Python and cannot decode token by token, as a server "
+            f"does. Give a checkpoint with a tokenizer.json."
+        )
     model: Any = checkpoint.model
     if method is not None:
         extend_loaded(model, method, **extension)

@@ -372,9 +372,14 @@ def _clash(request: Sampling) -> str | None:
         return f"response_format: json_schema belongs to the type 'json_schema', found {asked.type!r}."
     if not isinstance(request, Templated):
         return None
+    items = getattr(request, "input", None)
+    if isinstance(items, list) and isinstance(items[0], Thoughts | CalledFunction | FunctionOutput):
+        return "input: reasoning, a call and its output follow a message. Begin with a message."
     if request.tool_choice not in (None, "none", "auto"):
         if not request.forced:
             return "tool_choice: no such tool in tools."
+        if getattr(request, "stop", None):
+            return "stop: a call of a tool that tool_choice demands ends by itself. Leave stop out."
         return "tool_choice: a call of a tool has no other format." if request.schema_asked is not None else None
     if request.functions and request.parallel_tool_calls is False:
         return "parallel_tool_calls: false is served only where tool_choice is 'required' or a name."

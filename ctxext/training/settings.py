@@ -439,9 +439,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return mapping
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_YAML_11 = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")  # 010 was 8, 1:30 was 90
+_Loader.yaml_implicit_resolvers = {
+    first: [known for known in resolvers if known[0] not in _YAML_11]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _form in (("int", r"^[-+]?\d+$"), ("float", r"^[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$")):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form), list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 
 
 def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -456,7 +461,7 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         while not given and words and not words[0].startswith("--"):
             texts.append(words.pop(0))
         try:
-            values = [yaml.load(text, _Loader) for text in texts]
+            values = [_value(text) for text in texts]
         except yaml.YAMLError as error:
             quoted = " ".join(f"'{json.dumps(text, ensure_ascii=False)}'" for text in texts)
             raise InvalidParameterError(
@@ -464,6 +469,12 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 f"needs quotes inside the shell's: --{key} {quoted}"
             ) from error
         yield key, values[0] if len(values) == 1 else values or True
+
+
+def _value(text: str) -> Any:
+    """Return what a word says in YAML; a plain text is the word itself, a # in it included."""
+    value = yaml.load(text, _Loader)
+    return text if isinstance(value, str) and text[:1] not in "\"'|>!&*" else value
 
 
 def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:

@@ -330,7 +330,7 @@ def test_attention_that_is_not_finite_is_refused() -> None:
         heads(model)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrappers_and_hooks_change_nothing() -> None:
     scores = heads(tiny(), seeds=(0,))
     offloaded = tiny()

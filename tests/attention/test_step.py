@@ -11,12 +11,10 @@ from tests._programs import ROOT, ran
 pytest.importorskip("triton")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "methods",
-    [
-        pytest.param(("retrieval_heads",), marks=pytest.mark.slow),
-        pytest.param(("self_extend", "dual_chunk", "rerope", "streaming", "dpe"), marks=pytest.mark.nightly),
-    ],
+    [("retrieval_heads",), ("self_extend", "dual_chunk", "rerope", "streaming", "dpe")],
     ids=["heads", "others"],
 )
 def test_steps_through_the_kernels_are_one_pass(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...]) -> None:

@@ -48,7 +48,7 @@ def blocks(place: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", card(place).text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", some(["yarn", "self_extend"], "self_extend"))
 def test_what_the_card_says_is_so(method: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code gives the saved model, and its commands are those of ``export``."""

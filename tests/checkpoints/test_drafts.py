@@ -56,6 +56,10 @@ def test_no_export_leaves_a_head_behind_without_a_word(name: str, tmp_path: Path
     flags = f'Without drafts: vllm serve {shlex.quote(str(place))} --hf-overrides \'{{"rope_parameters": '
     assert made.notes[-1].startswith(f"{said}{VLLM.drafts_missed} {flags}")
     assert ctxext.export(place, to="vllm", method=YaRN(**given)).flags == made.flags
+    for asked in ({"method": "yarn", "factor": 4.0}, {"method": YaRN(factor=4.0)}):
+        shorter = ctxext.export(place, to="vllm", trained_length=32, **asked)
+        assert "--trained-length 32 " in shorter.command
+        assert shorter.command.endswith("&& vllm serve NEW --max-model-len 128")
 
 
 @pytest.mark.parametrize(("method", "said"), [("yarn", VLLM.drafts), ("dynamic_ntk", VLLM.drafts_missed)])
@@ -66,6 +70,7 @@ def test_an_extended_checkpoint_says_what_its_heads_read(method: str, said: str)
         assert notes == [f"MTP draft heads (1): {said}"] * heads
 
 
+@pytest.mark.nightly
 def test_patch_and_serve_name_the_heads(cli: Cli, tmp_path: Path) -> None:
     save_reader(str(tmp_path / "plain"))
     rewrite(tmp_path / "plain" / "config.json", lambda config: config.update(num_nextn_predict_layers=1))
@@ -90,6 +95,7 @@ def draft(folder: Path, length: int, *, base: float = 1e4, is_head: bool = False
 
 @pytest.mark.parametrize(("length", "base"), [(TRAINED, 1e4), (TRAINED // 4, 1e4), (TRAINED // 2, 5e5)])
 @pytest.mark.parametrize("is_head", [True, False])
+@pytest.mark.nightly
 def test_a_draft_reaches_as_far(cli: Cli, llama: Path, tmp_path: Path, length: int, base: float, is_head: bool) -> None:
     before = contents(made := draft(tmp_path / "draft", length, base=base, is_head=is_head))
     options = ("-m", "yarn", "-f", 4, "-p", "beta_fast=30", "--draft", made, "--json")
@@ -126,7 +132,7 @@ def test_a_draft_that_cannot_follow(cli: Cli, llama: Path, tmp_path: Path, kind:
     assert (refused.exit_code, (tmp_path / "more").exists()) == (1, False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["yarn", "self_extend"])
 def test_assisted_generation_is_greedy_decoding_across_the_border(method: str) -> None:
     """A draft that knows as much is always right where it is extended alike, and beyond the border only there."""

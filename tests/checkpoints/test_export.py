@@ -423,7 +423,7 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
         assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_several_parts_is_not_proven_by_its_text_model() -> None:
     config = LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), architectures=["LlavaForConditionalGeneration"])
     for target, flag in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):

@@ -116,6 +116,7 @@ def test_at_least_sixty_are_the_published_file() -> None:
     assert all(entry.documented for entry in PUBLISHED.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", able(NATIVE))
 def test_its_lengths_are_those_of_its_documentation(name: str, inspected: Inspect) -> None:
     found, entry = inspected(name), PUBLISHED[name]
@@ -322,7 +323,7 @@ def test_patch_reaches_what_it_says(name: str) -> None:
         assert model.config.to_dict() == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*STRUCTURES, *ALIBI])
 def test_patch_on_disk_export_and_load(
     name: str, place: Callable[[str], Path], tmp_path: Path, cli: Callable[..., Result]

@@ -105,7 +105,7 @@ def test_a_kill_leaves_what_was_there(build: Build, tmp_path: Path, monkeypatch:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("first", "then"), [("100KB", "1GB"), ("1GB", "100KB"), ("100KB", "300KB")])
 def test_weights_of_an_earlier_save_are_not_left_beside_the_new_ones(first: str, then: str, tmp_path: Path) -> None:
     """transformers reads model.safetensors before any shards, also an old one."""
@@ -119,7 +119,7 @@ def test_weights_of_an_earlier_save_are_not_left_beside_the_new_ones(first: str,
     assert torch.equal(logits(ctxext.load(tmp_path / "model"), tokens()), logits(model, tokens()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saving_over_the_checkpoint_that_it_was_loaded_from(tmp_path: Path) -> None:
     """Its weights may still be mapped into memory from there."""
     ctxext.save(whole(), tmp_path / "model")

@@ -156,7 +156,7 @@ def test_an_extension_of_a_scaled_checkpoint(scaling: str, tmp_path: Path) -> No
     assert {check.target_length for check in found.verdicts} == {4 * trained}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("short")
 def test_extended_twice_and_by_a_choice(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "plain")

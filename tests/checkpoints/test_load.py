@@ -95,7 +95,7 @@ def test_stock_code_need_not_say_that_it_cannot_check_our_rope_types(caplog: pyt
     assert {record.getMessage().rpartition("=")[2] for record in caplog.records} == {"'another'"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_other_precisions_and_places(plain: Path) -> None:
     inputs = tokens()
     low = LlamaForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval()
@@ -126,7 +126,7 @@ def test_in_a_subfolder(plain: Path, tmp_path: Path) -> None:
         ctxext.load(tmp_path, "pi", factor=2, subfolder="elsewhere")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saving_again_and_again(tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), "dynamic_yarn", factor=4)
     expected = logits(model, tokens())
@@ -147,7 +147,7 @@ STOCK_FORMS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model_type", "name", "parameters"), STOCK_FORMS)
 def test_what_transformers_loaded_is_saved_and_loads_again(
     model_type: str, name: str, parameters: dict[str, Any], tmp_path: Path
@@ -202,7 +202,7 @@ def test_what_was_changed_after_the_extension_is_not_saved(
     assert not (tmp_path / "changed").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", ["dynamic_yarn", "alibi"])
 def test_an_extended_checkpoint_is_extended_anew(first: str, plain: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(plain).eval()

@@ -52,7 +52,7 @@ def yarn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model", "ForCausalLM"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("head", "name"), crossed(HEADS, ["yarn", "dynamic_ntk", "alibi"]))
 def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
             assert torch.equal(loaded(inputs)[0], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_class_can_be_chosen(plain: Path) -> None:
     for chosen in ("AutoModelForSequenceClassification", AutoModelForSequenceClassification):
         loaded = ctxext.load(plain, "yarn", factor=4, auto_class=chosen)
@@ -83,7 +83,7 @@ def test_the_class_can_be_chosen(plain: Path) -> None:
         ctxext.load(plain, "yarn", factor=4, auto_class="AutoModelForCausaLM")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["llava", "qwen3_5", "mllama", "gemma3"])
 def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Path) -> None:
     model = vision_language(model_type)
@@ -113,7 +113,7 @@ def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Pat
     assert ctxext.describe(again).target_length == 2 * TRAINED_LENGTH
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_4_is_refused_by_name(tmp_path: Path) -> None:
     """It rotates in windowed layers only; extending it in memory, on disk and while loading say so alike."""
     model = vision_language("llama4")
@@ -128,7 +128,7 @@ def test_a_llama_4_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "disk").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_part_can_be_chosen_and_saved(tmp_path: Path) -> None:
     model = vision_language("qwen3_5")
     ctxext.patch(model, "yarn", factor=4)
@@ -179,7 +179,7 @@ def test_what_predicts_no_tokens_is_not_evaluated(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_python_code_beside_a_type_that_transformers_knows_is_not_needed(plain: Path, tmp_path: Path) -> None:
     source = shutil.copytree(plain, tmp_path / "source")
     own = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}

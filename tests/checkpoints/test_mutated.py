@@ -126,7 +126,7 @@ def walk(seed: int, directory: Path) -> dict[str, str]:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try_only(monkeypatch, "yarn", "alibi")  # two of them see what a damaged config does
     said = [walk(seed, tmp_path / str(seed)) for seed in SAMPLE]

@@ -138,7 +138,7 @@ def test_any_dtype_that_is_asked_for(stored: str, dtype: str, tmp_path: Path) ->
         require_same(trained(place, "--dtype", dtype).model, plain(place, dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_encoding_with_weights_of_its_own(tmp_path: Path) -> None:
     extended = ctxext.patch(tiny(), "kerple", factor=2.0)
     longer = saved(extended, tmp_path)
@@ -146,7 +146,7 @@ def test_an_encoding_with_weights_of_its_own(tmp_path: Path) -> None:
     require_same(ctxext.load(longer), extended)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_masked_language_model(dtype: str, tmp_path: Path) -> None:
     place = saved(tiny("bert"), tmp_path / "model")
@@ -184,6 +184,7 @@ def from_gguf(file: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **place).eval()
 
 
+@pytest.mark.nightly
 def test_a_gguf_file(gguf_file: Path, tmp_path: Path) -> None:
     measured = load_checkpoint(str(gguf_file), device="cpu")
     require_same(measured.model, from_gguf(gguf_file, "bf16"))
@@ -206,6 +207,7 @@ def adapted(model: Any, base: Path) -> Any:
     return wrapped.eval()
 
 
+@pytest.mark.nightly
 def test_a_plain_adapter(tmp_path: Path) -> None:
     base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
     adapted(plain(base, "fp32"), base).save_pretrained(place)
@@ -230,7 +232,7 @@ def test_a_plain_adapter(tmp_path: Path) -> None:
         trained(place)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["yarn", "kerple"])
 def test_an_adapter_with_its_extension(method: str, tmp_path: Path) -> None:
     base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
@@ -297,7 +299,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quantised_model(rounding: list[dict[str, Any]], tmp_path: Path) -> None:
     place = saved(tiny(), tmp_path / "model")
 
@@ -337,6 +339,7 @@ def test_a_checkpoint_that_says_its_quantisation(rounding: list[dict[str, Any]],
     ("model_type", "method"),
     [("t5gemma", "yarn"), ("umt5", "stretch_buckets")],
 )
+@pytest.mark.nightly
 def test_an_encoder_decoder_that_was_saved_extended_is_refused_by_name(
     model_type: str, method: str, tmp_path: Path
 ) -> None:

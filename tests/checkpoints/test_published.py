@@ -484,7 +484,7 @@ def test_positions_that_the_class_of_transformers_does_not_have_are_refused(
         ctxext.patch(model, "pi", factor=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_class_reads_or_has_is_taken(written: Callable[..., Path]) -> None:
     for config, method in (
         (BERT | {"position_embedding_type": "absolute"}, "tile"),

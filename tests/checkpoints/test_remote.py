@@ -17,7 +17,7 @@ from tests._programs import ran
 from tests._tokenizer import make_letters
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["self_extend", "alibi", "yarn", "dynamic_yarn"])
 def test_it_loads_by_its_path_where_its_code_is_trusted(method: str, tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), method, factor=4)
@@ -32,7 +32,7 @@ def test_it_loads_by_its_path_where_its_code_is_trusted(method: str, tmp_path: P
     assert config.max_position_embeddings == 256
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_auto_class_of_its_type_loads_it_where_its_code_is_trusted(tmp_path: Path) -> None:
     model = ctxext.patch(tiny(pad_token_id=0), "self_extend", factor=4)
     ctxext.save(model, tmp_path / "there", remote_code=True)
@@ -81,7 +81,7 @@ def test_a_saved_base_model_has_a_name_in_auto_classes_too(tmp_path: Path) -> No
         AutoModel.from_pretrained(tmp_path / "there", trust_remote_code=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_loaded_names_no_code_any_more(tmp_path: Path) -> None:
     ctxext.save(ctxext.patch(tiny(), "self_extend", factor=4), tmp_path / "there", remote_code=True)
     assert (tmp_path / "there" / "ctxext_remote.py").is_file()

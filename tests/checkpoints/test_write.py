@@ -293,6 +293,27 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("last", ["2-of-2", "00002-of-000002"])
+def test_shards_are_counted_however_they_are_numbered(llama: Path, tmp_path: Path, last: str) -> None:
+    """As published: model-00163-of-000163 (DeepSeek-V3), model-61-of-61 (Kimi K2)."""
+    source, total = shutil.copytree(llama, tmp_path / "a source"), last.partition("-of-")[2]
+    names = {name: f"model-{number}-of-{total}.safetensors" for number, name in ((1, "first"), (2, "second"))}
+    tensors = load_file(source / WEIGHTS)
+    (source / WEIGHTS).unlink()
+    parts = (dict(list(tensors.items())[:5]), dict(list(tensors.items())[5:]))
+    for file, part in zip(names.values(), parts, strict=True):
+        save_file(part, source / file, metadata={"format": "pt"})
+    put(
+        INDEX,
+        {
+            "metadata": {},
+            "weight_map": {key: file for file, part in zip(names.values(), parts, strict=True) for key in part},
+        },
+    )(source)
+    plain, extended = ctxext.load(llama, "yarn", factor=4), ctxext.load(source, "yarn", factor=4)
+    assert all(torch.equal(weight, extended.state_dict()[name]) for name, weight in plain.state_dict().items())
+
+
 @pytest.mark.parametrize("what", BROKEN)
 def test_bad_source_is_refused_with_the_reason(llama: Path, tmp_path: Path, what: str) -> None:
     source, (damage, message) = shutil.copytree(llama, tmp_path / "source"), BROKEN[what]
@@ -304,7 +325,7 @@ def test_bad_source_is_refused_with_the_reason(llama: Path, tmp_path: Path, what
     assert contents(source) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_that_lack_nothing_under_another_name_pass(llama: Path, tmp_path: Path) -> None:
     """Tied weights are stored once; old files hold what no model reads now; quantised ones have names of their own."""
     there = load_file(llama / "model.safetensors")
@@ -370,6 +391,7 @@ def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["self_extend", "yarn"])
+@pytest.mark.nightly
 def test_a_gguf_file_becomes_a_checkpoint_that_loads(method: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="needs ctxext[demo]")
     from tests._gguf import write_gguf
@@ -411,7 +433,7 @@ patch_checkpoint(sys.argv[1], sys.argv[2], "pi", factor=2.0, progress=step)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_terminated_copy_leaves_nothing(llama: Path, tmp_path: Path) -> None:
     done = ran(["-c", TERMINATED, str(llama), str(tmp_path / "long")], tmp_path)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr

@@ -69,7 +69,7 @@ def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choi
     return ctxext.choose(model, tokenizer, **asked)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_choice_says_what_was_measured(
     choice: Choice, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_choice_says_what_was_measured(
     ctxext.unpatch(model)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +162,7 @@ def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFa
     assert min(shares) >= sum(shares) // 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_in_time_is_turned_into_passes(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +177,7 @@ def test_a_budget_in_time_is_turned_into_passes(
     assert len(lines) == 1, "a budget that one reading exceeds is refused after it"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compare_searches, name, value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("search", list(compare_searches.SEARCHES))
 @pytest.mark.usefixtures("few")
 def test_a_search_keeps_to_its_passes_and_its_seed(search: str) -> None:
@@ -80,7 +80,7 @@ def test_the_genetic_search_has_divisors_that_never_fall_and_all_three_seeds(mon
     assert torch.equal(best, read[losses.index(min(losses))])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("few")
 def test_the_script_prints_a_table_and_goes_on_where_it_ended(
     tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]

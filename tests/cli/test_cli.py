@@ -56,7 +56,7 @@ def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: few)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inspect_llama(inspected: tuple[str, Any]) -> None:
     text, found = inspected
     assert "default, base 10000, 16 rotary dimensions" in text
@@ -70,7 +70,7 @@ def test_inspect_llama(inspected: tuple[str, Any]) -> None:
     assert found["extended"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_few_methods")
 def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path]) -> None:
     gemma = json.loads(cli("inspect", checkpoints["gemma3"], "--json").stdout)
@@ -83,7 +83,7 @@ def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path])
     assert "--sliding-window lift" in cli("inspect", checkpoints["mistral"]).stdout.replace("\n", " ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_few_methods")
 def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: Path, tmp_path: Path) -> None:
     bare = config_only(tmp_path / "bare", LlamaConfig.from_pretrained(llama))
@@ -117,7 +117,7 @@ def tried_at_four(found: Any) -> list[Any]:
     return [verdict for verdict in found["verdicts"] if not verdict["refused"] and verdict["method"] != "string"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_few_methods")
 def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "--method", "dynamic_yarn", "--factor", 4)
@@ -130,7 +130,7 @@ def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> No
     assert {verdict["target_length"] for verdict in tried_at_four(found)} == {4 * TRAINED}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_few_methods")
 def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -319,7 +319,7 @@ def test_export_writes_a_gguf_file(cli: Cli, llama: Path, tmp_path: Path) -> Non
     assert "not for vllm" in cli("export", llama, "--to", "vllm", *method, "--gguf", source, tmp_path / "x").stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
     for name, arguments in (
         ("all.png", [llama]),
@@ -355,7 +355,7 @@ def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
     assert "--sliding-window lift" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pictures_without_a_name_never_write_over_each_other(
     cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def refusal(found: Result) -> str:
     return " ".join(found.output.split())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = ["--model", checkpoint, "--text", files / "long.txt", "--output", output]
@@ -110,7 +110,7 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     assert "not an earlier demo's" in refusal(call(*arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_finished_outlives_an_interruption(
     checkpoint: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

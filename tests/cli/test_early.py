@@ -165,7 +165,6 @@ MISTAKES = {
     "eval masked HERE --dtype fp33": "'fp33' is not one of",
     "eval retrieval HERE --task round": "Unknown retrieval task 'round'. Did you mean 'rounds'?",
     "eval retrieval HERE -l 2048 --base 1024": "Give --length 1024 too",
-    "eval retrieval HERE --export-lm-eval tasks": "Give a --length",
     "heads HERE -t ./no.txt": MISSING,
     "heads HERE -o x.xls": OUTPUT,
     "lab run --task tezt": "Unknown task 'tezt'. Did you mean 'text'?",

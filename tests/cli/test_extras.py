@@ -206,7 +206,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return asked(commands, place, absent=EXTRAS_ONLY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "verb",
     [
@@ -345,6 +345,7 @@ def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) ->
         assert (code, error) == (0, "None"), f"{name}: {complained}"
 
 
+@pytest.mark.nightly
 def test_every_import_is_of_a_named_dependency_and_the_base_has_floors() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]

@@ -185,7 +185,7 @@ def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pyt
 # --- what a checkpoint is -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_learned_positions_are_named(cli: Cli, tmp_path: Path) -> None:
     small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
     GPT2Config(**small).save_pretrained(tmp_path)

@@ -61,7 +61,7 @@ def outputs(folder: Path, stem: str) -> list[Any]:
     return [word for path in paths for word in ("-o", path)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "asked",
     [
@@ -90,7 +90,7 @@ def test_masked_tokens_end_in_their_files(tmp_path: Path) -> None:
     assert NAMES[0] in done.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
     asked = ["eval", "compare", place / CHECKPOINT, "-t", place / "texts.jsonl", "-n", "7", "--dtype", "fp32"]
     done = command(*asked, "-m", "yarn", "--no-passkey", "-o", tmp_path / "report")
@@ -102,7 +102,7 @@ def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
     assert "<img src=x" not in html
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
     monkeypatch.setattr(halving, "ENOUGH", 1)

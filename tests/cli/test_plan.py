@@ -19,7 +19,7 @@ Cli = Callable[..., Result]
 KV = 2 * 2 * SHAPE["num_key_value_heads"] * 16 * 2  # bytes per token: two layers, keys and values, bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
     found = json.loads(cli("plan", llama, "--length", 4096, "--memory", "1GiB", "--no-embeddings", "--json").stdout)
     assert (found["dtype"], found["memory"], found["training"]["fits"]) == ("bf16", 2**30, True)
@@ -34,7 +34,7 @@ def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
     assert "more than there is" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_length_beyond_the_window_is_said_in_plain_words(cli: Cli, llama: Path) -> None:
     """Nobody asked which length some memory holds."""
     printed = cli("plan", llama, "--length", 4096).stdout
@@ -43,7 +43,7 @@ def test_a_length_beyond_the_window_is_said_in_plain_words(cli: Cli, llama: Path
     assert "exceed" not in cli("plan", llama, "--length", 256).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "--method", "yarn", "--factor", 4)
     found = json.loads(cli("plan", tmp_path / "long", "--memory", "16MiB", "--no-embeddings", "--json").stdout)
@@ -74,7 +74,7 @@ def test_the_published_weights_of_gpt_oss() -> None:
         assert plan_serving(shape, dtype=torch.bfloat16).fixed.weights == published
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Path) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
     gpt_oss(**small, vocab_size=128).save_pretrained(tmp_path / "mxfp4")
@@ -91,7 +91,7 @@ def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Pat
     assert json.loads(cli("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quantised_cache_of_a_plain_checkpoint_as_extended(cli: Cli, llama: Path) -> None:
     """Of four groups two read far; the others see 4 first tokens and 32 of the newest, with 32 to spare."""
     retrieval = ("--method", "retrieval_heads", "--factor", 4, "-p", "heads=[0,3]", "-p", "window=32")
@@ -102,7 +102,7 @@ def test_a_quantised_cache_of_a_plain_checkpoint_as_extended(cli: Cli, llama: Pa
     assert "retrieval_heads, bf16, 8-bit cache" in cli("plan", llama, *asked, *retrieval).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draft_heads_are_named_beside_the_peak(cli: Cli, tmp_path: Path) -> None:
     LlamaConfig(**SHAPE, num_nextn_predict_layers=1).save_pretrained(tmp_path)
     printed = cli("plan", tmp_path, "--length", 4096).stdout

@@ -69,7 +69,7 @@ def test_numbers_without_a_picture(cli: Cli, llama: Path, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_of_a_checkpoint_and_its_extension(cli: Cli, bert: Path, tmp_path: Path) -> None:
     found = json.loads(cli("show", "pi", "--model", bert, "-f", 2, "--json", "-o", tmp_path / "a.png").stdout)
     assert (tmp_path / "a.png").stat().st_size > 20_000

@@ -30,7 +30,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", some(ORDERS, "two threads"))
 def test_whoever_imports_both_is_told_how_to_read_a_checkpoint(order: str, extended: Path, tmp_path: Path) -> None:
     """Whatever is imported first, on whichever thread."""

@@ -195,7 +195,7 @@ def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod])
     torch.testing.assert_close(found[:1], logits(model, long), atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", some(ROPE_METHODS, METHODS["dynamic_yarn"], ids=lambda method: method.name))
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
@@ -205,7 +205,7 @@ def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
     torch.testing.assert_close(logits(compiled, tokens()), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_before_it_was_patched() -> None:
     compiled = torch.compile(tiny(), backend="eager")

@@ -425,7 +425,7 @@ def test_a_learned_prefix_is_taken_where_the_whole_peft_model_is_patched(method:
         logits(inside, tokens(KEPT))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_whole_a_static_method_still_remembers() -> None:
     model = extended("llama", {"method": "yarn", "factor": 4.0})

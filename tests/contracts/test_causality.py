@@ -86,7 +86,7 @@ def test_a_token_sees_later_ones_exactly_when_it_did_before(build: Any, model_ty
         assert past_sees_future(model) == both_ways
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_work_list_is_not_one_of_refusals() -> None:
     """Most pairs are extended; where ALiBi is not, the reason is one of the model's."""
     for build, model_type in [*((tiny, name) for name in CAUSAL[:3]), *((masked, name) for name in MASKED)]:

@@ -133,7 +133,7 @@ def test_a_batch_gives_the_tokens_of_each_request_alone(
     assert_same(alone(model), plain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["olmo3", "gpt_oss"])
 @paged_in_layers
 def test_requests_that_have_not_filled_their_windows_yet(model_type: str) -> None:
@@ -142,7 +142,7 @@ def test_requests_that_have_not_filled_their_windows_yet(model_type: str) -> Non
     assert_same(batched(model, prompts), alone(model, prompts))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [SELF_EXTEND, BY_REQUEST[0]], ids=lambda method: method.name)
 @paged_in_layers
 def test_requests_that_lose_their_blocks_begin_again(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_requests_that_lose_their_blocks_begin_again(method: Method, monkeypatch
     assert times
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [SELF_EXTEND, BY_REQUEST[0]], ids=lambda method: method.name)
 @paged_in_layers
 def test_a_shared_prefix_is_read_once_where_its_keys_are_the_same(method: Method) -> None:
@@ -173,7 +173,7 @@ def test_a_shared_prefix_is_read_once_where_its_keys_are_the_same(method: Method
     ctxext.unpatch(model)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model_type", "method"), [("olmo3", SELF_EXTEND), ("llama", BY_REQUEST[0])])
 @paged_in_layers
 def test_eager_attention_and_a_manager_that_is_kept(model_type: str, method: Method) -> None:
@@ -189,7 +189,7 @@ def test_eager_attention_and_a_manager_that_is_kept(model_type: str, method: Met
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @paged_in_layers
 def test_several_texts_of_one_prompt() -> None:
     """They copy the blocks that are not full."""
@@ -203,7 +203,7 @@ def test_several_texts_of_one_prompt() -> None:
     assert [result.generated_tokens for result in results.values()] == [new[0]] * 3 + [new[1]] * 3 + [new[2]] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @paged_in_layers
 def test_a_copy_of_a_model_batches_by_itself() -> None:
     model = extended("llama", SELF_EXTEND, {})
@@ -252,7 +252,7 @@ def test_graphs_are_refused_by_name(setting: dict[str, Any]) -> None:
         model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(**SIZES | setting))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_that_were_filled_under_other_positions_are_not_shared() -> None:
     """A manager that is kept between calls shares the blocks of equal prompts."""
     model = tiny()
@@ -324,6 +324,7 @@ def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_c
 
 
 @paged_in_layers
+@pytest.mark.nightly
 def test_a_model_whose_attention_a_manager_has_set_is_extended_when_that_is_stopped() -> None:
     """Unpatched, it would have the manager's attention again, which reads rightly from a paged cache only."""
     model = tiny(attn_implementation="eager")

@@ -70,6 +70,7 @@ def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
 
 @pytest.mark.usefixtures("_for_compiling")
 @pytest.mark.parametrize("growth", ["exact", "doubling"])
+@pytest.mark.nightly
 def test_one_graph_is_refused_in_a_sentence(growth: str) -> None:
     model = ctxext.patch(tiny(), "dynamic_ntk", factor=4.0, growth=growth)
     sentence = r"a dynamic method reads the length of each sequence.*Compile with fullgraph=False"
@@ -169,7 +170,7 @@ def fitted(last: int) -> PreTrainedModel:
     return ctxext.patch(model, "pi", factor=last / TRAINED_LENGTH) if last > TRAINED_LENGTH else model
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", [30, 45, 70])
 def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
     """Of 38 + text tokens, the image's 16 take 4 positions, also in a request of 12 tokens more."""

@@ -159,7 +159,7 @@ def test_unpatch_is_bit_for_bit(name: str) -> None:
     assert model.config.to_dict() == config
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_survives_saving_where_a_tower_that_rotates_stands_before_the_text(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("glmasr"))
     ctxext.patch(model, "fire", trained_length=16, factor=2.0)
@@ -488,7 +488,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, M
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[str, MethodCheck]]) -> None:
     found = inspected["llama"][name]

@@ -155,7 +155,7 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float16], indirect=True)
 @pytest.mark.parametrize(
     ("name", "capability", "head_dim", "kernel"),

@@ -50,7 +50,7 @@ def extended(cls: type[RemapMethod], model_type: str = "eurobert") -> PreTrained
     return ctxext.patch(model, cls.example(spec_of(model)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_pair
 def test_logits_and_gradients_are_those_of_dense_attention(cls: type[RemapMethod], model_type: str) -> None:
     """A whole model, with padding on the left, on the right, on both sides and on none."""

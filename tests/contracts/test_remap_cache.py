@@ -333,7 +333,7 @@ def test_retrieval_heads_hold_less_unless_one_vector_serves_all_heads(model_type
         assert numbers(model) < plain
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 @pytest.mark.parametrize("name", ["self_extend", "streaming", "retrieval_heads"])
 def test_layers_that_share_keys(model_type: str, name: str) -> None:
@@ -445,7 +445,7 @@ def test_whatever_users_do_to_a_cache_decoding_is_that_of_no_cache(seed: int) ->
         reading.read(min(length - reading.at, chance.choice([1, 1, 1, 5, 37, 90])))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied() -> None:
     """Cropped into the window, its keys are turned back, which rounds; emptied, every bit is the plain model's."""
     for model, plain in ((extended()[0], model_of("llama")), (split(), tiny(**MIXED).double())):
@@ -466,7 +466,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_pair
 def test_generate_writes_the_same_with_any_cache_and_whoever_stands_beside(
     cls: type[RemapMethod], model_type: str
@@ -477,7 +477,7 @@ def test_generate_writes_the_same_with_any_cache_and_whoever_stands_beside(
     require_generated(patched(model, method), min(target(method) - 10, 100), is_plain=is_plain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_bound
 def test_generate_is_the_same_where_keys_are_dropped(made: Any) -> None:
     require_generated(made(), 120, is_plain=True)
@@ -496,7 +496,7 @@ def require_generated(model: PreTrainedModel, length: int, *, is_plain: bool) ->
         assert torch.equal(generated(model, ids[:1], prompt_lookup_num_tokens=3), batch[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("looked_up", [2, 10])
 def test_generate_over_the_end_of_the_trained_window_with_guesses_that_are_taken_back(looked_up: int) -> None:
     """No key is dropped that a crop back into the trained window would need."""
@@ -528,7 +528,7 @@ def test_every_way_to_generate_is_that_of_no_cache(how: dict[str, Any]) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_assistant_and_a_chat_with_a_kept_cache() -> None:
     model, assistant, text, cache = split(), split(exact=False), tokens(50), DynamicCache()
     for turn in range(3):
@@ -576,11 +576,12 @@ def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> Non
     assert error(torch.cat(parts, 1), logits(model, ids)) < EXACT
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(("self_extend", "retrieval_heads"), marks=pytest.mark.slow),
-        pytest.param(("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"), marks=pytest.mark.nightly),
+        ("self_extend", "retrieval_heads"),
+        ("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"),
     ],
     ids=["two", "others"],
 )

@@ -266,7 +266,7 @@ def test_a_shorter_trained_length_mixes_only_those_rows() -> None:
     assert torch.equal(model.transformer.wpe.weight, old[:16].repeat(4, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sides_of_different_reach(tmp_path: Path) -> None:
     model = table_model("led", max_encoder_position_embeddings=64)
     ctxext.patch(model, "tile", factor=2)

@@ -53,7 +53,7 @@ def built(config: dict[str, Any]) -> Any:
     return auto.from_config(read)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_inspected_on_fewer_layers(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_copy_on_disk_is_loaded_and_described(config: dict[str, Any], method: 
         assert loaded(torch.arange(300)[None] % 128).logits.isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_in_memory_is_extended_and_described(config: dict[str, Any]) -> None:
     model = ctxext.patch(built(config), "self_extend", factor=2)
     assert ctxext.describe(model).target_length == 512

@@ -313,7 +313,7 @@ def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("extended", ["whole", "text"])
 def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
     text = tiny()

@@ -55,6 +55,7 @@ def logits(model: Any, ids: Tensor, written: Tensor, **arguments: Any) -> Tensor
 
 
 @every_type
+@pytest.mark.nightly
 def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, stock: Stock, tmp_path: Path) -> None:
     model, inputs = model_of(model_type), tokens(LENGTH)
     before = saved_once(model, tmp_path / "plain")
@@ -96,6 +97,7 @@ def checkpoint(directory: Path, name: str = "two methods") -> Path:
 
 
 @pytest.mark.parametrize("name", SAVED)
+@pytest.mark.nightly
 def test_a_checkpoint_of_before_computes_what_it_computed(name: str, tmp_path: Path) -> None:
     stored, ids = SAVED[name], tokens(LENGTH)
     loaded = ctxext.load(checkpoint(tmp_path / "saved", name))
@@ -214,6 +216,7 @@ def test_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.extended == "encoder: ctxext yarn, trained_length=64; decoder: ctxext alibi, trained_length=64"
 
 
+@pytest.mark.nightly
 def test_adapters_carry_both_sides(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = ctxext.load(checkpoint(tmp_path / "saved"))

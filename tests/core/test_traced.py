@@ -15,7 +15,7 @@ from tests.walk.tiny import TRAINED_LENGTH
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_for_compiling")
 @pytest.mark.parametrize("model_type", some(["bloom", "llama"], "llama"))
 def test_a_recorded_program_gives_the_same_logits_at_every_length(model_type: str) -> None:
@@ -28,7 +28,7 @@ def test_a_recorded_program_gives_the_same_logits_at_every_length(model_type: st
         torch.testing.assert_close(found, logits(model, tokens(length)), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_for_compiling")
 def test_recording_leaves_nothing_without_data_in_the_live_model() -> None:
     model, again = (ctxext.patch(tiny("bloom"), "alibi", factor=4.0, trained_length=TRAINED_LENGTH) for _ in range(2))
@@ -36,7 +36,7 @@ def test_recording_leaves_nothing_without_data_in_the_live_model() -> None:
     assert torch.equal(logits(model, tokens()), logits(again, tokens()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_for_compiling")
 @pytest.mark.parametrize("method", ["self_extend", "streaming", "rerope", "dual_chunk"])
 def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.errors import InvalidParameterError, ResultsError, UnknownNameError
+from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.report.retrieval import retrieval_page, retrieval_sentences
 from ctxext.evaluation.retrieval import TASK_NAMES, choices
 from ctxext.evaluation.retrieval.associations import KINDS
@@ -27,7 +27,6 @@ from ctxext.evaluation.retrieval.choices import (
     RetrievalResult,
     make_prompts,
 )
-from ctxext.evaluation.retrieval.harness import write_tasks
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import logits_of_answers
 from ctxext.measuring.provenance import provenance_of
@@ -336,7 +335,7 @@ ASKED = ["--dtype", "fp32", "-m", "yarn", "-f", "4", "-l", "700", "-l", "900", "
 ASKED += ["--task", "associations"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("error::UserWarning:ctxext")
 def test_an_interrupted_command_goes_on_and_writes_the_same(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -373,57 +372,6 @@ def test_an_interrupted_command_goes_on_and_writes_the_same(
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_tasks_for_the_harness(checkpoint: str, tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    folder = tmp_path / "tasks"
-    given = ["--samples", "2", "-l", "1500", "--task", "variables", "--seed", "3", "--export-lm-eval", str(folder)]
-    done = command("eval", "retrieval", checkpoint, *given)
-    assert done.exit_code == 0, done.output
-    name = "ctxext_variables_1500_seed3"
-    assert name in done.output
-    assert {path.name for path in folder.iterdir()} == {f"{name}.yaml", f"{name}.jsonl", "ctxext_questions.py"}
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    made = make_prompts(bos_tokenizer, [1500], tasks=["variables"], samples=2, seed=3)
-    expected = [
-        (bos_tokenizer.decode([*prompt.text[1:].tolist(), *request.tolist()]), prompt.questions.answers[gold])
-        for prompt in made
-        for gold, request in enumerate(prompt.requests)
-    ]
-    assert [(line["prompt"], line["choices"][line["gold"]]) for line in lines] == expected
-    assert len(lines) == 2 * 4
-    (folder / "file").write_text("")
-    with pytest.raises(ResultsError, match="Cannot write tasks to"):
-        write_tasks(folder / "file" / "inside", made, bos_tokenizer, seed=3)
-
-
-@pytest.mark.slow
-def test_the_harness_reads_and_scores_its_tasks(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """By its own loader; its log-likelihoods are the losses of the command, for a tokenizer of bytes to the token."""
-    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm_eval")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    made = make_prompts(bos_tokenizer, [700], tasks=["associations"], samples=2)
-    (name,) = write_tasks(tmp_path, made, bos_tokenizer, seed=0)
-    harness = HFLM(pretrained=model, tokenizer=bos_tokenizer, add_bos_token=True, max_length=1024)
-    found = lm_eval.simple_evaluate(
-        harness,
-        tasks=["ctxext_retrieval"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        bootstrap_iters=0,
-        log_samples=True,
-    )
-    samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
-    said = [[float(likelihood) for ((likelihood, _),) in (answer for answer in sample["resps"])] for sample in samples]
-    trials = [ChoiceTrial(**prompt.ask(model, None, "", lambda *_: None)) for prompt in made]
-    losses = [row for each in trials for row in each.losses]
-    assert [[-value for value in row] for row in said] == [pytest.approx(row, rel=1e-4) for row in losses]
-    plain = [row.index(min(row)) == place for each in trials for place, row in enumerate(each.losses)]
-    assert found["results"][name]["acc,none"] == pytest.approx(sum(plain) / len(plain))
-
-
 def test_readings_are_compared_over_the_same_texts() -> None:
     first = result({512: [100.0, 0.0, 100.0]})
     second = replace(first, trials=tuple(replace(each, index=each.index + 1) for each in first.trials))
@@ -439,7 +387,7 @@ def guessed(generator: torch.Generator, number: int, index: int = 0) -> ChoiceTr
     return trial(losses.tolist(), index=index)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_luck_of_a_reading_is_that_of_all_ways_to_deal_out_the_answers() -> None:
     generator = torch.Generator().manual_seed(0)
     for number in (2, 3, 4):

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_are_those_of_stock_transformers_and_are_read_once(
     folder: Path, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -92,7 +92,7 @@ def truncated(model: torch.nn.Module, ids: list[int], window: int, start: int) -
     return torch.cat(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
     given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")

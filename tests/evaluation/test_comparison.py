@@ -65,7 +65,7 @@ def measured(*arguments: Any, **given: Any) -> ComparisonResult:
     return comparison.result()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_number_is_that_of_the_evaluations(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -164,7 +164,7 @@ def test_errors_needed(candidates: int, units: int, expected: float) -> None:
     assert PairedDifference(0.0, 0.0, 0, units).errors_needed(candidates) == pytest.approx(expected, abs=6e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verdict_follows_the_losses(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -234,7 +234,7 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_saved_extended_competes_as_it_is(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -348,7 +348,7 @@ def test_a_full_disk_keeps_what_is_finished(
     assert again.begin() == ()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cells_are_found_again_only_for_what_they_were(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -370,7 +370,7 @@ def test_cells_are_found_again_only_for_what_they_were(
         planned(model, tokenizer, tmp_path, methods=["pi"]).result()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_passkeys_that_were_judged_otherwise_are_asked_again(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +387,7 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
     assert not set(keys(PromptJob).values()) & set(passkeys.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_comparison_without_a_folder_finds_the_same(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -116,7 +116,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[str], tmp_path: Path) -> None:
     output = tmp_path / "report"
     shown = command(*arguments, "-m", "table inv_freq=[1,2]", "-o", output)

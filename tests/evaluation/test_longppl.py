@@ -98,7 +98,7 @@ def test_key_tokens_are_the_published_ones(checkpoint: Checkpoint, window: int, 
         assert all(96 + stride <= token <= window for token in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_context_keeps_the_prefix(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = Checkpoint("tiny", model, bos_tokenizer)
     texts = corpus(bos_tokenizer)
@@ -184,7 +184,7 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     assert plain.versus_truncation is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_measurement_goes_on(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """One journal holds what finds the key tokens, and what is measured of them."""
     texts, methods = corpus(checkpoint.tokenizer), [ctxext.method("pi", factor=2)]
@@ -294,7 +294,7 @@ def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> N
         run(checkpoint, texts, keys, lengths=[700])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

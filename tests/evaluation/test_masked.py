@@ -215,7 +215,7 @@ def saved(folder: Path, kind: Any = BertForMaskedLM) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_writes_its_result_and_goes_on_where_it_was(tmp_path: Path) -> None:
     model = saved(tmp_path / "model")
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 12)
@@ -251,7 +251,7 @@ def test_a_saved_extension_is_measured_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(masked_losses(own.model, text).nan_to_num(-1), masked_losses(model, text).nan_to_num(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_new_rows_that_were_trained_are_measured_and_survive_other_methods(tmp_path: Path) -> None:
     model = bert()
     ctxext.patch(model, "hierarchical", factor=2)

@@ -102,7 +102,7 @@ def best_of(cut: dict[int, list[torch.Tensor]], start: int, stop: int) -> tuple[
     return best, parts[best]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", some(["yarn", "ntk"], "yarn"))
 def test_every_length_from_one_pass_is_what_a_pass_of_its_own_gives(make: Make, method: str) -> None:
     checkpoint, corpus = make(257)
@@ -122,7 +122,7 @@ def test_every_length_from_one_pass_is_what_a_pass_of_its_own_gives(make: Make, 
     assert extension.at(POSITIONS)[4].loss == pytest.approx(mean([part[:, 112:160] for part in whole]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_references_and_differences_by_hand(make: Make) -> None:
     checkpoint, corpus = make(257)
     plan = make_plan(checkpoint.model, method="pi", lengths=[128, 256], arguments={"factor": 4.0})
@@ -179,7 +179,7 @@ def test_a_single_token_has_no_standard_error(make: Make, lengths: list[int]) ->
     assert perplexity_page(result).markdown({})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_measurement_goes_on(make: Make, tmp_path: Path) -> None:
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 2.0})
@@ -198,7 +198,7 @@ def test_an_interrupted_measurement_goes_on(make: Make, tmp_path: Path) -> None:
     assert {job.reader.reading.name for job in pending} == {"pi"}, "what the references read serves any extension"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_original_may_be_remembered(make: Make) -> None:
     """A model in training has no original beside it: what that read inside the window is kept from before."""
     checkpoint, corpus = make(129)
@@ -216,7 +216,7 @@ def test_the_original_may_be_remembered(make: Make) -> None:
     assert any("read by the extended model itself" in note for note in found.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dynamic_method_has_a_pass_per_length(make: Make) -> None:
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="dynamic_ntk", lengths=[32, 64, 96, 128], arguments={"factor": 2.0})
@@ -302,7 +302,7 @@ def test_windows(make: Make, mode: str) -> None:
     assert sum(costs) == pytest.approx(sum(job.cost for job in jobs))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_saved_extension_is_measured_as_saved(make: Make, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     checkpoint, corpus = make(129)
     ctxext.patch(checkpoint.model, "yarn", factor=2.0)
@@ -352,7 +352,7 @@ def chats(folder: Path) -> Path:
     return folder / "chats.jsonl"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_conversations_the_answers_alone_are_scored(model: LlamaForCausalLM, tmp_path: Path) -> None:
     trained_for(model, TRAINED)
     tokenizer = chat_tokenizer(PLAIN)
@@ -445,7 +445,7 @@ def call(folder: Path, *options: str) -> Result:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_command_to_files_and_back(folder: Path) -> None:
     files = [folder / name for name in ("result.json", "page.md", "loss.png")]
     found = call(folder, "-m", "yarn", "-f", "2", *(part for file in files for part in ("-o", str(file))))
@@ -471,7 +471,7 @@ def test_command_to_files_and_back(folder: Path) -> None:
         PerplexityResult.from_dict({**result.to_dict(), "format": 1})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "words"),
     [

@@ -30,13 +30,7 @@ def saved(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_p
     return tmp_path / "plain"
 
 
-@pytest.fixture
-def has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "emulates_bf16", lambda: False)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("has_bf16")
 def test_loading_is_quiet_and_says_its_dtype(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_checkpoint(str(saved))
     assert (loaded.name, next(loaded.model.parameters()).dtype) == ("plain", torch.bfloat16)

@@ -37,7 +37,7 @@ from tests._programs import command
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_passkeys_are_those_of_the_evaluation(
     checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ def test_passkeys_are_those_of_the_evaluation(
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saved_extended_checkpoints_are_read_as_saved(
     checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -253,7 +253,7 @@ def test_a_damaged_identity_is_an_error_that_names_it(tmp_path: Path) -> None:
         journal.claim({"made_by": "ctxext eval compare", "checkpoint": mine})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ruler_is_that_of_the_evaluation(
     checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

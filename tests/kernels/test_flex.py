@@ -170,6 +170,7 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
 
 @pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
 @pytest.mark.parametrize("change", [{"softcap": 30.0}, {"scale": 0.3}], ids=["cap", "scale"])
+@pytest.mark.nightly
 def test_numbers_are_constants_of_the_kernel(change: dict, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes a number an input after its second value; its kernels for CUDA cannot take one (torch 2.11)."""
     taken: list[torch.Tensor] = []

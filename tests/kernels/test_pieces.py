@@ -202,7 +202,7 @@ def test_the_kernel_of_a_step_is_left_what_it_can(monkeypatch: pytest.MonkeyPatc
         assert not takes_kernel(q, pieces)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("method", "layout"), crossed(VARIED, list(LAYOUTS)))
 @pytest.mark.parametrize("variant", some(VARIANTS, "all"))
 def test_sinks_caps_and_other_values_are_those_of_dense_attention(

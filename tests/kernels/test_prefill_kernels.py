@@ -78,7 +78,7 @@ def turns() -> None:
         assert torch.equal(launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back), found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_compute_what_torch_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process where Triton interprets its kernels, as it does only if it is told before its first import."""
     program = "from tests.kernels import test_prefill_kernels as test; test.merges(); test.turns(); print('equal')"

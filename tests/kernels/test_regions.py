@@ -58,7 +58,7 @@ def _check_one_way(regions: list[Region], first: int, stop: int, size: int, *, b
         assert torch.equal(seen, held.long()), (region, first, stop, size)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(8))
 def test_each_pair_of_a_region_is_in_one_rectangle(seed: int) -> None:
     draw = random.Random(seed)

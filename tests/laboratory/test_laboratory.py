@@ -169,7 +169,7 @@ def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vars(package).pop("backwards", None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("new_file")
 def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
     """Not another line is touched."""
@@ -186,7 +186,7 @@ def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
 # What is measured
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_kept_of_a_cell(result: LabResult) -> None:
     assert [reading.name for reading in result.of("text")] == [
         "rope",
@@ -206,7 +206,7 @@ def test_what_is_kept_of_a_cell(result: LabResult) -> None:
     assert parity.values.shape == (2, 4, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_numbers_of_a_cell_by_hand(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model that a job trained is read again: its losses by block, its shares, and what each extension changes."""
     trained: list[Any] = []
@@ -344,7 +344,7 @@ def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> No
 # What is shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_says_who_learned_order_before_anything_beyond(result: LabResult, tmp_path: Path) -> None:
     written = write_page(lab_page(result), tmp_path, "lab", "{}")
     assert [path.name for path in written] == ["lab.html", "lab.json", "lab.md", "figures"]
@@ -390,7 +390,7 @@ def test_mistakes_are_told_before_anything_is_measured(
         prepare(None, **asked)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_trains_and_shows(cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "quick", replace(PRESETS["quick"], settings=TINY))
     said = cli(

@@ -62,7 +62,7 @@ def by_the_paper(plain: Any, table: Tensor, hidden: Tensor, *, causal: bool, tem
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("temperature", [0.8, 0.5])
 @pytest.mark.parametrize("model_type", ["t5", "mt5", UMT5, "switch_transformers"])
 def test_every_self_attention_is_the_papers_and_no_other_is_touched(model_type: str, temperature: float) -> None:
@@ -93,7 +93,7 @@ def test_every_self_attention_is_the_papers_and_no_other_is_touched(model_type: 
     assert len([name for name in heard if name.endswith("SelfAttention")]) >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtype", "model_type"),
     crossed([torch.bfloat16, torch.float32, torch.float16], ["t5", "mt5", "umt5", "switch_transformers"]),
@@ -176,7 +176,7 @@ def test_a_saved_one_is_complete_and_cannot_be_extended_anew(tmp_path: Path) -> 
     assert torch.equal(both_sides(again), before)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_load_extends_a_plain_checkpoint_or_one_whose_buckets_are_stretched(tmp_path: Path) -> None:
     tiny("t5").save_pretrained(tmp_path / "plain")
     extend(tiny("t5"), factor=2.0, temperature=1.0).save_pretrained(tmp_path / "stretched")
@@ -192,7 +192,7 @@ def test_load_extends_a_plain_checkpoint_or_one_whose_buckets_are_stretched(tmp_
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_on_the_disk_is_written_with_other_weights(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     tiny("t5").save_pretrained(source)
@@ -252,7 +252,7 @@ def test_weights_that_cannot_be_divided() -> None:
     refused(large, r"too large for torch\.float16")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_around_the_queries_and_one_put_on_afterwards() -> None:
     peft = pytest.importorskip("peft")
     around = peft.get_peft_model(tiny("t5"), peft.LoraConfig(target_modules=["q"], r=2))

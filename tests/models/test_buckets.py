@@ -33,7 +33,7 @@ def patched(model_type: str = "t5", **arguments: Any) -> PreTrainedModel:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", RIGHT)
 def test_saved_reloaded_by_stock_code_and_unpatched(model_type: str, stock: Stock, tmp_path: Path) -> None:
     """Everything that the walk looks at: bit for bit in a process without ctxext, nothing left by a refusal."""
@@ -78,7 +78,7 @@ def test_every_part_says_the_same_and_unpatching_brings_all_back(tmp_path: Path)
     assert {one.config.relative_attention_max_distance for one in (model.encoder, model.decoder)} == {128}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctxext_load_takes_another_in_its_place(tmp_path: Path) -> None:
     patched().save_pretrained(tmp_path)
     further = ctxext.load(tmp_path, "stretch_buckets", factor=8, trained_length=TRAINED_LENGTH)
@@ -86,7 +86,7 @@ def test_ctxext_load_takes_another_in_its_place(tmp_path: Path) -> None:
     assert further.config.ctxext["original"] == {"relative_attention_max_distance": 128}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_published_config_says_its_length(tmp_path: Path) -> None:
     """t5-small's config.json has n_positions, which no code reads; other T5 are told trained_length."""
     config = T5Config.from_dict(FAMOUS["google-t5/t5-small"])

@@ -50,14 +50,14 @@ def test_every_structure_is_right(model_type: str, stock: Stock, tmp_path: Path)
     assert {name: detail for name, (outcome, detail) in found.items() if outcome != "right"} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_layer_windowed_is_right_kept_and_lifted(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("ministral", stock, tmp_path, "yarn", "dynamic_ntk")
     assert list(found) == [f"{name} ({choice})" for name in ("yarn", "dynamic_ntk") for choice in ("keep", "lift")]
     assert {outcome for outcome, _ in found.values()} == {"right"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("phi3", stock, tmp_path)
     assert {found[name] for name in ("pi", "yarn")} == {
@@ -68,7 +68,7 @@ def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: P
     assert "must be one of ['longrope']" in found["dynamic_ntk"][1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("gemma4_text", stock, tmp_path)
     assert {name: outcome for name, (outcome, _) in found.items()} == {
@@ -127,7 +127,7 @@ def test_phimoe_takes_what_reaches_its_forward_pass_and_nothing_else() -> None:
     assert model.config.rope_parameters["rope_theta"] > 10000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     types = model_types("causal")
     assert len(types) > 150
@@ -166,7 +166,7 @@ def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch:
     assert "stock reload: logits differ" in finding.detail
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_retrofits_and_encoders_are_walked_as_well(stock: Stock, tmp_path: Path) -> None:
     for model_type in ("eurobert", "mixtral"):
         folder = tmp_path / model_type

@@ -224,7 +224,7 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
 # --- saved, loaded, undone -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_case
 def test_stock_code_loads_it_exactly_or_refuses_it(name: str, stock: Stock, tmp_path: Path) -> None:
     """A process that never imports ctxext; then ``ctxext.load``, which has to give the same in either case."""
@@ -267,7 +267,7 @@ def test_what_was_trained_in_a_table_that_is_saved_stays(tmp_path: Path) -> None
     assert torch.equal(logits_of(ctxext.load(tmp_path).eval(), text(LONG)), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_extending_again_replaces_the_extension(tmp_path: Path) -> None:
     model = build("PegasusForConditionalGeneration")
     expected = logits_of(ctxext.patch(copy.deepcopy(model), "ntk", factor=4), text(4 * LENGTH))
@@ -278,7 +278,7 @@ def test_extending_again_replaces_the_extension(tmp_path: Path) -> None:
     assert torch.equal(logits_of(again, text(4 * LENGTH)), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", some(["MarianMTModel", "PegasusForConditionalGeneration"], "PegasusForConditionalGeneration")
 )

@@ -156,7 +156,7 @@ def test_one_length_for_two_tables_of_which_tokens_read_one() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_that_is_read_twice() -> None:
     model = tiny_model(tiny_config("prophetnet"))
     refused(
@@ -244,7 +244,7 @@ def test_the_longer_table_is_trained() -> None:
 # --- on the disk -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_on_the_disk_is_written_anew(tmp_path: Path) -> None:
     model = gpt2()
     model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")

@@ -55,6 +55,7 @@ def test_every_kind_of_positions_has_its_name(model_type: str, kind: str) -> Non
     assert positions_of(tiny_model(config), kind_of(type(config))) == kind
 
 
+@pytest.mark.nightly
 def test_every_type_whose_text_is_no_other_types_is_walked() -> None:
     walked_types = set(model_types())
     assert {"muse_glimmer", "muse_spark", "step3p7", "glm5_next", "qwen3_vl"} <= walked_types
@@ -70,7 +71,7 @@ def test_every_method_belongs_to_a_group_on_every_kind() -> None:
     assert [group_of("pi", kind) for kind in ("rotary", "ALiBi", "learned table")] == ["frequencies", "slopes", "rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_gets_its_own_methods_and_one_of_each_other_group() -> None:
     line = walked("gpt2", "yarn", "ntk", "tile", "hierarchical", "stretch_buckets")
     assert line["outcome"] == "right"

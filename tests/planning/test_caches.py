@@ -60,6 +60,7 @@ def test_the_cache_of_a_method_is_the_planned_one(name: str) -> None:
         assert planned.at(length).cache == sum(part.numel() * part.element_size() for part in parts(cache))
 
 
+@pytest.mark.nightly
 def test_heads_that_do_not_retrieve_hold_a_window_by_hand() -> None:
     """With 8 of 10 heads: 4 first tokens, 32 newest less the next query, and 32 to spare."""
     plain = tiny(num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2)
@@ -88,6 +89,7 @@ def test_a_prompt_in_chunks_holds_what_is_planned(name: str) -> None:
         assert planned.total - planned.fixed == pytest.approx(held_by(model, read), rel=0.05)
 
 
+@pytest.mark.nightly
 def test_draft_heads_by_hand() -> None:
     """A head is a decoder layer, the projection of two states to one, three norms, and the keys of a layer."""
     layer = sum(inputs * outputs for inputs, outputs in LINEAR) + 2 * HIDDEN

@@ -121,7 +121,7 @@ def test_layers_that_need_an_earlier_one_are_counted_behind_it(name: str) -> Non
     assert run.step(256).kept > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_layer_that_takes_what_others_made_is_planned_with_them() -> None:
     fields = SMALL | SHARED["a layer takes what the one before has picked"]
     run = plan_serving(AutoConfig.for_model(fields.pop("model_type"), **fields)).run

@@ -41,7 +41,7 @@ def test_by_hand_in_use(dtype: torch.dtype, size: int) -> None:
     assert found.layer >= size * LENGTH * (2 * HIDDEN + 3 * INNER)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_by_hand_in_training() -> None:
     three, five = (plan_training(llama(layers), lora_rank=3).at(LENGTH) for layers in (3, 5))
     updates = 3 * sum(inputs + outputs for inputs, outputs in LINEAR)
@@ -129,7 +129,7 @@ def test_a_prompt_holds_what_is_planned(name: str) -> None:
     assert planned.total - planned.fixed == pytest.approx(found, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "memory"),
     crossed(

@@ -75,7 +75,7 @@ def test_in_use_weights_are_counted_as_they_are_stored(form: dict[str, Any], bit
     assert found.dequantised == (2 * HIDDEN * INNER if bits < 8 else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", [form for form, _ in FORMS if form["quant_method"] not in ("aqlm", "bitnet")][:12])
 def test_advice_leads_into_no_refusal(form: dict[str, Any]) -> None:
     """Where nothing fits: nf4 is advised for plain weights alone, and is there taken."""
@@ -170,7 +170,7 @@ def test_a_file_about_the_cache_alone_says_nothing_of_weights(tmp_path: Path) ->
     assert quantised_beside(tmp_path, llama(None)) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plan_counts_what_such_a_file_says(tmp_path: Path) -> None:
     llama(None, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     asked = ["plan", tmp_path, "--length", "128", "--json"]

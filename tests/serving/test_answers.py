@@ -85,6 +85,7 @@ def test_a_stop_sequence_is_not_found_in_the_name_of_a_hidden_token(server: Aski
         assert (choice["text"], choice["finish_reason"]) == ("", "length")
 
 
+@pytest.mark.nightly
 def test_a_seed_decides_the_answer_whatever_runs_beside_it(server: Asking) -> None:
     alone = [server.text(**SEVEN | {"seed": seed}) for seed in (7, 8, -7, 2**63 - 1)]
     assert len(set(alone)) == 4
@@ -242,6 +243,7 @@ def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> N
 
 
 @pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")
+@pytest.mark.nightly
 def test_a_request_that_batches_have_no_room_for_is_refused_and_stops_no_other() -> None:
     with asking(letters(), together=True, cached=256) as server:
         for asked in ({"prompt": "x" * 400}, {"prompt": "x" * 200, "max_tokens": 57}, {"prompt": ["x", "y" * 300]}):
@@ -315,6 +317,7 @@ def test_a_json_schema_is_kept(of_bytes: Asking, stream: bool) -> None:
         assert "schema" in of_bytes.refused(CHAT, **asked, response_format=named)
 
 
+@pytest.mark.nightly
 def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
     pytest.importorskip("llguidance", reason="forced formats need llguidance")
     messages: Any = [{"role": "user", "content": "hi"}]
@@ -338,6 +341,10 @@ def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"place":"Bonn"}'
     assert "tool_choice" in of_bytes.refused(CHAT, **asked, tool_choice={"type": "function", "function": {"name": "x"}})
     assert "parallel_tool_calls" in of_bytes.refused(CHAT, **asked)
+    assert "Leave stop out" in of_bytes.refused(CHAT, **asked, tool_choice="required", stop="}")
+    called = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
+    for item in (called, {"type": "function_call_output", "call_id": "1", "output": "12"}):
+        assert "Begin with a message" in of_bytes.refused(RESPONSES, input=[item, called])
 
 
 def test_a_forced_format_names_the_extra_that_it_needs(of_bytes: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +379,7 @@ def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.nightly
 def test_reasoning_and_calls_of_tools_are_found_in_the_text(
     of_bytes: Asking, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
 import ctxext
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import ReadText, prompt_of
-from tests._models import byte_model, trained_for
+from tests._models import byte_model, tiny, trained_for
+from tests._tokenizer import make_tokenizer
 
 Cli = Callable[..., Result]
 QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
@@ -96,6 +97,79 @@ def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokeniz
         ReadText(extended, tokenizer, "short", QUESTIONS, 500).cut()
 
 
+@pytest.mark.parametrize("letter", ["\U0001f600", "漢", "é"])
+def test_no_cut_goes_through_a_letter(letter: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Of bytes: all tokens of a letter begin at the same place."""
+    text = ReadText(model("yarn"), tokenizer, letter + "x" * 400, QUESTIONS[:1], NEW)
+    text.text += "x" * (513 - text.needed)
+    assert text.needed - 512 == 1
+    assert text.cut() >= 1
+    assert set(text.text) == {"x"}
+    assert text.needed <= 512
+
+
+@pytest.mark.parametrize(("text", "completes"), [("", True), ("H", True), ("", False)])
+def test_next_to_no_text(text: str, completes: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    read = ReadText(model(), tokenizer, text, (), NEW, completes)
+    prompt = torch.tensor([prompt_of(tokenizer, text, "Who", completes=completes)])
+    tokens = read.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+    written = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
+    assert read.answer("Who") == (written.partition("\n")[0] if completes else written).strip()
+
+
+CHECKPOINT_SAYS = [
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"num_return_sequences": 2, "do_sample": True},
+    {"num_beams": 2},
+    {"return_dict_in_generate": True},
+    {"prompt_lookup_num_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("says", CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
+def test_what_the_checkpoint_says_of_generating_changes_no_answer(
+    says: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    extended = model("yarn")
+    expected = [whole(extended, tokenizer, TEXT, question) for question in QUESTIONS]
+    for name, value in says.items():
+        setattr(extended.generation_config, name, value)
+    assert ctxext.ask(extended, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [("zamba", False), ("mamba", False), ("minimax", False), ("rwkv", False), ("falcon_h1", True), ("lfm2", True)],
+)
+def test_a_recurrent_model_answers_as_from_the_whole_prompt_or_is_refused(
+    kind: str, shares: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctxext.serving.ask.CHUNK", 16)
+    recurrent = tiny(kind, vocab_size=300, max_position_embeddings=512)
+    if not shares:
+        with pytest.raises(IncompatibleError, match="in a form of its own, so that its text cannot be read once"):
+            ctxext.ask(recurrent, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW)
+        return
+    expected = [whole(recurrent, tokenizer, TEXT, question) for question in QUESTIONS]
+    assert ctxext.ask(recurrent, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+
+
+def test_a_template_that_takes_no_question_is_an_error_with_a_way_out() -> None:
+    words = make_tokenizer(bos=False)
+    for template in ("{{ raise_exception('system first') }}", {"tool_use": "x"}):
+        words.chat_template = template
+        with pytest.raises(InvalidParameterError, match=r"does not take a question: .* complete a line"):
+            ctxext.ask(model(), words, TEXT[:20], QUESTIONS, max_new_tokens=NEW)
+
+
+def test_a_tokenizer_in_python_cannot_cut(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(InvalidParameterError, match=r"is written in Python .* Cut the text to 512 tokens yourself"):
+        ReadText(model("yarn"), tokenizer, 3 * TEXT, QUESTIONS, NEW).cut()
+
+
 def test_a_line_is_completed_to_its_end(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     extended = model("yarn")
     prompt = torch.tensor([tokenizer(f"{TEXT}\nThe ship")["input_ids"]])
@@ -144,9 +218,13 @@ def test_questions_are_typed_where_none_is_given(
     for part in (model(), tokenizer):
         part.save_pretrained(tmp_path / "model")
     (tmp_path / "a.txt").write_text("x" * 400)
-    typed = iter([*QUESTIONS, ""])
+    typed = iter([QUESTIONS[0], "x" * 600, QUESTIONS[1], ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     told = cli("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8)
     assert told.exit_code == 0, told.stderr
     assert "of the text are left out: they exceed the window" in told.stderr
+    assert "Text, question and answer take" in told.stderr, "a question that is too long ends nothing"
     assert len(told.stdout.splitlines()) >= 2
+    refused = cli("ask", tmp_path / "model", "-t", "-")
+    assert refused.exit_code == 1
+    assert "-t - reads all that is typed as text. Give a question." in refused.stderr

@@ -281,8 +281,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), pytest.param(("--continuous-batching",), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [(), ("--continuous-batching",)])
 def test_a_second_ctrl_c_drops_what_runs(place: Path, more: tuple[str, ...]) -> None:
     ends: dict[bool, openai.APIError] = {}
     with running(place, *FLAGS, *more, program=("-c", STUCK), status=130) as server:

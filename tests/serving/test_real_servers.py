@@ -117,7 +117,7 @@ def checked(files: Path, url: str, computes: str, *more: object, name: str = "ya
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ours_of_another_method(files: Path) -> None:
     plain = load_served(str(files / "plain"), "pi", factor=FACTOR, dtype="fp32")
     with answering(plain) as server:

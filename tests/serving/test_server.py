@@ -139,7 +139,7 @@ def test_an_unknown_model_has_the_code_of_openais_specification(server: Reached)
         assert (refused.value.code, refused.value.type) == ("model_not_found", "invalid_request_error")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_request_beyond_the_window_is_refused_with_the_numbers(server: Reached) -> None:
     messages: Any = [{"role": "user", "content": PROMPT * 3}]
     for stream in (False, True):
@@ -169,7 +169,7 @@ def test_strangers_are_refused_and_other_doors_are_shut(server: Reached) -> None
             server.client.post(f"{server.client.base_url}".removesuffix("/v1/") + path, body={}, cast_to=object)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_work_for_a_client_that_went_away_ends(server: Reached, model: Any, stream: bool) -> None:
     began = time.monotonic()

@@ -23,7 +23,7 @@ def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:
     return settings.model_copy(update={"stages": [Stage(**stage) for stage in stages]})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_stage_trains_its_own_extension_and_a_resumed_run_knows_where_it_was(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
+@pytest.mark.nightly
 def test_losses_and_gradients_are_those_of_one_process(case: str, runs: dict[str, Path]) -> None:
     """Of every trained weight: a token embedding that is the head as well gets its part from both ends."""
     two, one, rounded = runs[case], runs[single(case)], case.endswith("bf16")

@@ -54,7 +54,7 @@ def test_resumed_it_has_the_losses_and_weights_of_a_run_never_interrupted(settin
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.finetune(settings("--merge", "--dtype", "bf16"))
     run = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     assert AutoTokenizer.from_pretrained(run / "merged")("ab").input_ids[0] == 256
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_the_answers_of_conversations(
     settings: Any, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +105,7 @@ def test_it_learns_the_answers_of_conversations(
         recipe.finetune(settings(*given, "--positions", "pose", "--output", str(tmp_path / "other")))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_losses_are_told_however_rarely_a_run_logs(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings("--output", str(tmp_path / "all")))
     recipe.finetune(settings("--training.log_every", "3"))
@@ -115,7 +115,7 @@ def test_the_last_losses_are_told_however_rarely_a_run_logs(settings: Any, tmp_p
     assert found[STEPS] == pytest.approx(single[STEPS], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
             recipe.finetune(settings("--output", str(tmp_path / "new")))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_resumed_only_as_itself(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no whole checkpoint to resume from"):
         recipe.finetune(settings(), resume=True)

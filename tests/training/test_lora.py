@@ -28,7 +28,7 @@ def trained(model: Any, steps: int = 2) -> Any:
     return model.eval()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model_type", "tied"), [("llama", True), ("llama", False), ("qwen3", True), ("bloom", True), ("gpt_neox", True)]
 )
@@ -144,7 +144,7 @@ def test_experts_that_are_one_tensor_are_adapted_and_routers_are_not(model_type:
     assert not [name for name, weight in model.named_parameters() if name in names and not weight.grad.any()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapted_experts_are_saved_loaded_and_merged(tmp_path: Path) -> None:
     base = tiny("mixtral")
     base.save_pretrained(tmp_path / "base")
@@ -160,7 +160,7 @@ def test_adapted_experts_are_saved_loaded_and_merged(tmp_path: Path) -> None:
         attach_lora(tiny("mixtral"), dropout=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["falcon_h1", "mixtral"])
 def test_training_of_them_is_planned(model_type: str) -> None:
     from ctxext.planning.plan import plan_training
@@ -168,7 +168,7 @@ def test_training_of_them_is_planned(model_type: str) -> None:
     assert plan_training(tiny(model_type).config).at(64).adapters
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_makes_no_adapter() -> None:
     """Of this rank its weights would take 100 GiB."""
     from ctxext.planning.plan import plan_training

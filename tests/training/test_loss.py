@@ -222,7 +222,7 @@ def run(model: Any, directory: Path, **arguments: Any) -> tuple[list[float], lis
     return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps], trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
 def test_the_trainer_needs_no_change(precision: dict[str, bool], tmp_path: Path) -> None:
     """Accumulated, normalised by the tokens of the whole batch, and evaluated."""
@@ -237,7 +237,7 @@ def test_the_trainer_needs_no_change(precision: dict[str, bool], tmp_path: Path)
     assert evaluation == pytest.approx(expected[2], rel=2e-3 if precision else 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled() -> None:
     model, inputs = tiny(), batch()
     value, expected = gradients(model, **inputs)

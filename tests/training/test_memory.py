@@ -175,7 +175,7 @@ for change in (False, True):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}

@@ -20,7 +20,7 @@ from tests.walk.tiny import TRAINED_LENGTH
 CONFIG = RECIPES / "configs" / "smollm2-135m-64k-nope-drope.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("whole", ["true", "false"])
 def test_recalibrated_at_the_old_length_and_then_read_further(whole: str, settings: Any, tmp_path: Path) -> None:
     asked = ("--data.length", str(TRAINED_LENGTH), "--extension.factor", "1", "--lora.whole", whole, "--device", "cpu")

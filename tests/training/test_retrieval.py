@@ -156,7 +156,7 @@ def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, t
         assert words.lower() not in texts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings("--data.retrieval", "0.5", "--training.steps", "2"))
     report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))

@@ -79,7 +79,7 @@ def test_a_run_begins_from_a_plain_checkpoint(settings: Any, checkpoint: Path, t
         load_base(settings("--checkpoint", str(tmp_path / "none")), torch.device("cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_from_what_another_one_merged(
     settings: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -129,6 +129,15 @@ def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
         read("--train", "a", text=FILE + line)
 
 
+def test_words_are_themselves_and_numbers_those_of_yaml_1_2(read: Any) -> None:
+    settings = read("--train", "texts #2/a.txt", "--steps", "010", "--output", "2026-11-27")
+    assert settings.data.train == ["texts #2/a.txt"]
+    assert (settings.training.steps, settings.output) == (10, "2026-11-27")
+    assert read("--train", "a", "--output", "'it #1'").output == "it #1"
+    with pytest.raises(InvalidParameterError, match=r"training.steps: .*, found '1:30'"):
+        read("--train", "a", "--steps", "1:30")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -100,7 +100,7 @@ def settings(corpus: Path, both_ends: PreTrainedTokenizerFast, tmp_path: Path) -
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["hierarchical", "tile", "stretch", "pi"])
 def test_learned_rows_stay_bit_for_bit_wherever_the_method_put_them(settings: Any, tmp_path: Path, method: str) -> None:
     recipe.finetune(settings(method=method))
@@ -126,7 +126,7 @@ def test_learned_rows_stay_bit_for_bit_wherever_the_method_put_them(settings: An
     assert f"of {2 * TRAINED} rows of bert.embeddings.position_embeddings.weight are trained" in report["trained"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["roberta", "gpt2"])
 def test_rows_for_padding_and_causal_models_too(settings: Any, tmp_path: Path, kind: str) -> None:
     recipe.finetune(settings(kind))
@@ -152,7 +152,7 @@ def test_a_tokenizer_that_cannot_be_saved_beside_the_model_is_refused_before_any
     assert last_checkpoint(tmp_path / "run") is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_falls_and_the_whole_table_is_trained_where_that_is_asked(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings(table="whole", training__steps=60, training__accumulation=2, training__learning_rate=0.1))
     found = list(losses(tmp_path / "run").values())
@@ -162,7 +162,7 @@ def test_the_loss_falls_and_the_whole_table_is_trained_where_that_is_asked(setti
     assert (rows_of(after)[:TRAINED] != rows_of(made("bert"))).any(dim=1).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resumed_it_has_the_losses_and_rows_of_a_run_never_interrupted(settings: Any, tmp_path: Path) -> None:
     through, broken = tmp_path / "through", tmp_path / "broken"
     recipe.finetune(settings(output=str(through)))
@@ -176,7 +176,7 @@ def test_resumed_it_has_the_losses_and_rows_of_a_run_never_interrupted(settings:
     assert AutoTokenizer.from_pretrained(through / "model").mask_token_id == 257
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_skip_wise_positions_train_new_rows_from_short_sequences(settings: Any, tmp_path: Path) -> None:
     short = {"data__length": 32, "data__positions": "pose", "training__accumulation": 8}
     recipe.finetune(settings("roberta", **short))
@@ -187,7 +187,7 @@ def test_skip_wise_positions_train_new_rows_from_short_sequences(settings: Any, 
     assert changed[TRAINED:].sum() > 32, "beyond what the sequences are long"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_on_a_rotary_encoder_fills_in_masked_tokens(
     settings: Any, both_ends: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

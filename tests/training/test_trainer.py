@@ -66,7 +66,7 @@ def test_a_gradient_that_is_no_number_stops_training_before_weights_change(
     assert all(torch.equal(weight, before[name]) for name, weight in trained.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reads_of_a_step_do_not_grow_with_the_weights(tmp_path: Path) -> None:
     def reads(layers: int, steps: int) -> int:
         trainer = trainer_of(tmp_path, layers=layers, steps=steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
@@ -32,26 +31,19 @@ class RetrievalOptions:
         "The length whose score the effective length keeps 85 percent of.", show_default="the shortest"
     )
     seed: Seed = 0
-    export_lm_eval: Path | None = option(
-        "Measure nothing; write the questions into this folder as tasks of lm-evaluation-harness.",
-        metavar="DIR",
-        show_default="none",
-    )
 
     def check(self, lengths: list[int]) -> None:
         """Refuse what cannot be asked.
 
         Raises:
             UnknownNameError: an unknown task.
-            InvalidParameterError: a base length that is not measured, or an export without a length.
+            InvalidParameterError: a base length that is not measured.
         """
         refuse_unknown("retrieval task", self.task, TASK_NAMES)
         if self.base is not None and lengths and self.base not in lengths:
             raise InvalidParameterError(
                 f"--base {self.base} is none of the lengths that are measured. Give --length {self.base} too."
             )
-        if self.export_lm_eval is not None and not lengths:
-            raise InvalidParameterError("--export-lm-eval writes questions of given lengths. Give a --length.")
 
 
 @grouped
@@ -72,20 +64,13 @@ def retrieval(
     questions.check(asked.length or [])
     from ctxext.evaluation.report.retrieval import retrieval_page
     from ctxext.evaluation.retrieval.choices import RetrievalReport, make_prompts
-    from ctxext.evaluation.retrieval.harness import write_tasks
 
     session = Asking(asked, haystack, source, results)
-    lengths = (asked.length or []) if questions.export_lm_eval else session.lengths
+    lengths = session.lengths
     questions.check(lengths)
     given = {name: getattr(questions, name) for name in ("samples", "choices", "seed")}
     text = session.haystack
     prompts = session.draw(make_prompts, lengths, tasks=questions.task, haystack=text, **given)
-    if questions.export_lm_eval:
-        tasks = write_tasks(questions.export_lm_eval, prompts, session.checkpoint.tokenizer, seed=questions.seed)
-        session.console.print(f"Wrote {len(tasks)} tasks to {questions.export_lm_eval}. Run them with:")
-        run = f"lm_eval --model hf --model_args pretrained=CHECKPOINT --include_path {questions.export_lm_eval}"
-        session.console.print(f"{run} --tasks {','.join(tasks)}", soft_wrap=True)
-        return
     about = {"haystack": text.name, "base": questions.base or lengths[0]}
     where = f"things hidden in {text.name}"
     session.ask(RetrievalReport, prompts, where, retrieval_page, seed=questions.seed, **about)

@@ -130,7 +130,7 @@ def answered(model: LlamaForCausalLM, tokenizer: Any, *, samples: int = 10, **gi
     return RulerResult(tuple(ask(model, tokenizer, each.task, each.question(), chat=chat) for each in prompts))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     """Greedy whatever the checkpoint's own settings say; the BOS token counts."""
     long_model.generation_config.do_sample = True

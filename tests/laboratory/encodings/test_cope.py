@@ -22,7 +22,7 @@ def score(weights: dict[str, Tensor], h: int, i: int, j: int, query: Tensor, key
     return scale * (query * mixed).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     check_score(CoPE(places=5), score, monkeypatch)
 

@@ -22,7 +22,7 @@ def score(weights: dict[str, Tensor], h: int, i: int, j: int, *_: object) -> Ten
     return total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     check_score(FIRE(width=7, threshold=5), score, monkeypatch)
 

@@ -154,7 +154,7 @@ def test_kind(name: str, kind: str) -> None:
     assert picture_of(known_methods()[name](factor=4.0), PictureRequest()).numbers["kind"] == kind
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_method_has_a_picture() -> None:
     assert len(known_methods()) >= 30
     for kind in known_methods().values():
