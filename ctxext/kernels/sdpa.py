@@ -102,8 +102,11 @@ class Sdpa(AttentionBackend):
             q, k, v = evened(q, k, v)
             need = replace(call.need, head_dim=q.shape[3], value_dim=None)
             return self.attend(replace(call, q=q, k=k, v=v, need=need))[..., : call.v.shape[3]]
-        far_need = replace(call.need, score="none", lse=True)
-        if call.need.score == "rows" and has_far_keys(call) and self.refuses(far_need) is None:
+        if (
+            call.need.score == "rows"
+            and has_far_keys(call)
+            and self.refuses(replace(call.need, score="none", lse=True)) is None
+        ):
             return attend_near_far(self, call)
         if call.need.score == "rows" or (call.need.score in ("places", "columns") and is_short):
             # Columns would need a widened copy of the whole cache for each new token.

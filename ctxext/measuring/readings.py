@@ -300,8 +300,10 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
     if not factors and not any(isinstance(item, Method) for item in wanted):
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
     methods: list[Method] = []
-    names = architecture_of(Subject.of(model)).method_names()
-    for item in wanted or [name for name in names if not METHODS[name].needs_training and not METHODS[name].required()]:
+    if not wanted:
+        names = architecture_of(Subject.of(model)).method_names()
+        wanted = [name for name in names if not (METHODS[name].needs_training or METHODS[name].required())]
+    for item in wanted:
         if isinstance(item, Method) or is_choice(item):
             methods.append(item if isinstance(item, Method) else method_in(item))
             continue
