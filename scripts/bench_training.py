@@ -7,11 +7,13 @@
 
 A ``Trainer`` takes a step to warm up and then the measured ones, on the same tokens, on a CPU in a process of its own;
 the variants of a length take turns, round after round. "Stock" is activation checkpointing as ``TrainingArguments``
-sets it, and nothing else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks returned" those of twice
-a layer's hidden states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add,
-at their peak, to what the process held with its model: adapters' gradients and optimizer state included, weights not;
-"plan" is what ``ctxext plan`` predicts of it, over that (gradients that stay between the micro-batches of an update
-included), and "host" the pinned memory on the host.
+sets it, and nothing else; "stock, Liger" has Liger's kernels too (``use_liger_kernel``), and with them a loss in chunks
+of Liger's own. "nf4" holds the frozen weights in 4 bits (bitsandbytes). On a CPU "ctxext" gives blocks of 1 MiB and
+more back, "large blocks returned" those of twice a layer's hidden states, "freed memory kept" none
+(``memory.return_freed`` of the recipe). Memory is what the steps add, at their peak, to what the process held with its
+model: adapters' gradients and optimizer state included, weights not; "plan" is what ``ctxext plan`` predicts of it,
+over that (gradients that stay between the micro-batches of an update included), and "host" the pinned memory on the
+host.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Annotated, Any
 import bench
 import torch
 import typer
+from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -42,7 +45,8 @@ from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT
 
-STOCK, KEPT, LARGE = "stock", "ctxext, freed memory kept", "ctxext, large blocks returned"
+STOCK, LIGER, NF4 = "stock", "stock, Liger", "ctxext, nf4"
+KEPT, LARGE = "ctxext, freed memory kept", "ctxext, large blocks returned"
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
         STOCK: Memory(loss_chunk=None),
@@ -53,8 +57,10 @@ VARIANTS: dict[str, dict[str, Memory]] = {
     },
     "cuda": {
         STOCK: Memory(loss_chunk=None),
+        LIGER: Memory(loss_chunk=None),
         "ctxext": Memory(),
         "ctxext, attention kept": Memory(save_attention=True),
+        NF4: Memory(),
         "ctxext, tiled MLP": Memory(mlp_tile=8192),
         "ctxext, offload": Memory(offload=True),
         "ctxext, offload, tiled MLP": Memory(offload=True, mlp_tile=8192),
@@ -172,7 +178,23 @@ def build(setting: Setting) -> Any:
     model = bench.random_model(setting.shape, setting.dtype, setting.device, setting.layers)
     if setting.method is not None:
         ctxext.patch(model, setting.method, factor=4, trained_length=2048)
+    if setting.variant == NF4:
+        hold_in_four_bits(model, DTYPES[setting.dtype], setting.device)
     return model
+
+
+def hold_in_four_bits(model: Any, dtype: torch.dtype, device: str) -> None:
+    """Replace the linear layers but the head, as transformers does where it loads a checkpoint with nf4."""
+    from bitsandbytes.nn import Linear4bit
+
+    head = model.get_output_embeddings()
+    linear = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
+    for name, layer in linear:
+        with torch.device("meta"):
+            packed = Linear4bit(layer.in_features, layer.out_features, False, dtype, quant_type="nf4")
+        packed.weight = type(packed.weight)(layer.weight.data, requires_grad=False, quant_type="nf4").to(device)
+        model.set_submodule(name, packed)
+    model.is_loaded_in_4bit = True  # PEFT reads it
 
 
 def predicted(setting: Setting) -> float:
@@ -188,6 +210,7 @@ def predicted(setting: Setting) -> float:
             norms=setting.whole,
             embeddings=setting.whole,
             dtype=dtype,
+            quantisation="nf4" if setting.variant == NF4 else None,
         ).at(setting.length)
     else:
         planned = plan_serving(config, dtype=dtype).at(setting.length)
@@ -203,7 +226,7 @@ def measure(setting: Setting) -> Measured:
     """Take the steps; on a CPU, run it in a fresh process."""
     logging.set_verbosity_error()
     model = build(setting).train()
-    if setting.variant not in (STOCK, KEPT):
+    if setting.variant not in (STOCK, LIGER, KEPT):
         hidden_states = setting.length * model.config.hidden_size * DTYPES[setting.dtype].itemsize
         return_freed_memory(above=min(2 * hidden_states, MOST_KEPT) if setting.variant == LARGE else 2**20)
     model.config.use_cache = False
@@ -220,6 +243,7 @@ def measure(setting: Setting) -> Measured:
             max_steps=len(rows),
             per_device_train_batch_size=1,
             learning_rate=1e-4,
+            use_liger_kernel=setting.variant == LIGER,
             bf16=setting.dtype == "bf16",
             use_cpu=setting.device == "cpu",
             save_strategy="no",
@@ -308,7 +332,7 @@ def cells(setting: Setting, measured: Measured, stock: Measured | None) -> list[
         ratios[0],
         f"{measured.added_mib:,.0f}",
         ratios[1],
-        f"{predicted(setting) / measured.added_mib:.2f}",
+        "" if name == LIGER else f"{predicted(setting) / measured.added_mib:.2f}",
         f"{measured.host_mib:,.0f}",
         f"{measured.losses[-1]:.5f}",
         *(f"{share:.1%}" for _, share in measured.shares),
