@@ -365,9 +365,11 @@ def main(
     def rows(say: bench.Say) -> Iterator[bench.Row]:
         for length in map(int, bench.listed(lengths)):
             at = replace(setting, length=length)
-            results = compared(at, names, rounds, say)
-            for name, measured in results.items():
-                yield cells(replace(at, variant=name), measured, results.get(STOCK))
+            results: dict[str, Measured] = {}
+            for turns in [names] if rounds > 1 else [[name] for name in names]:
+                for name, measured in compared(at, turns, rounds, say).items():
+                    results[name] = measured
+                    yield cells(replace(at, variant=name), measured, results.get(STOCK))
         for name in names if longest_up_to else ():
             length, measured = longest(replace(setting, variant=name), longest_up_to, say)
             yield cells(replace(setting, variant=name, length=length), measured, None)
