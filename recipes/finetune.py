@@ -61,7 +61,6 @@ from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged, trained_weights
-from ctxext.training.loss import Kept
 from ctxext.training.masked import MaskedSequences, shift_of
 from ctxext.training.memory import peak_memory
 from ctxext.training.parallel import launched_parallelism
@@ -126,11 +125,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     model.config.use_cache = False
     chunk = {} if data.masked is None else {"loss_chunk": None}
     memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
-    kept = None
-    if training.keep_inside:
-        untouched = load_base(settings, arguments.device, tokenizer=tokenizer).model.eval().requires_grad_(False)
-        kept = Kept(untouched, description.trained_length, training.keep_inside)
-    held = memory.apply(model, kept)
+    held = memory.apply(model)
 
     # 2. The data, cut into as many sequences as there will be steps to read them.
     readers = arguments.world_size // launched_parallelism().non_data_parallel_size  # some may share a sequence

@@ -2,7 +2,6 @@
 
     python scripts/bench_training.py                                           # SmolLM2-135M, 4K and 8K, on the CPU
     python scripts/bench_training.py --model llama-8b --lengths 65536,131072   # on an 80 GB GPU
-    python scripts/bench_training.py --model llama-8b --longest 1048576        # and the longest that fits
     python scripts/bench_training.py --lengths 16384 --shares                  # and the parts of a step's time
 
 A ``Trainer`` takes a step to warm up and then the measured ones, on the same tokens, on a CPU in a process of its own;
@@ -267,8 +266,11 @@ def measure(setting: Setting) -> Measured:
 
 
 def in_a_process(setting: Setting) -> Measured:
-    """Measure, on a CPU in a process of its own, where one that the system kills for its memory is a finding."""
-    if setting.device == "cuda":  # torch counts what a model adds there, whatever was before
+    """Measure; on a CPU in a process of its own, where one that the system kills for its memory is a finding.
+
+    So with Liger everywhere: it replaces classes of transformers, for all models of the process from then on.
+    """
+    if setting.device == "cuda" and setting.variant != LIGER:  # torch counts what a model adds, whatever was before
         gc.collect()
         torch.cuda.empty_cache()
         return measure(setting)
@@ -296,21 +298,6 @@ def compared(setting: Setting, names: list[str], rounds: int, say: bench.Say) ->
         )
         for name, measured in results.items()
     }
-
-
-def longest(setting: Setting, limit: int, say: bench.Say) -> tuple[int, Measured]:
-    """Return the largest length up to ``limit`` that fits, to one part in 16, and what its step took."""
-    fits, measured, step = 0, Measured(why_not="nothing fits"), limit
-    while step >= max(1024, limit // 16):
-        length = fits + step
-        say(f"{setting.shape}, {setting.variant}: do {length:,} tokens fit?")
-        tried = in_a_process(replace(setting, length=length))
-        if not tried.why_not:
-            fits, measured = length, tried
-        if fits == limit:
-            break
-        step //= 2
-    return fits, measured
 
 
 COLUMNS = ("tokens", "variant", "seconds", "tokens/s", "time", "adds MiB", "memory", "plan", "host MiB", "loss")
@@ -353,7 +340,6 @@ def main(
     device: bench.Device = bench.DEVICE,
     shares: Annotated[bool, typer.Option("--shares", help="profile a step: the share of each part")] = False,
     warm: Annotated[int, typer.Option(help="tokens of the step that warms up; 0 for all", min=0)] = 0,
-    longest_up_to: Annotated[int, typer.Option("--longest", help="also look for the longest that fits", min=0)] = 0,
     markdown: bench.Markdown = None,
 ) -> None:
     """Measure a LoRA training step with and without ctxext."""
@@ -370,9 +356,6 @@ def main(
                 for name, measured in compared(at, turns, rounds, say).items():
                     results[name] = measured
                     yield cells(replace(at, variant=name), measured, results.get(STOCK))
-        for name in names if longest_up_to else ():
-            length, measured = longest(replace(setting, variant=name), longest_up_to, say)
-            yield cells(replace(setting, variant=name, length=length), measured, None)
 
     trained = "LoRA, norms and embeddings" if whole else "LoRA"
     shape = f"{model}{f', {layers} layers' if layers else ''}, {dtype}, {trained} of rank {rank}"

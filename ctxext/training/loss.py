@@ -35,22 +35,7 @@ from ctxext.training.parallel import is_fsdp, is_sharded
 from ctxext.training.sequences import IGNORED
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a model should go on to predict inside its trained window.
-
-    Args:
-        model: the untouched model, unpatched and without an adapter, on the same device.
-        window: tokens from the start of a sequence, a multiple of ``chunk``.
-        weight: of the divergence from it, KL(untouched, trained), in nats per token, beside the cross-entropy.
-    """
-
-    model: Any
-    window: int
-    weight: float
-
-
-def chunk_loss(model: nn.Module, *, chunk: int = 1024, kept: Kept | None = None) -> ChunkedLoss:
+def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     """Make a model compute its loss in chunks from now on, in any Trainer or in your own loop.
 
     Called with ``labels``, the model returns a loss, and gradients, equal to its own up to rounding, and no logits.
@@ -84,15 +69,15 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024, kept: Kept | None = None)
             f"{type(causal).__name__} has a loss of its own. Only the cross-entropy of the next token, as transformers "
             f"computes it for most models, is computed in chunks."
         )
-    return ChunkedLoss(causal, chunk, kept)
+    return ChunkedLoss(causal, chunk)
 
 
 class ChunkedLoss:
     """Handle of ``chunk_loss``, which undoes it."""
 
-    def __init__(self, causal: PreTrainedModel, chunk: int, kept: Kept | None = None) -> None:
+    def __init__(self, causal: PreTrainedModel, chunk: int) -> None:
         self._owner, self._name = _innermost(causal)
-        self._forward = ChunkedForward(causal, chunk=chunk, kept=kept)
+        self._forward = ChunkedForward(causal, chunk=chunk)
         self._edits = Edits()
         self._edits.set(self._owner, self._name, self._forward)
 
@@ -138,7 +123,6 @@ class ChunkedForward(ForwardOverride):
     """Stands in for a causal model's ``forward`` and returns its loss without its logits."""
 
     chunk: int = 1024
-    kept: Kept | None = None
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +144,7 @@ class ChunkedForward(ForwardOverride):
             targets = targets.masked_fill(targets == ignored, IGNORED)
         layers = Pieces(self.module, given, targets)
         size = max(1, self.chunk // targets.shape[0])
-        total = layers.recomputed(size) if is_sharded(self.module) else layers.at_once(size, self.kept)
+        total = layers.recomputed(size) if is_sharded(self.module) else layers.at_once(size)
         if count is None:
             count = (layers.targets != IGNORED).sum()
         loss = total / (count.to(total.device) if isinstance(count, Tensor) else count)
@@ -210,14 +194,9 @@ class Pieces:
         return logits
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def at_once(self, size: int, kept: Kept | None = None) -> Float[Tensor, ""]:
+    def at_once(self, size: int) -> Float[Tensor, ""]:
         """Compute the summed loss, and its gradients, which the backward pass then returns."""
         total = torch.zeros((), device=self.hidden.device)
-        untouched, inside = None, 0
-        if kept is not None and torch.is_grad_enabled():
-            inside = min(kept.window, self.targets.shape[1])
-            with torch.no_grad():
-                untouched = Pieces(kept.model, {self.source: self.inputs[:, :inside]}, self.targets[:, :inside])
         wanted = torch.is_grad_enabled()
         by_hidden = torch.zeros_like(self.hidden) if wanted else None
         leaves: list[Tensor] | None = None
@@ -228,12 +207,6 @@ class Pieces:
             logits = self.logits(hidden)
             value, by_logits = cross_entropy_and_gradient(logits, self.targets[:, piece])
             total = total + value
-            if untouched is not None and kept is not None and start < inside:
-                with torch.no_grad():
-                    should = torch.softmax(untouched.logits(untouched.hidden[:, piece]).float(), -1)
-                    away = torch.softmax(logits.float(), -1).sub_(should)
-                    away.masked_fill_((self.targets[:, piece] == IGNORED)[..., None], 0.0)
-                by_logits = by_logits + (kept.weight * away).to(by_logits.dtype)
             if by_hidden is None:
                 continue
             if leaves is None:

@@ -24,7 +24,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
 from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.training.loss import Kept, chunk_loss
+from ctxext.training.loss import chunk_loss
 
 ATTENTION_KERNELS = frozenset(
     {
@@ -85,7 +85,7 @@ class Memory:
                     f"{name} is about what checkpointing keeps; set checkpointing=True with it."
                 )
 
-    def apply(self, model: nn.Module, kept: Kept | None = None) -> contextlib.ExitStack:
+    def apply(self, model: nn.Module) -> contextlib.ExitStack:
         """Let a model train this way from now on.
 
         Call it before the model is handed to a Trainer, and leave ``TrainingArguments.activation_checkpointing``
@@ -106,7 +106,7 @@ class Memory:
             )
         with contextlib.ExitStack() as undo:
             if self.loss_chunk is not None:
-                undo.enter_context(chunk_loss(base, chunk=self.loss_chunk, kept=kept))
+                undo.enter_context(chunk_loss(base, chunk=self.loss_chunk))
             if self.mlp_tile is not None:
                 undo.callback(_tile_mlps(base, self.mlp_tile).undo)
             if self.checkpointing:

@@ -195,7 +195,6 @@ class TrainingSettings(Section):
         embedding_learning_rate: highest learning rate of a trained embedding; None takes ``learning_rate``. A tenth of
             it is a good start: every row of a tied embedding gets a gradient in every step, and Adam turns even the
             smallest gradient into a full-sized step.
-        keep_inside: weight of the divergence from the untouched model inside the trained window; 0 for none.
         schedule: ``cosine`` to zero, or ``constant``; both after a linear warm-up.
         warmup: steps until the highest learning rate.
         weight_decay: AdamW's weight decay.
@@ -210,7 +209,6 @@ class TrainingSettings(Section):
     accumulation: int = Field(1, ge=1)
     learning_rate: float = Field(gt=0)
     embedding_learning_rate: float | None = Field(None, gt=0)
-    keep_inside: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
