@@ -35,8 +35,10 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ctxext.errors import InvalidParameterError, require_package
 from ctxext.measuring.forward import logits_in_chunks
+from ctxext.serving.ask import GREEDY
 from ctxext.serving.requests import Sampling, refusal
 
+DRAWN = GREEDY | {"repetition_penalty": 1.0}  # settings of a generation whose tokens a Draw takes
 COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow
 FORCED = "response_format, text.format and a forced tool_choice"  # fields that force a form on an answer
 LOG = logging.getLogger("uvicorn.error")
@@ -304,14 +306,6 @@ class Draw:
             self.emit(self._piece() if error is None else error)
 
 
-def calm(usual: GenerationConfig, limit: int | None) -> GenerationConfig:
-    """Return the checkpoint's settings without sampling, which a ``Draw`` does."""
-    settings = copy.deepcopy(usual)
-    settings.do_sample, settings.num_beams, settings.num_return_sequences = False, 1, 1
-    settings.repetition_penalty, settings.max_new_tokens = 1.0, limit
-    return settings
-
-
 class OneByOne(GenerateManager):  # type: ignore[misc]
     """Manager of requests that are answered in turn; one whose client went away ends at the next token."""
 
@@ -344,7 +338,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            generation_config=calm(self.model.generation_config, draw.limit),
+            **DRAWN,
+            max_new_tokens=draw.limit,
             tokenizer=draw.reader.tokenizer,
             logits_processor=[chosen],
             stopping_criteria=[stopped],
@@ -411,10 +406,10 @@ class Together(CBGenerateManager):  # type: ignore[misc]
         config.use_cuda_graph = config.use_async_batching = False  # tokens are drawn outside of graphs, one by one
         super().__init__(config)
         self.running: set[Draw] = set()
+        settings = copy.deepcopy(model.generation_config)
+        settings.update(**DRAWN, max_new_tokens=None)
         # Refuses a model that continuous batches would not be right for.
-        self._cb = model.init_continuous_batching(
-            generation_config=calm(model.generation_config, None), continuous_batching_config=config
-        )
+        self._cb = model.init_continuous_batching(generation_config=settings, continuous_batching_config=config)
         self.rows = self._cb.logit_processor = Rows(self._cb.logit_processor)
         self._cb.start()
         while self._cb.batch_processor is None and self.is_alive():

@@ -28,6 +28,16 @@ TEMPLATE = (
 )
 SILENT = "{% for message in messages %}{{ '<|user|>' + message.content }}{% endfor %}"
 
+# What a checkpoint's generation_config may say that changes no greedy answer.
+CHECKPOINT_SAYS: list[dict[str, Any]] = [
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"num_return_sequences": 2, "do_sample": True},
+    {"num_beams": 2},
+    {"return_dict_in_generate": True},
+    {"prompt_lookup_num_tokens": 3},
+]
+
 
 def letters(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each printable letter, and special tokens that no text shows."""
@@ -107,9 +117,12 @@ class Asking:
 
 
 @contextmanager
-def asking(tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024) -> Iterator[Asking]:
-    """Serve a tiny model that is not extended, in turn or in continuous batches."""
+def asking(
+    tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024, says: dict[str, Any] | None = None
+) -> Iterator[Asking]:
+    """Serve a tiny model that is not extended, in turn or in continuous batches; ``says`` is its generation_config."""
     model = tiny(tokenizer)
+    vars(model.generation_config).update(says or {})
     served = Served("tiny", Checkpoint("tiny", model, tokenizer), window, {})
     app: Any = application(served, continuous_batching=together, cached_tokens=cached if together else None)
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:

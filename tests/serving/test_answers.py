@@ -13,7 +13,7 @@ import torch
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 from ctxext.caches.records import PAGED_IN_LAYERS
-from tests.serving._asking import CHAT, RESPONSES, SILENT, TEXT, Asking, asking, bytewise, letters
+from tests.serving._asking import CHAT, CHECKPOINT_SAYS, RESPONSES, SILENT, TEXT, Asking, asking, bytewise, letters
 
 PROMPT = "once upon a time"
 pytestmark = pytest.mark.slow
@@ -61,6 +61,17 @@ def brute(server: Asking, prompt: str, count: int, added: Any) -> tuple[list[int
             rows.append(model(torch.tensor([ids + tokens])).logits[0, -1])
         tokens.append(int((rows[-1] + added(tokens)).argmax()))
     return tokens, rows
+
+
+@pytest.mark.parametrize("together", [False, BATCHES])
+@pytest.mark.parametrize("says", CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
+def test_what_the_checkpoint_says_of_generating_changes_no_answer(says: dict[str, Any], together: bool) -> None:
+    with asking(letters(), together=together, says=says) as server:
+        [choice] = server.choices(**SEVEN)
+        expected, _ = brute(server, PROMPT, 8, lambda _: 0.0)
+        assert server.text(prompt=PROMPT, max_tokens=8, temperature=0) == server.tokenizer.decode(expected)
+    with asking(letters(), together=together) as plain:
+        assert [choice] == plain.choices(**SEVEN)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,6 +17,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import ReadText, prompt_of
 from tests._models import byte_model, tiny, trained_for
 from tests._tokenizer import make_tokenizer
+from tests.serving._asking import CHECKPOINT_SAYS
 
 Cli = Callable[..., Result]
 QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
@@ -115,16 +116,6 @@ def test_next_to_no_text(text: str, completes: bool, tokenizer: PreTrainedTokeni
     tokens = read.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
     written = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
     assert read.answer("Who") == (written.partition("\n")[0] if completes else written).strip()
-
-
-CHECKPOINT_SAYS = [
-    {"use_cache": False},
-    {"cache_implementation": "static"},
-    {"num_return_sequences": 2, "do_sample": True},
-    {"num_beams": 2},
-    {"return_dict_in_generate": True},
-    {"prompt_lookup_num_tokens": 3},
-]
 
 
 @pytest.mark.parametrize("says", CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
