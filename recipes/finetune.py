@@ -95,6 +95,9 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     device = require_device(settings)
     settings = in_fast_dtype(settings, device)
     arguments = training_arguments(settings, device)
+    if arguments.n_gpu > 1:  # the Trainer would copy the model to all of them, and read as many sequences a step
+        say(f"This run takes one of the {arguments.n_gpu} GPUs; accelerate launch takes all of them.")
+        arguments._n_gpu = 1
     checkpoint = resume_point(settings, resume=resume)
     if settings.memory.return_freed is not None and arguments.device.type == "cpu":
         return_freed_memory(above=settings.memory.return_freed * 2**20)

@@ -206,7 +206,8 @@ class Comparison(Survey[LossJob | PromptJob]):
             rows = [self.journal.losses(lines[job.key]) for job in self.texts[name, measured]]
             if window is not None:
                 # Only the tail was read: nothing is dropped inside the trained window.
-                heads = [self.journal.losses(lines[job.key]) for job in self.texts[UNPATCHED, self.lengths[-1]]]
+                inside = self.lengths[0 if readings[UNPATCHED].dynamic else -1]
+                heads = [self.journal.losses(lines[job.key]) for job in self.texts[UNPATCHED, inside]]
                 rows = [torch.cat([head[: self.trained_length], row]) for head, row in zip(heads, rows, strict=True)]
             return [row[:length] for row in rows]
 
@@ -303,7 +304,7 @@ class Comparison(Survey[LossJob | PromptJob]):
                 found=sum(trial["correct"] for trial in trials),
                 trials=len(trials),
                 loss=sum(trial["loss"] for trial in trials) / len(trials),
-                hidden=prompts[-1].passkey.distance > trained,
+                hidden=all(p.passkey.key_position < p.prefix + p.dropped(trained) for p in prompts),
             )
             scores.append(score)
         return tuple(scores)
@@ -316,7 +317,8 @@ class Comparison(Survey[LossJob | PromptJob]):
             of_factor = [
                 r for r in methods if r.factor == factor or (r.any_factor and factor is not None and r.factor >= factor)
             ]
-            length = max(self.lengths_of(of_factor[0])) if of_factor else self.lengths[-1]
+            own = [reading for reading in of_factor if not reading.any_factor] or of_factor
+            length = max((n for reading in own for n in self.lengths_of(reading)), default=self.lengths[-1])
             references = [reading for reading in self.readings if reading.is_reference]
             shown = [*references, *(reading for reading in of_factor if length in self.lengths_of(reading))]
             series = tuple(_series(wholes[length], shown, self.trained_length, length))

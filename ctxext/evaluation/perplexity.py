@@ -384,7 +384,7 @@ def prepare(
     plain_inside: Sequence[Sequence[LossJob]] = ()
     if measured != UNPATCHED and plain is not None:
         if plan.mode == "position" and plan.unpatched and windows:
-            control = originals.whole(unpatched, dynamic=False)
+            control = originals.whole(unpatched, dynamic=follows_length(base_model(plain.model)))
             readings.insert(0, control)
         plain_inside = originals.inside(unpatched, control)
     if measured != UNPATCHED and (inside is not None or plain is not None):

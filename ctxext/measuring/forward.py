@@ -57,6 +57,10 @@ def logits_in_chunks(
         )
     causal = _causal_model(model)
     shell, replay = shell_of(causal)
+    if patched_state(causal) is None and follows_length(causal):
+        for module in causal.modules():  # transformers keeps the frequencies of the longest text so far
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
     if cached is not None and cached < positions:
         replay.real = CachedPieces(causal, replay.real, positions=positions, piece=cached)
     for first in range(start, positions, chunk):

@@ -19,6 +19,7 @@ from ctxext.core.saved import already_extended, choices
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import follows_length
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.provenance import versions
 from ctxext.measuring.truncation import (
@@ -244,6 +245,7 @@ class Readings:
             method=description.method,
             reach=description.target_length if self.extended else None,
             fingerprint=description.fingerprint,
+            dynamic=follows_length(base_model(self.model)),
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
         names = [*map(window_name, self.windows), TRUNCATED]

@@ -135,13 +135,14 @@ def _matches(pattern: str, name: str) -> bool:
 
 def stored_weights(model: PreTrainedModel, stored: Stored, layers: Iterable[nn.Module] | None = None) -> list[Tensor]:
     """Return the quantised weights of some decoder layers, or of all: of linear layers, and experts in one tensor."""
-    weights = []
+    weights: list[Any] = []
     names = {id(module): name for name, module in model.named_modules()}
     for layer in layers_of(model) if layers is None else layers:
         for module in layer.modules():
             if not stored.holds(names[id(module)]):
                 continue
-            if isinstance(module, nn.Linear) and not stored.experts_only:
+            transposed = type(module).__name__ == "Conv1D" and stored.method == "bitsandbytes"
+            if (transposed or isinstance(module, nn.Linear)) and not stored.experts_only:
                 weights.append(module.weight)
             elif stored.method != "bitsandbytes":  # bitsandbytes quantises linear layers only
                 weights += [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]

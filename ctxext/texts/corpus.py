@@ -81,12 +81,14 @@ class Corpus:
 
     Args:
         prefix: Words for the tokens in front of each document.
-        read: Number of documents that were read; those that are missing here were too short.
+        read: Number of documents that were read; those that are missing here were too short, or copies.
+        copies: Number of documents left out since an earlier one has the same tokens.
     """
 
     documents: tuple[TokenisedDocument, ...]
     prefix: str
     read: int
+    copies: int = 0
 
     def cut(self, tokens: int) -> Corpus:
         """Cut each document to at most ``tokens`` tokens, prefix included."""
@@ -138,6 +140,7 @@ def corpus_of(
     prefix = None if bos == "auto" else prefix_for(tokenizer, bos)
     kept: list[TokenisedDocument] = []
     read, longest, silent = 0, 0, 0
+    seen: dict[str, int] = {}
     for document in documents:
         read += 1
         tokenised = tokenise(document, tokenizer, prefix=prefix)
@@ -150,21 +153,26 @@ def corpus_of(
         if may_be_short and not taken.answered:
             silent += 1
             continue
+        seen[taken.sha256] = seen.get(taken.sha256, 0) + 1
+        if seen[taken.sha256] > 1:
+            continue
         kept.append(taken)
         if len(kept) == limit:
             break
     if not read:
         raise InvalidParameterError("The corpus is empty: no document with any text in it was found.")
+    copies = sum(seen.values()) - len(seen)
     if not kept or (limit is not None and len(kept) < limit):
         raise InvalidParameterError(
             f"{len(kept)} of {read} documents have the {tokens:,} tokens asked for"
             f"{f' after the first {skip:,}, which are skipped' if skip else ''}"
             f"{f', and {limit} are wanted' if kept else f'; the longest has {longest:,}'}"
-            f"{f'; {silent} conversations have no answer there' if silent else ''}. "
+            f"{f'; {silent} conversations have no answer there' if silent else ''}"
+            f"{f'; {copies} are copies of others' if copies else ''}. "
             f"Ask for {'fewer documents or ' if kept else ''}a smaller length, or give longer texts."
         )
     labels = (prefix_label(tokenizer, document.input_ids[0, : document.prefix].tolist()) for document in kept)
-    return Corpus(tuple(kept), " or ".join(dict.fromkeys(labels)), read)
+    return Corpus(tuple(kept), " or ".join(dict.fromkeys(labels)), read, copies)
 
 
 def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None = None) -> TokenisedDocument:

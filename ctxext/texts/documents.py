@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import lzma
 import re
 import sys
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +106,8 @@ def installed_texts() -> list[Path]:
 
 def _read(source: str, split: str | None, column: str | None) -> Iterator[Document]:
     path = Path(source)
+    if not source.strip():
+        raise _missing(source)
     if source == "-":
         yield Document("standard input", _decoded(sys.stdin.buffer.read(), "standard input"))
     elif path.is_dir():
@@ -124,7 +128,7 @@ def require_sources(sources: Iterable[str | Path]) -> None:
     """
     for source in map(str, sources):
         path = Path(source)
-        if source != "-" and not path.exists() and not _is_hub_name(path, source):
+        if not source.strip() or (source != "-" and not path.exists() and not _is_hub_name(path, source)):
             raise _missing(source)
 
 
@@ -269,7 +273,14 @@ def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Do
 def _explained(source: str, kind: str = "") -> Iterator[None]:
     """Turn what ``datasets`` and the readers of tables end in into ``InvalidParameterError``."""
     data = sys.modules.get("datasets")
-    unreadable = (OSError, ValueError, EOFError, *([data.exceptions.DatasetsError] if data else []))
+    unreadable = (
+        OSError,
+        ValueError,
+        EOFError,
+        zlib.error,
+        lzma.LZMAError,
+        *([data.exceptions.DatasetsError] if data else []),
+    )
     try:
         yield
     except CtxextError:
@@ -297,7 +308,7 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
     chosen: str | None = None
     for number, row in enumerate(_readable(rows, source)):
         chosen = chosen or _text_column(row, source, column)
-        value = row[chosen]
+        value = row.get(chosen)
         names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
         name = names[0] if names else f"{source}[{number}]"
         if isinstance(value, list) or (chosen == MESSAGES_COLUMN and isinstance(parsed(value), list)):
@@ -324,7 +335,7 @@ def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str
         if column not in row:
             raise UnknownNameError.of(f"column of {source!r}", column, row)
         return column
-    strings = [name for name, value in row.items() if isinstance(value, str)]
+    strings = [name for name, value in row.items() if value is None or isinstance(value, str)]
     for usual in (TEXT_COLUMN, MESSAGES_COLUMN):
         if usual in row:
             return usual
@@ -377,7 +388,8 @@ def _decoded(content: bytes, source: str) -> str:
 
 
 def _normalised(text: str) -> str:
-    """Take out a byte order mark and carriage returns, which change how a text is tokenised."""
+    """Take out a byte order mark and carriage returns, which change how a text is tokenised, and halves of letters."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 

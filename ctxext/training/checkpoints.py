@@ -37,7 +37,18 @@ FREE = (
 
 
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
-    """Marks a checkpoint after all its files are written; ``last_checkpoint`` takes marked checkpoints only."""
+    """Marks a checkpoint after all its files are written; ``last_checkpoint`` takes marked checkpoints only.
+
+    A resumed run saves and logs as its own settings say, and no mean of losses spans the place where it was resumed.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the intervals of this part of the run, not those that the checkpoint was written with."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log what a checkpoint does not hold, the losses since the last entry."""
+        control.should_log |= control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark the checkpoint that was just written."""

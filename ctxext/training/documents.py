@@ -136,7 +136,8 @@ def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
         for file in _files(Path(source), asked["column"]):
             files.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    content = json.dumps([asked, files, vocabulary, type(tokenizer).__name__, tokenizer.chat_template, "weighed"])
+    said = [type(tokenizer).__name__, tokenizer.chat_template, str(tokenizer.special_tokens_map)]  # templates use them
+    content = json.dumps([asked, files, vocabulary, *said, "weighed"])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -63,6 +64,52 @@ def measured(*arguments: Any, **given: Any) -> ComparisonResult:
     comparison = planned(*arguments, **given)
     comparison.measure(comparison.begin())
     return comparison.result()
+
+
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    ("dynamic_ntk", {}),
+    ("", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}}),
+]
+
+
+@pytest.mark.parametrize(("method", "rope"), SAVED, ids=["saved", "by its config"])
+def test_a_checkpoint_that_follows_the_length_is_read_at_each(
+    method: str, rope: dict[str, Any], bos_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    length = {"max_position_embeddings": 64, "vocab_size": len(bos_tokenizer)}
+    own, plain = tiny("llama", **length, **rope), tiny("llama", **length)
+    if method:
+        ctxext.patch(own, method, factor=4)
+    given = {"methods": ["pi"], "factors": (4.0,)}
+    before = measured(plain, bos_tokenizer, None, **given)
+    for _ in range(2):  # transformers' frequencies of the longest text so far are those of that text alone
+        found = measured(own, bos_tokenizer, None, **given)
+        assert found.row("unpatched").reading.dynamic
+        for row in found.rows:
+            expected = before.row(row.reading.name if row.reading.is_reference else "pi x4")
+            assert row.inside.loss == pytest.approx(expected.inside.loss, abs=1e-5)
+
+
+def test_figures_do_not_depend_on_the_order_of_methods(bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    small = tiny("llama", max_position_embeddings=64, vocab_size=len(bos_tokenizer))
+    given = {"model": small, "output": None, "factors": (2.0, 4.0)}
+    for order in itertools.permutations(["rerope", "yarn"]):
+        panels = measured(tokenizer=bos_tokenizer, methods=order, **given).panels
+        assert [panel.length for panel in panels] == [128, 256]
+        assert [f"yarn x{panel.factor:g}" in [item.name for item in panel.drawn] for panel in panels] == [True, True]
+
+
+@pytest.mark.parametrize(("depth", "hidden"), [(0.3, True), (0.9, False)])
+def test_a_key_is_hidden_where_truncation_does_not_show_it(
+    depth: float, hidden: bool, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    found = planned(model, bos_tokenizer, None, methods=["pi"], depths=(depth,), trials=2)
+    prompts = [prompt for prompt in found.prompts if prompt.length == TARGET]
+    places = [prompt.passkey.key_position - prompt.dropped(TRAINED) - prompt.prefix for prompt in prompts]
+    assert [place < 0 for place in places] == [hidden] * 2
+    found.measure(found.begin())
+    scores = [score for score in found.result().row("pi x2").passkeys if score.length == TARGET]
+    assert [score.hidden for score in scores] == [hidden]
 
 
 @pytest.mark.nightly

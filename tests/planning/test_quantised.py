@@ -133,6 +133,23 @@ def test_experts_that_are_one_tensor() -> None:
     assert plain - packed == experts + attention
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_experts_are_planned_in_any_dtype(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128}  # fmt: skip
+    config = AutoConfig.for_model("qwen3_moe", **shape, intermediate_size=96, head_dim=16)
+    for plan in (plan_serving, plan_training):
+        found, usual = (plan(config, dtype=kind).at(64) for kind in (dtype, torch.bfloat16))
+        assert found.layer / usual.layer == pytest.approx(dtype.itemsize / 2, rel=0.35)
+    assert not capfd.readouterr().err
+
+
+def test_bitsandbytes_packs_the_transposed_layers_of_gpt2() -> None:
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)
+    plain, packed = (plan_serving(config, quantisation=kind).fixed.weights for kind in (None, "nf4"))
+    assert plain - packed == pytest.approx(2 * 12 * 64 * 64 * (16 - 4.127) / 8, rel=1e-3)
+
+
 # Files beside config.json, as quantisers write them, and the bits of a weight.
 BESIDE: dict[str, tuple[str, dict[str, Any], float]] = {
     "AutoGPTQ": ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False}, 4 + 20 / 128),

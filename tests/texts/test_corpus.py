@@ -6,17 +6,20 @@ import gzip
 import importlib.util
 import io
 import json
+import lzma
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from ctxext.cli.eval.common import texts_in_words
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.texts import documents
 from ctxext.texts.corpus import corpus_of, prefix_for, prefix_label, tokenise
-from ctxext.texts.documents import Document, installed_texts, read_documents
+from ctxext.texts.documents import Document, installed_texts, read_documents, require_sources
 
 ROWS = [{"title": "One", "text": "first\r\ntext"}, {"title": "Two", "text": "second"}, {"title": "", "text": " \n"}]
 
@@ -52,6 +55,62 @@ def test_text_files_folders_and_standard_input(folder: Path, monkeypatch: pytest
     assert list(read_documents(["-"])) == [Document("standard input", "a\né")]
     assert [one.name for one in read_documents([folder / "split"], split="test")] == ["Two"]
     assert list(read_documents([folder / "other.jsonl"], column="b")) == [Document("7", "y")]
+
+
+LONG = "the long text " * 9
+ORDINARY_DAMAGE = {
+    "a row without the column": [{"text": LONG}, {"content": "other"}, {}],
+    "half of an emoji": [{"text": LONG + "\ud83d"}],
+}
+
+
+@pytest.mark.parametrize("damage", ORDINARY_DAMAGE)
+def test_ordinary_damage_is_read_around(damage: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ORDINARY_DAMAGE[damage]), encoding="utf-8")
+    [found] = corpus_of(read_documents([path]), tokenizer, tokens=100).documents
+    assert tokenizer.decode(found.input_ids[0]) == LONG[:100]
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz"])
+def test_a_damaged_archive_is_a_sentence(ending: str, tmp_path: Path) -> None:
+    whole = (gzip if ending == "gz" else lzma).compress((json.dumps({"text": LONG}) + "\n").encode() * 50)
+    path = tmp_path / f"rows.jsonl.{ending}"
+    path.write_bytes(whole[:30] + bytes(len(whole) - 30))
+    with pytest.raises(InvalidParameterError, match="Cannot read documents from"):
+        list(read_documents([path]))
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"content": None, "title": "A"}, {"content": LONG, "title": "B"}], [{"id": 1, "content": None}]]
+)
+def test_a_column_that_begins_empty_may_be_the_one_of_texts(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "content": LONG}]), encoding="utf-8")
+    if "title" in rows[0]:
+        with pytest.raises(InvalidParameterError, match="say which holds the text with --column"):
+            list(read_documents([path]))
+    else:
+        assert [document.text for document in read_documents([path])] == [LONG]
+
+
+def test_a_copy_is_no_other_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = [Document(name, text) for name, text in (("a", LONG), ("b", LONG * 2), ("c", "x" + LONG), ("d", "short"))]
+    corpus = corpus_of(given, tokenizer, tokens=100)
+    assert [document.name for document in corpus.documents] == ["a", "c"]
+    assert (corpus.read, corpus.copies) == (4, 1)
+    assert "(1 shorter documents and 1 copies left out)" in texts_in_words(corpus)
+    with pytest.raises(InvalidParameterError, match=r"2 of 4 documents .*; 1 are copies of others"):
+        corpus_of(given, tokenizer, tokens=100, limit=3)
+
+
+@pytest.mark.parametrize("source", ["", " "])
+def test_a_text_without_a_name_is_not_this_folder(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "diary.txt").write_text(LONG)
+    monkeypatch.chdir(tmp_path)
+    for read in (lambda given: list(read_documents(given)), require_sources):
+        with pytest.raises(InvalidParameterError, match=f"Cannot read the text '{source}'"):
+            read([source])
 
 
 def test_reading_is_lazy(folder: Path) -> None:
@@ -127,7 +186,7 @@ def test_a_stretch_keeps_its_prefix(bos_tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def test_a_corpus_keeps_what_is_long_enough(bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = [Document(f"d{n}", "x" * n) for n in (10, 30, 20, 40)]
+    texts = [Document(f"d{n}", letter * n) for n, letter in ((10, "w"), (30, "x"), (20, "y"), (40, "z"))]
     found = corpus_of(iter(texts), bos_tokenizer, tokens=21)
     assert [(one.name, one.tokens) for one in found.documents] == [("d30", 21), ("d20", 21), ("d40", 21)]
     assert (found.read, found.tokens, found.prefix) == (4, 63, "<s> (id 256)")

@@ -110,9 +110,23 @@ def test_the_last_losses_are_told_however_rarely_a_run_logs(settings: Any, tmp_p
     recipe.finetune(settings("--output", str(tmp_path / "all")))
     recipe.finetune(settings("--training.log_every", "3"))
     single, found = losses(tmp_path / "all"), losses(tmp_path / "run")
-    assert list(found) == [3, STEPS]
-    assert found[3] == pytest.approx((single[1] + single[2] + single[3]) / 3, rel=1e-5)
-    assert found[STEPS] == pytest.approx(single[STEPS], rel=1e-5)
+    # With each checkpoint, too: where a run is resumed, no mean lacks a step.
+    means = {2: (single[1] + single[2]) / 2, 3: single[3], STEPS: single[STEPS]}
+    assert found == pytest.approx(means, rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_saves_and_logs_as_it_is_told_now(settings: Any, tmp_path: Path) -> None:
+    recipe.finetune(settings("--output", str(tmp_path / "all")))
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
+        recipe.finetune(settings())
+    recipe.finetune(settings("--checkpoint_every", "1", "--training.keep", "9", "--log_every", "2"), resume=True)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
+    assert losses(tmp_path / "run") == losses(tmp_path / "all")  # each with its checkpoint
 
 
 @pytest.mark.nightly

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.texts.corpus import tokenise
+from ctxext.texts.documents import read_documents
 from ctxext.training import chunk_loss
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, PackedSequences, TrainingSequences, require_separate
@@ -126,6 +128,16 @@ def conversations(folder: Path, seed: int = 0, *, first: str | None = None) -> T
         rows[0] = json.dumps({"messages": [{"role": "user", "content": first}, json.loads(rows[0])["messages"][1]]})
     (folder / "chats.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return TokenisedDocuments.read([str(folder / "chats.jsonl")], chat_tokenizer(PLAIN))
+
+
+def test_another_end_of_a_turn_is_read_again(tmp_path: Path) -> None:
+    """Templates write special tokens by their roles, which the tokenizer's vocabulary does not tell."""
+    conversations(tmp_path)
+    tokenizer = chat_tokenizer(PLAIN.replace("m.content }};", "m.content }}{{ eos_token }}"))
+    for end in ("<s>", "z"):
+        tokenizer.eos_token = end
+        ids = TokenisedDocuments.read([str(tmp_path / "chats.jsonl")], tokenizer).rows[0]["input_ids"]
+        assert ids == tokenise(next(read_documents([tmp_path / "chats.jsonl"])), tokenizer).input_ids[0].tolist()
 
 
 def test_conversations_are_packed_whole_and_answers_alone_are_learned(tmp_path: Path) -> None:

@@ -158,8 +158,9 @@ def texts_in_words(corpus: Corpus) -> str:
     """Name the texts of a corpus, how many were left out, and what stands in front of each."""
     from ctxext.measuring.labels import few_of
 
-    short = corpus.read - len(corpus.documents)
-    left_out = f" ({short} shorter documents left out)" if short else ""
+    counts = {"shorter documents": corpus.read - len(corpus.documents) - corpus.copies, "copies": corpus.copies}
+    less = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    left_out = f" ({less} left out)" if less else ""
     return f"{few_of([document.name for document in corpus.documents])}{left_out}; in front of each: {corpus.prefix}"
 
 
