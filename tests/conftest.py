@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of a slow test to the night: the first, the thirteenth and so on stay."""
+    """Leave most cases of a slow test to the night: the first, the twenty-fifth and so on stay."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         test, bracket, _ = item.nodeid.partition("[")
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault(test, []).append(item)
     for same in cases.values():
         for number, item in enumerate(same):
-            if number % 12:
+            if number % 24:
                 item.add_marker(pytest.mark.nightly)
 
 

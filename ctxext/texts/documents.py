@@ -388,7 +388,7 @@ def _decoded(content: bytes, source: str) -> str:
 
 
 def _normalised(text: str) -> str:
-    """Take out a byte order mark and carriage returns, which change how a text is tokenised, and halves of letters."""
+    """Take out a byte order mark and carriage returns, which change how a text is tokenised, and lone surrogates."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 

@@ -72,6 +72,7 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "rope"), SAVED, ids=["saved", "by its config"])
 def test_a_checkpoint_that_follows_the_length_is_read_at_each(
     method: str, rope: dict[str, Any], bos_tokenizer: PreTrainedTokenizerFast
@@ -90,6 +91,7 @@ def test_a_checkpoint_that_follows_the_length_is_read_at_each(
             assert row.inside.loss == pytest.approx(expected.inside.loss, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_figures_do_not_depend_on_the_order_of_methods(bos_tokenizer: PreTrainedTokenizerFast) -> None:
     small = tiny("llama", max_position_embeddings=64, vocab_size=len(bos_tokenizer))
     given = {"model": small, "output": None, "factors": (2.0, 4.0)}

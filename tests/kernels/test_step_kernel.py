@@ -42,7 +42,7 @@ TYPES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_error_is_at_most_twice_that_of_naive_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside float64, as each dtype allows; also the same bits twice, and 0 for a query that sees nothing."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
