@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.caches.bounded import Reach
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # Of experts: without data torch knows its shape in bfloat16 alone.
-            cast = tree_map(lambda arg: arg.bfloat16() if _is_number(arg) else arg, args)
+            cast = [arg.bfloat16() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
             result = func(*cast, **(kwargs or {})).to(args[0].dtype)
         else:
             result = func(*args, **(kwargs or {}))
@@ -98,10 +98,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class PassesOn(DynamicCache):  # type: ignore[misc]

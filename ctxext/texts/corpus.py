@@ -139,8 +139,8 @@ def corpus_of(
         )
     prefix = None if bos == "auto" else prefix_for(tokenizer, bos)
     kept: list[TokenisedDocument] = []
-    read, longest, silent = 0, 0, 0
-    seen: dict[str, int] = {}
+    read, longest, silent, copies = 0, 0, 0, 0
+    seen: set[str] = set()
     for document in documents:
         read += 1
         tokenised = tokenise(document, tokenizer, prefix=prefix)
@@ -153,15 +153,15 @@ def corpus_of(
         if may_be_short and not taken.answered:
             silent += 1
             continue
-        seen[taken.sha256] = seen.get(taken.sha256, 0) + 1
-        if seen[taken.sha256] > 1:
+        if taken.sha256 in seen:
+            copies += 1
             continue
+        seen.add(taken.sha256)
         kept.append(taken)
         if len(kept) == limit:
             break
     if not read:
         raise InvalidParameterError("The corpus is empty: no document with any text in it was found.")
-    copies = sum(seen.values()) - len(seen)
     if not kept or (limit is not None and len(kept) < limit):
         raise InvalidParameterError(
             f"{len(kept)} of {read} documents have the {tokens:,} tokens asked for"

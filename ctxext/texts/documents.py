@@ -105,19 +105,16 @@ def installed_texts() -> list[Path]:
 
 
 def _read(source: str, split: str | None, column: str | None) -> Iterator[Document]:
+    require_sources([source])
     path = Path(source)
-    if not source.strip():
-        raise _missing(source)
     if source == "-":
         yield Document("standard input", _decoded(sys.stdin.buffer.read(), "standard input"))
     elif path.is_dir():
         yield from _read_folder(path, split, column)
     elif path.exists():
         yield from _read_file(path, column)
-    elif _is_hub_name(path, source):
-        yield from _read_hub(source, split, column)
     else:
-        raise _missing(source)
+        yield from _read_hub(source, split, column)
 
 
 def require_sources(sources: Iterable[str | Path]) -> None:
@@ -129,11 +126,7 @@ def require_sources(sources: Iterable[str | Path]) -> None:
     for source in map(str, sources):
         path = Path(source)
         if not source.strip() or (source != "-" and not path.exists() and not _is_hub_name(path, source)):
-            raise _missing(source)
-
-
-def _missing(source: str) -> InvalidParameterError:
-    return InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
+            raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
 
 
 def _is_hub_name(path: Path, source: str) -> bool:
