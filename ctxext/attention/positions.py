@@ -245,6 +245,9 @@ def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
         return Layout.causal(batch, query, device=positions.device)
     keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
     index = torch.arange(query, device=positions.device)
+    # Slots, which count the padding in front of a row, mean what a later call makes of them: positions without it.
+    of_slots = ((positions == index) | ~keep).all(1, keepdim=True)
+    positions = torch.where(of_slots, positions - keep.int().argmax(1, keepdim=True), positions)
     # Padding may stand between two tokens, so compare with the newest token before, not with the neighbour.
     last = torch.where(keep, index, -1).cummax(1).values
     before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)

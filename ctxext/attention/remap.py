@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention.attend import Backends, as_autocast_wants, attend_as_before
 from ctxext.caches.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
-from ctxext.caches.call import cache_layer_of, change_later, replace_cache_layer
+from ctxext.caches.call import cache_layer_of, change_later, current, replace_cache_layer
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import pads_little
 from ctxext.caches.records import outside_graphs
@@ -153,6 +153,8 @@ class RemapAttend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **how: Any) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         is_usual = not how["dropout"] and mask.layout.sees == self.far.sees  # else refused outside of the graph
+        cache = None if current.call is None else current.call.cache
+        is_usual = is_usual and (cache is None or cache.is_compileable)  # a growing one turns and drops keys
         if torch.compiler.is_compiling() and takes_step(q, k) and is_usual:
             more = {"softcap": how["given"].get("softcap"), "sinks": how["given"].get("s_aux")}
             return self._step(q, k, v, mask.layout, scale=how["scale"], **more)
@@ -277,7 +279,7 @@ class RemapAttend:
         reach = self.reach
         if reach is None or not self.drops or not isinstance(cached, DynamicLayer):
             return
-        if isinstance(cached, BoundedLayer | SplitLayer):
+        if not _holds_all(cached):
             cached.drop(layout)
         elif is_worth_dropping(reach, layout, layout.key_length):
             layer = self._dropping(reach, cached)

@@ -101,7 +101,7 @@ class PositionedForward(ForwardOverride):
         if given.get("encoder_hidden_states") is not None:
             call = replace(call, has_encoder=True)
         if ctxext_length is not None:
-            call = replace(call, length=ctxext_length)
+            call = replace(call, length=_tokens(ctxext_length))
         if ctxext_sharded:
             call = replace(call, shard=_shard(given, call))
         current.call = call
@@ -115,6 +115,14 @@ class PositionedForward(ForwardOverride):
             return output
         finally:
             current.call = outer
+
+
+def _tokens(declared: Any) -> int | Sequence[int]:
+    """Return a declared length, or those of the rows, in Python's numbers."""
+    found: Any = declared.tolist() if hasattr(declared, "tolist") else declared  # of torch and numpy
+    if isinstance(found, str) or not isinstance(found, int | Sequence):
+        raise InvalidParameterError(f"ctxext_length must be a number of tokens, or one for each row; found {found!r}.")
+    return found
 
 
 @dataclass

@@ -40,7 +40,7 @@ def named(name: str) -> AttentionBackend:
         UnknownNameError: if the backend or the parameter does not exist.
         InvalidParameterError: if a value is outside its range.
     """
-    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([0-9.eE+-]+)\))?", str(name))
+    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\))?", str(name))
     if parts is None or parts[1] not in BACKENDS:
         raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
     backend = BACKENDS[parts[1]]

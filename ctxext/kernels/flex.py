@@ -25,29 +25,6 @@ BLOCK = 128
 KINDS = 256
 
 
-def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
-    """Return the ``cutoff`` that changes no softmax weight by more than ``tolerance`` of the row's total.
-
-    With ``S = score_bound >= scale * max|q| * max|k|``, a key at distance n has at most ``exp(2 S - slope * n)`` of the
-    row's total weight, and there are fewer than ``length`` keys. With ``c = ln(length / tolerance) + 2 S``, all keys
-    farther than ``c / slope`` have at most ``tolerance`` together, and the output changes by at most
-    ``2 * tolerance * max|v|``.
-
-    Args:
-        tolerance: share of the weight that may be lost, in (0, 1).
-        score_bound: largest absolute score without bias.
-
-    Raises:
-        InvalidParameterError: if a value is outside its range.
-    """
-    if not 0 < tolerance < 1 or length < 1 or not 0 <= score_bound < math.inf:
-        raise InvalidParameterError(
-            f"Need 0 < tolerance < 1, length >= 1 and a finite score_bound >= 0, found {tolerance}, {length}, "
-            f"{score_bound}."
-        )
-    return math.log(length / tolerance) + 2 * score_bound
-
-
 @dataclass(frozen=True)
 class Flex(AttentionBackend):
     """FlexAttention: exact float32 bias inside the kernel; invisible blocks are skipped.
@@ -57,7 +34,8 @@ class Flex(AttentionBackend):
 
     Args:
         cutoff: the c of a window per head, at least 1. Blocks of keys all farther than ``c / slope`` are dropped,
-            an approximation with a known bound (``cutoff_for``). None for an exact result.
+            an approximation: with ``c = ln(length / tolerance) + 2 S``, where no score without bias is above S, they
+            have at most ``tolerance`` of a row's weight together. None for an exact result.
     """
 
     name: ClassVar[str] = "flex"

@@ -76,7 +76,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, above: Tensor, scale: float) -> tuple
     distances = places[:, None] - torch.arange(keys, device=q.device)
     index = distances.clamp(0, band - 1).expand(*above.shape[:2], queries, keys)
     added = above.expand(-1, -1, queries, -1).gather(3, index)
-    scores = (q @ k.transpose(-1, -2)).to(added.dtype) * scale + added
+    scores = q.to(added.dtype) @ k.to(added.dtype).transpose(-1, -2) * scale + added
     scores = scores.masked_fill((distances < 0) | (distances >= band), -math.inf)
     lse = torch.logsumexp(scores, -1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse

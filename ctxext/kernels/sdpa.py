@@ -465,7 +465,7 @@ def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
 
 def _spelled_out(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Compute attention whose bias gets a gradient: ``[batch, heads, query, head_dim]`` in q's dtype."""
-    scores = (q @ k.transpose(-1, -2)).to(bias.dtype) * kernel.scale + bias
+    scores = q.to(bias.dtype) @ k.to(bias.dtype).transpose(-1, -2) * kernel.scale + bias
     weights = torch.dropout(torch.softmax(scores, -1), kernel.dropout, train=kernel.dropout > 0)
     return weights.to(q.dtype) @ v
 

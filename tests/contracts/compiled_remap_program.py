@@ -7,10 +7,11 @@ cache lost tokens, got its rows in another order, and began another text; shapes
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import ctxext
 from tests._models import logits, tiny, tokens
@@ -68,6 +69,23 @@ def steps(method: str) -> None:
     assert graphs == 1, f"{method}: {graphs} graphs"
 
 
+@torch.no_grad()
+def growing() -> None:
+    """Compile the steps of a growing cache, in which eager steps have turned keys, or dropped some of some heads."""
+    ids = tokens(170)
+    for method in ("retrieval_heads", "rerope", "self_extend", "dual_chunk"):
+        for eager in (0, 40):
+            torch._dynamo.reset()
+            model = ctxext.patch(tiny().double(), method, factor=4, **METHODS[method])
+            cache, graph = DynamicCache(), torch.compile(model.forward, backend="eager")
+            parts = [model(ids[:, :120], past_key_values=cache).logits]
+            for at in range(120, 120 + eager + 4):
+                forward = graph if at >= 120 + eager else model
+                parts.append(forward(ids[:, at : at + 1], past_key_values=cache).logits)
+            found = torch.cat(parts, 1)
+            torch.testing.assert_close(found, model(ids[:, : found.shape[1]], use_cache=False).logits)
+
+
 def texts() -> None:
     """Read whole texts compiled around attention, and hear why they are not one graph."""
     model = ctxext.patch(tiny().double(), "self_extend", factor=4, window=16)
@@ -94,4 +112,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        texts() if name == "texts" else steps(name)
+        {"texts": texts, "growing": growing}.get(name, partial(steps, name))()

@@ -461,6 +461,60 @@ def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied()
         reading.read(100, *[1] * 40, 50)
 
 
+@pytest.mark.parametrize("emptied", [DynamicCache.reset, lambda cache: cache.crop(-cache.get_seq_length())])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Streaming(factor=4, window=56), Streaming(factor=4, window=24)),
+        (Streaming(factor=4, window=24), Streaming(factor=4, window=56)),
+        (Streaming(factor=4, window=24), RetrievalHeads(factor=4, heads=(1, 2), window=20)),
+        (RetrievalHeads(factor=4, heads=(0, 3), window=20), RetrievalHeads(factor=4, heads=(1, 2), window=20)),
+        (RetrievalHeads(factor=4, heads=(0, 3), window=20), Streaming(factor=4, window=24)),
+    ],
+)
+def test_an_emptied_cache_is_a_new_one_to_another_extension(before: Any, after: Any, emptied: Any) -> None:
+    model, ids, cache = tiny().double(), tokens(160), DynamicCache()
+    long = 150 if emptied is DynamicCache.reset else 70  # a cache that dropped keys is not cropped to its start
+    with ctxext.patched(model, before):
+        read(model, cache, ids, [long, 1, 1])
+    emptied(cache)
+    with ctxext.patched(model, after):
+        assert error(read(model, cache, ids, [150, *[1] * 10]), logits(model, ids)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "self_extend", "window": 16},
+        {"method": "streaming", "window": 24},
+        {"method": "dual_chunk", "chunk": 24, "local": 4},
+        {"method": "retrieval_heads", "heads": [0, 3], "window": 20},
+    ],
+    ids=lambda method: method["method"],
+)
+def test_slots_given_as_positions_mean_the_same_in_every_call(method: dict[str, Any]) -> None:
+    """A loop that pads on the left and counts the padding; generate() does not count it."""
+    model, ids = ctxext.patch(tiny().double(), factor=4, **method), tokens(120, rows=2)
+    keep = torch.ones_like(ids)
+    keep[1, :10] = 0
+    slots, cache = torch.arange(120).expand(2, -1), DynamicCache()
+    right = logits(model, ids, attention_mask=keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0))[1, 10:]
+    close = 1e-4  # the model's own rotation, in float32, is by other positions
+    assert error(logits(model, ids, attention_mask=keep, position_ids=slots)[1, 10:], right) < close
+    parts = [range(100), *([at] for at in range(100, 120))]
+    with torch.no_grad():
+        found = [
+            model(
+                ids[:, list(part)],
+                attention_mask=keep[:, : part[-1] + 1],
+                position_ids=slots[:, list(part)],
+                past_key_values=cache,
+            ).logits
+            for part in parts
+        ]
+    assert error(torch.cat(found, 1)[1, 10:], right) < close
+
+
 def generated(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
     found: Tensor = model.generate(ids, **GREEDY | {"attention_mask": torch.ones_like(ids)} | how)
     return found
@@ -582,8 +636,9 @@ def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> Non
     [
         ("self_extend", "retrieval_heads"),
         ("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"),
+        ("growing",),
     ],
-    ids=["two", "others"],
+    ids=["two", "others", "growing"],
 )
 def test_a_step_is_one_graph_and_whole_texts_are_refused_with_the_reason(what: tuple[str, ...]) -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""

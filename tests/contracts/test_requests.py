@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
@@ -298,6 +299,11 @@ def test_a_plain_call_counts_its_own_tokens_or_takes_a_length_for_each_row(model
     model, ids = build(method, model_type), tokens(TOTAL, rows=2)
     assert torch.equal(logits(model, ids), logits(model, ids, ctxext_length=TOTAL))
     assert torch.equal(logits(model, ids), logits(model, ids, ctxext_length=[TOTAL, TOTAL]))
+    for number in (torch.tensor(TOTAL), np.int64(TOTAL), np.full(2, TOTAL)):
+        assert torch.equal(logits(model, ids), logits(model, ids, ctxext_length=number))
+    for number in (str(TOTAL), float(TOTAL)):
+        with pytest.raises(InvalidParameterError, match="ctxext_length must be a number of tokens"):
+            logits(model, ids, ctxext_length=number)
     found = logits(model, ids, ctxext_length=[TOTAL, 2 * TOTAL])
     for row, length in enumerate((TOTAL, 2 * TOTAL)):
         expected = logits(model, ids[row : row + 1], ctxext_length=length)

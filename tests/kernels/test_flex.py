@@ -14,7 +14,7 @@ import torch
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels import Call, Layout, Need, flex
 from ctxext.kernels.blocks import PartRule
-from ctxext.kernels.flex import BLOCK, Flex, block_mask, cutoff_for
+from ctxext.kernels.flex import BLOCK, Flex, block_mask
 from ctxext.kernels.reference import Reference
 from tests.kernels import cases
 from tests.kernels.cases import error
@@ -90,7 +90,7 @@ def test_cutoff_error_stays_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
     layout = Layout.causal(1, N)
     right = Reference()(q, k, v, layout, scale=0.25, slopes=SLOPES)
     for tolerance in (1e-2, 1e-6):
-        cutoff = cutoff_for(tolerance, length=N, score_bound=bound)
+        cutoff = math.log(N / tolerance) + 2 * bound
         mask = block_mask(layout, slopes=SLOPES, cutoff=cutoff)
         kept = _blocks(mask.kv_num_blocks, mask.kv_indices) | _blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
         pairs = kept.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[..., :N, :N]
@@ -100,12 +100,6 @@ def test_cutoff_error_stays_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
         scores = scores.masked_fill(~(pairs & layout.visible()[:, None]), -math.inf)
         moved = (scores.softmax(-1) @ v - right).abs().max()
         assert moved <= 2 * tolerance * v.abs().max()
-
-
-@pytest.mark.parametrize("values", [(0.0, 1, 1.0), (1.0, 1, 1.0), (0.1, 0, 1.0), (0.1, 1, -1.0), (0.1, 1, math.inf)])
-def test_cutoff_for_refuses(values: tuple[float, int, float]) -> None:
-    with pytest.raises(InvalidParameterError, match="Need 0 < tolerance < 1"):
-        cutoff_for(values[0], length=values[1], score_bound=values[2])
 
 
 def test_cutoff_below_one_is_refused() -> None:

@@ -82,6 +82,19 @@ def test_is_as_precise_as_its_dtype(dtype: torch.dtype, close: float) -> None:
         assert (one.double() - other.double()).abs().max() <= close * other.abs().max()
 
 
+@pytest.mark.parametrize("window", [None, 300], ids=["near and far", "written out"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [3, 40])
+def test_large_scores_are_as_precise_as_small_ones(size: float, dtype: torch.dtype, window: int | None) -> None:
+    """Products beyond what float16 holds, and far beyond what bfloat16 tells apart."""
+    tensors, table = case(300, dtype)
+    tensors = [x.detach() * by for x, by in zip(tensors, (size, size, 1), strict=True)]
+    score = NearScore(table, forbidden=window is None)
+    score.length = 300
+    found = Sdpa()(*tensors, Layout.causal(2, 300), scale=SCALE, score=score, window=window)
+    assert (found.double() - written_out(tensors, table, by_query=False)).abs().max() <= 3e-2
+
+
 def test_what_is_no_whole_text_with_far_keys_is_written_out() -> None:
     score = NearScore(torch.zeros(4, BAND + 1))
     asked: list[slice] = []

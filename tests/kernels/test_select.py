@@ -90,6 +90,8 @@ def test_a_name_may_carry_one_number() -> None:
         ("flex(cutoff=0.5)", InvalidParameterError, "cutoff must be at least 1, found 0.5"),
         ("reference(x=1)", UnknownNameError, "parameter of attention backend 'reference'"),
         ("flex(cutoff=60", UnknownNameError, "attention backend"),
+        ("flex(cutoff=-2e1)", InvalidParameterError, "cutoff must be at least 1, found -20.0"),
+        *((f"flex(cutoff={number})", UnknownNameError, "attention backend") for number in ("1.2.3", "e", "-")),
     ],
 )
 def test_a_name_that_cannot_be_built_says_why(name: str, error: type[Exception], said: str) -> None:
