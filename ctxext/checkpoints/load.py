@@ -153,10 +153,10 @@ def load(
         VerificationError: the restored model does not have the frequencies that were saved.
     """
     _refuse_arguments(path, loading)
-    known = method_class(method) if isinstance(method, str) else None
-    parameters = {field.name for field in fields(known)} if known is not None else set[str]()
+    parameters = {field.name for kind in known_methods().values() for field in fields(kind)}
     of_method = {name: loading.pop(name) for name in list(loading) if name in parameters}
-    if base is not None and "base" in parameters:
+    known = method_class(method) if isinstance(method, str) else None
+    if base is not None and known is not None and "base" in {field.name for field in fields(known)}:
         of_method["base"], base = base, None
     arguments = ExtensionArguments(
         method=method,
@@ -309,7 +309,8 @@ def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
 
 def _refuse_without_method(arguments: ExtensionArguments) -> None:
     names = ("factor", "target_length", "trained_length", "sliding_window", "scaling")
-    given = [f"{name}={getattr(arguments, name)!r}" for name in names if getattr(arguments, name) is not None]
+    values = {name: getattr(arguments, name) for name in names} | arguments.parameters
+    given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
     if given:
         raise InvalidParameterError(
             f"{', '.join(given)} belongs to a method; without one, load restores what was saved. Name the method too."
@@ -452,14 +453,18 @@ def _named_class(auto_class: Any) -> Any:
 
 def config_of(config: Any, chosen: Any) -> Any:
     """Return ``config``, or its text part if ``chosen`` builds a model of that part alone."""
-    mapping = getattr(chosen, "_model_mapping", None)
+    text, mapping = config.get_text_config(decoder=True), getattr(chosen, "_model_mapping", None)
     if mapping is None:
         expected = getattr(chosen, "config_class", None)
+        if expected is not None and not isinstance(config, expected) and not isinstance(text, expected):
+            raise IncompatibleError(
+                f"{chosen.__name__} is the class of a {expected.model_type}, and this checkpoint is a "
+                f"{config.model_type}. Give another auto_class, or leave it out."
+            )
     elif type(config) in mapping:
         expected = mapping[type(config)].config_class
     else:
         return config  # from_pretrained says what it takes
-    text = config.get_text_config(decoder=True)
     if text is config or expected is None or isinstance(config, expected) or not isinstance(text, expected):
         return config
     part = copy.deepcopy(text)

@@ -181,6 +181,7 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
 
     What is already said in ``loading``, the arguments of ``from_pretrained``, holds.
     """
+    loading = {name: value for name, value in loading.items() if name != "subfolder" or value is not None}
     file = Path(path)
     if file.suffix != ".gguf" or not file.is_file():
         return os.fspath(path), loading

@@ -10,11 +10,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ctxext.core.edits import own_attributes
-from ctxext.core.rebuild import restoring
+from ctxext.core.rebuild import fill_in
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError
 
@@ -86,10 +85,7 @@ class PinnedApply:
         type(self.module)._apply(self.module, keep_dtype, recurse)  # type: ignore[no-untyped-call]
         uninitialised = [name for name in on_meta if not self.module.get_buffer(name).is_meta]
         if uninitialised:
-            with restoring(), torch.device("cpu"), torch.no_grad():
-                computed = type(self.module)(self.module.config)
-                for name in uninitialised:
-                    self.module.get_buffer(name).copy_(computed.get_buffer(name))
+            fill_in(self.module, uninitialised, self.module.get_buffer(uninitialised[0]).device)
         return self.module
 
 

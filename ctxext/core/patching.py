@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
 from ctxext.core.edits import Edits
-from ctxext.core.rebuild import own_defaults
+from ctxext.core.rebuild import fill_in, own_defaults
 from ctxext.core.saved import (
     checked_trained_length,
     choices,
@@ -25,7 +25,7 @@ from ctxext.core.saved import (
 from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
 from ctxext.core.steps import ExtendedPart, Moment, Work, described, run, steps
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
-from ctxext.errors import PatchStateError
+from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods import Method
 from ctxext.methods.base import resolve
 from ctxext.methods.parameters import checked_tokens
@@ -34,6 +34,8 @@ from ctxext.spec import Description, Extension, ExtensionArguments
 ModelT = TypeVar("ModelT")
 JOURNAL = "_ctxext_journal"
 """Attribute of a model that is extended, or in part: the journal that undoes it."""
+WHOLE = "_ctxext_whole"
+"""Attribute of a model inside an extended one whose config it shares: the class of the whole."""
 REFERENCE = (
     "Trainers that load a reference model by themselves (TRL's DPO, KTO, GRPO and RLOO without PEFT) would load the "
     "plain one: give them ctxext.training.reference(model), or save the model and train what is loaded from there."
@@ -157,6 +159,10 @@ def extend(
     with own_defaults(), work.edits as edits:
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)
+        for part in base.modules():
+            shares = isinstance(part, PreTrainedModel) and part.config in (base.config, work.subject.text)
+            if shares and part is not base:
+                edits.set(part, WHOLE, type(base).__name__)
         work.saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
         run(work, Moment.OWN_CONFIG, Moment.PARTS)
         if work.sides:
@@ -189,6 +195,13 @@ def _refuse_state(subject: Subject) -> None:
             f"This {type(base).__name__} is extended in part: ctxext.patch was interrupted while it undid its work. "
             f"Call ctxext.unpatch(model) first, which undoes the rest."
         )
+    inside = [type(part).__name__ for part in base.modules() if part is not base and JOURNAL in vars(part)]
+    around = vars(base).get(WHOLE)
+    if inside or around:
+        raise PatchStateError(
+            f"The {f'{inside[0]} inside' if inside else f'{around} around'} this {type(base).__name__} is already "
+            f"extended. Call ctxext.unpatch on it first; extensions are never stacked."
+        )
     if subject.sides:  # each of which is checked by itself, too
         architecture_of(subject)
 
@@ -201,6 +214,9 @@ def extend_positions(work: Work) -> None:
     subject, given, edits = work.subject, work.arguments, work.edits
     assert isinstance(given, ExtensionArguments)  # a mapping has been taken apart
     architecture, trained_length, taken_off = architecture_of(subject), given.trained_length, None
+    for name in ("scaling", "attention"):
+        if (value := getattr(given, name)) is not None and not value:
+            raise InvalidParameterError(f"{name} must be one of its choices, or left out; found {value!r}.")
     if trained_length is not None:
         trained_length = checked_tokens("trained_length", trained_length)
     if work.saved is not None:
@@ -251,6 +267,9 @@ def unpatch(model: ModelT) -> ModelT:
         step.undo(base)
     with own_defaults():
         edits.undo(keep=1)
+    for _, rotary in subject.rotaries if base.device.type != "meta" else ():
+        if on_meta := [name for name, buffer in rotary.named_buffers() if buffer.is_meta]:
+            fill_in(rotary, on_meta, base.device)
     edits.undo()  # the journal leaves the model last of all
     return model
 

@@ -207,6 +207,14 @@ def restoring() -> Iterator[None]:
         RESTORING.reset(token)
 
 
+def fill_in(rotary: nn.Module, names: list[str], device: torch.device) -> None:
+    """Compute buffers of a rotary module again, from its config, that left the meta device without their numbers."""
+    with restoring(), torch.device("cpu"):
+        computed = type(rotary)(rotary.config)
+    for name in names:
+        rotary.register_buffer(name, computed.get_buffer(name).to(device), persistent=False)
+
+
 @contextlib.contextmanager
 def own_defaults() -> Iterator[None]:
     """Create tensors without a stated device or dtype on the CPU, in float32, as the proofs expect.

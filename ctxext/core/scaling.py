@@ -176,6 +176,12 @@ def max_length_of(text: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
+def length_fields(text: Any, reach: int) -> dict[str, int]:
+    """Return the fields in which a text config states its length, set to ``reach``."""
+    fields = {"max_position_embeddings": reach} if hasattr(text, "max_position_embeddings") else {}
+    return fields if max_length_of(text) is None else fields | {"model_max_length": reach}
+
+
 def scaling_of(config: Any) -> Scaling | None:
     """Return the scaling of layers that reach beyond a sliding window; None if their positions are plain."""
     text = text_of(config)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ctxext.core.rebuild import RESTORING, Rebuild
 from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
-from ctxext.core.scaling import CHUNKED, REFUSALS, heads_of, max_length_of
+from ctxext.core.scaling import CHUNKED, REFUSALS, heads_of, length_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError, shown
 from ctxext.files import parse_json
@@ -109,11 +109,7 @@ def _fields(
         fields["head_dim"] = heads_of(text)[2]
     # transformers measures the stretch of its dynamic type from this field, so the field keeps the trained length.
     is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms)
-    if hasattr(text, "max_position_embeddings"):
-        reach = trained_length if is_stock_dynamic else method.target_length(trained_length)
-        fields["max_position_embeddings"] = reach
-        if max_length_of(text) is not None:
-            fields["model_max_length"] = reach
+    fields |= length_fields(text, trained_length if is_stock_dynamic else method.target_length(trained_length))
     if hasattr(text, "original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = trained_length
     return fields

@@ -27,7 +27,7 @@ class ALiBi(BiasMethod):
             the slopes do not depend on it.
         bias: "exact" computes distances in float32 or better. "stock" rounds as transformers' own code does, for
             parity with it inside the trained window (BLOOM only; full score matrices).
-        both_ways: meaning of distance in an encoder (decoders ignore this parameter). "symmetric": the same to both
+        both_ways: meaning of distance in an encoder (a decoder takes the first only). "symmetric": the same to both
             sides, so that a head cannot tell earlier tokens from later ones. "halves": in the first half of the heads a
             token sees itself and earlier tokens, in the other half itself and later tokens, each half with the slopes
             of half as many heads; needs an even number of heads, and the whole text at once.

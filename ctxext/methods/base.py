@@ -335,6 +335,11 @@ def resolve(
     if target_length is not None:
         factor = _factor_for(target_length, trained_length, factor)
     built = method(chosen, factor=factor, **parameters)
+    if target_length is not None and abs(built.target_length(trained_length or 1) - target_length) > 1:
+        raise InvalidParameterError(
+            f"target_length={target_length:,} and the parameters of {chosen} contradict each other: these mean "
+            f"{built.target_length(trained_length or 1):,} tokens. Leave one of them out."
+        )
     if factor is None and isinstance(built, RopeMethod | TableMethod) and not built.says_target:
         raise no_reach(chosen)
     return built

@@ -32,9 +32,9 @@ class SelfExtend(RemapMethod):
             predict ordinary text.
         group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.
         reach: the largest relative position that is used, at most trained_length - 1. Tokens, or below 1 a share of
-            the trained length; None for seven eighths of the trained length, or ``window`` where that is more. The last
-            positions of the trained window are the least trained, and retrieval fails there: a smaller reach takes a
-            larger group. Only where ``group`` is left out.
+            the trained length; None for seven eighths of the trained length, or halfway from ``window`` to its end
+            where that is more. The last positions of the trained window are the least trained, and retrieval fails
+            there: a smaller reach takes a larger group. Only where ``group`` is left out.
         thinning: exponent by which a far token weighs less than a near one, group^-thinning, since a whole group of
             tokens shares a position at which the model has seen one token. From 0 (each token weighs 1, as in the
             authors' code) to 1 (a whole group weighs 1). More thinning helps to predict ordinary text, the more the
@@ -70,7 +70,7 @@ class SelfExtend(RemapMethod):
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - 1
         window = tokens_of("window", self.window, rope, most=most)
-        usual = most if self.group else max(window, int(REACH * rope.trained_length))
+        usual = most if self.group else max(int(REACH * rope.trained_length), (window + rope.trained_length) // 2)
         reach = usual if self.reach is None else tokens_of("reach", self.reach, rope, most=most)
         require(reach >= window, "reach", self.reach, f"at least window={window}: near tokens keep their positions")
         group = self.group or smallest_group(length, window, reach)

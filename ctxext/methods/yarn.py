@@ -33,7 +33,7 @@ class YaRN(RopeMethod):
         ramp: quantity in which the blend is linear. ``"index"`` (every published checkpoint) is the number of the
             dimension, ``"turns"`` (the paper's formula) is the turns in the trained window.
         blend: quantity that the ramp weighs: ``"frequency"`` (every published YaRN), or ``"wavelength"`` (PoSE's code).
-        attention_factor: multiplies cos and sin. Above 0; None is ``0.1 ln(factor) + 1``. It replaces that default, as
+        attention_factor: multiplies cos and sin. Above 0; None is ``0.1 ln(divisor) + 1``. It replaces that default, as
             in transformers, and does not multiply it, as in the authors' code.
         mscale: with ``mscale_all_dim``, the attention factor is
             ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`` (DeepSeek). Above 0 or None.

@@ -149,6 +149,10 @@ def check_config(config: Any, place: str) -> None:
         length = getattr(text, "max_position_embeddings", None)
         is_count = length is None or (is_number(length) and length >= 1)
         require(is_count, "max_position_embeddings", length, "a number of tokens")
+        chunked = getattr(text, CHUNKED, None) or {}
+        for name in ("chunk_size", "original_max_position_embeddings"):
+            chunk = chunked.get(name) if isinstance(chunked, dict) else None
+            require(chunk is None or is_number(chunk), name, chunk, "a number of tokens", f" in {CHUNKED}")
         rope = getattr(text, "rope_parameters", None)
         require(rope is None or isinstance(rope, dict), "rope_parameters", rope, "a JSON object")
         for parameters in (parameters for _, parameters in rope_dicts(text) if "rope_type" in parameters):

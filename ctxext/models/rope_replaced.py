@@ -15,7 +15,7 @@ from ctxext.core.override import PinnedApply
 from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import RotaryPlace
-from ctxext.core.scaling import CHUNKED, REFUSALS
+from ctxext.core.scaling import CHUNKED, REFUSALS, length_fields
 from ctxext.core.stored_form import unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
@@ -110,7 +110,7 @@ def _unrotated(
     foreign = {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
     refusal: Exception | None = None
     for candidate in (form, with_base(form)):
-        fields = {"rope_parameters": place.rescaled(text.rope_parameters, candidate), "max_position_embeddings": target}
+        fields = {"rope_parameters": place.rescaled(text.rope_parameters, candidate)} | length_fields(text, target)
         try:
             return Rebuild(subject, fields | windows | foreign)
         except REFUSALS as error:

@@ -393,9 +393,12 @@ def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | Non
 def places_of(trained: int, rows: Rows) -> Int[Tensor, " readable"]:
     """Return the first new row that holds each trained row unmixed, without those that only mixtures hold."""
     indices, weights = rows
-    dense = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
-    whole = (dense == 1) & ((dense != 0).sum(1, keepdim=True) == 1)
-    return whole.int().argmax(0)[whole.any(0)]
+    most = indices.gather(1, weights.argmax(1, keepdim=True))  # the trained row with the largest share
+    share = torch.where(indices == most, weights, 0).sum(1)
+    whole = (share == 1) & ((indices == most) | (weights == 0)).all(1)
+    places = torch.full((trained,), len(indices))
+    places.scatter_reduce_(0, most[whole, 0], whole.nonzero()[:, 0], "amin")
+    return places[places < len(indices)]
 
 
 def replace_tables(

@@ -16,6 +16,7 @@ import ctxext
 from ctxext.checkpoints.source import read_any_config
 from ctxext.errors import (
     CheckpointError,
+    IncompatibleError,
     InvalidParameterError,
     UnknownNameError,
     VerificationError,
@@ -63,6 +64,7 @@ def test_a_file_and_a_directory_without_config(plain: Path, tmp_path: Path) -> N
         ("{}", "transformers cannot read the config of"),
         ('{"model_type": "no_such_thing"}', "transformers cannot read the config of"),
         ('{"model_type": "llama", "dtype": "float8"}', "transformers cannot read the config of"),
+        ('{"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": "abc"}}', "chunk_size='abc'"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "own.Code"}}', "names Python code of its own"),
     ],
 )
@@ -85,6 +87,24 @@ def test_a_factor_without_a_method(asked: dict[str, Any], plain: Path) -> None:
     (given,) = (f"{name}={value!r}" for name, value in asked.items())
     with pytest.raises(InvalidParameterError, match=f"{given} belongs to a method; without one, load restores"):
         ctxext.load(plain, **asked)
+
+
+@pytest.mark.parametrize("given", [{"group": 4}, {"reach": 2.0}, {"base": 1e6}], ids=str)
+def test_a_parameter_of_another_method_is_named_as_patch_names_it(given: dict[str, Any], plain: Path) -> None:
+    error: type[Exception] = InvalidParameterError if "base" in given else UnknownNameError
+    with pytest.raises(error, match="is for adapters" if "base" in given else "Unknown yarn parameter"):
+        ctxext.load(plain, "yarn", factor=2, **given)
+    with pytest.raises(InvalidParameterError, match=r"belongs to a method|is for adapters"):
+        ctxext.load(plain, **given)
+
+
+@pytest.mark.parametrize("auto_class", ["T5ForConditionalGeneration", "BertModel", "GPT2LMHeadModel"])
+def test_a_class_of_other_models_is_named(auto_class: str, plain: Path, tmp_path: Path) -> None:
+    ctxext.patch(tiny(), "yarn", factor=2).save_pretrained(tmp_path)
+    for place, method in ((plain, {"method": "yarn", "factor": 2}), (tmp_path, {})):
+        with pytest.raises(IncompatibleError, match=f"{auto_class} is the class of a .*, and this .* is a llama"):
+            ctxext.load(place, auto_class=auto_class, **method)
+    assert ctxext.describe(ctxext.load(tmp_path, subfolder=None)).target_length == 128
 
 
 def test_bad_requests_fail_before_the_weights_are_read(plain: Path, tmp_path: Path) -> None:

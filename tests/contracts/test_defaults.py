@@ -139,3 +139,5 @@ def test_a_model_patched_without_memory_rotates_once_it_has_some(model_type: str
     ctxext.patch(empty, **extension).to_empty(device="cpu").load_state_dict(filled.state_dict())
     long = tokens(2 * TRAINED_LENGTH)
     assert torch.equal(logits(filled, long), logits(empty.eval(), long))
+    assert torch.equal(logits(ctxext.unpatch(filled), tokens()), logits(ctxext.unpatch(empty), tokens()))
+    assert torch.equal(logits(ctxext.patch(filled, **extension), long), logits(ctxext.patch(empty, **extension), long))

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import ctxext
+from ctxext.errors import PatchStateError
 from tests._models import FOLLOWING, RECENT, STATIC, by_method, extended, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -128,3 +129,21 @@ def test_moved_and_cast_after_it_has_read(method: str) -> None:
     expected = logits(model, tokens())
     model.double().float()
     assert torch.equal(logits(model, tokens()), expected)
+
+
+@pytest.mark.parametrize("first", ["yarn", "dynamic_yarn", "self_extend", "alibi", "nope"])
+@pytest.mark.parametrize("inner_first", [True, False], ids=["part first", "whole first"])
+def test_a_model_inside_another_is_extended_once(first: str, inner_first: bool) -> None:
+    whole = tiny()
+    parts = (whole.model, whole) if inner_first else (whole, whole.model)
+    plain = logits(whole, tokens())
+    ctxext.patch(parts[0], first, factor=2)
+    extended = logits(whole, tokens(120))
+    said = "LlamaModel inside this LlamaForCausalLM" if inner_first else "LlamaForCausalLM around this LlamaModel"
+    for second in ("pi", first):
+        with pytest.raises(PatchStateError, match=said):
+            ctxext.patch(parts[1], second, factor=2, trained_length=TRAINED_LENGTH)
+    assert torch.equal(logits(whole, tokens(120)), extended)
+    ctxext.unpatch(parts[0])
+    assert torch.equal(logits(whole, tokens()), plain)
+    ctxext.unpatch(ctxext.patch(parts[1], "pi", factor=2))

@@ -102,6 +102,9 @@ def test_every_part_reads_the_length_that_a_form_means(name: str, written: Writt
             ctxext.patch(model, "yarn", factor=2)
     if name != "Phi-3":  # whose class takes no other form than longrope; that is another test's
         told = {} if scaling is None else {"trained_length": window}
+        if name == "Command R":
+            assert ctxext.patch(model, "alibi", factor=2).config.model_max_length == 2 * window
+            ctxext.unpatch(model)
         ctxext.patch(model, "yarn", factor=2, **told)
         description = ctxext.describe(model)
         assert (description.trained_length, description.target_length) == (window, 2 * window)

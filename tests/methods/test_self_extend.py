@@ -94,6 +94,12 @@ def test_texts_of_a_window_are_exact_otherwise() -> None:
     assert SelfExtend(factor=2, window=24, exact=False).exact_length(ROPE) == 24
 
 
+@pytest.mark.parametrize("window", [48, 55, 56, 57, 60, 0.875, 0.95])
+def test_a_wide_window_leaves_far_tokens_an_order(window: float) -> None:
+    far = SelfExtend(factor=4, window=window, thinning=0).pieces(ROPE, 256)[1]
+    assert far.key.group <= 256 / 2, "at least two groups"
+
+
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [

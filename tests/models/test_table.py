@@ -29,8 +29,11 @@ from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.methods import METHODS
+from ctxext.methods.base import TableMethod
 from ctxext.models import find_architecture
 from ctxext.models.table import LearnedTable
+from ctxext.models.table_rows import places_of
 from tests._models import RECENT
 from tests._tokenizer import make_tokenizer
 from tests.walk.check import State
@@ -173,6 +176,17 @@ def test_methods_for_other_positions(method: str) -> None:
 def test_methods_for_tables_on_a_rotary_model() -> None:
     message = "This llama has rotations, which method 'tile' does not extend"
     refused(tiny_model(tiny_config("llama")), IncompatibleError, message, "tile", factor=2)
+
+
+@pytest.mark.parametrize("method", ["pi", "group", "tile", "hierarchical", "stretch"])
+@pytest.mark.parametrize(("trained", "factor"), [(64, 1.0), (64, 1.3), (77, 3.221), (100, 4.0), (33, 7.7)])
+def test_rows_that_stay_whole_are_found_without_a_matrix(method: str, trained: int, factor: float) -> None:
+    built = METHODS[method](factor=factor)
+    assert isinstance(built, TableMethod)
+    indices, weights = rows = built.rows(trained, built.target_length(trained))
+    matrix = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
+    whole = (matrix == 1) & ((matrix != 0).sum(1, keepdim=True) == 1)
+    assert torch.equal(places_of(trained, rows), whole.int().argmax(0)[whole.any(0)])
 
 
 @pytest.mark.slow
