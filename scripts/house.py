@@ -47,6 +47,7 @@ def trees(folder: Path) -> Iterator[ast.Module]:
         yield ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def docstrings(folder: Path) -> list[str]:
     """Return the docstring of every module, class and function that has one."""
     nodes = (node for tree in trees(folder) for node in ast.walk(tree) if isinstance(node, Documented))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -181,8 +182,11 @@ def command_of(function: Any) -> Any:
     return get_command(single)
 
 
+whole_command = functools.cache(lambda: get_command(app))
+
+
 def parse_ctxext(arguments: list[str]) -> None:
-    parse(get_command(app), arguments, "ctxext")
+    parse(whole_command(), arguments, "ctxext")
 
 
 def parse_recipe(arguments: list[str]) -> None:
