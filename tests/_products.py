@@ -30,5 +30,20 @@ def crossed(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     ]
 
 
+def paired(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
+    """All pairs as cases; by day, each of the more with one of the fewer, in turn."""
+    turns = min(len(rows), len(columns))
+    return [
+        pytest.param(
+            row,
+            column,
+            marks=[] if at % turns == beside % turns else pytest.mark.nightly,
+            id=f"{_name(row)}-{_name(column)}",
+        )
+        for at, row in enumerate(rows)
+        for beside, column in enumerate(columns)
+    ]
+
+
 def _name(value: Any) -> str:
     return str(getattr(value, "__name__", value))

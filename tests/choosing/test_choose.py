@@ -231,7 +231,7 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
     assert not ctxext.describe(model).method
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_the_legend_of_the_figure_leaves_its_caption_readable(
     choice: Choice, monkeypatch: pytest.MonkeyPatch, count: int

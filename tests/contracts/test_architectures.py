@@ -23,7 +23,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from tests._models import MODELS, RECENT, logits, tiny, tokens
-from tests._products import crossed, some
+from tests._products import crossed, paired, some
 from tests.walk.check import State, Stock, check_model
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -42,6 +42,11 @@ def patched(method: type[RopeMethod], model_type: str = "llama") -> PreTrainedMo
     return ctxext.patch(model, example(method, model))
 
 
+def pickled(model: PreTrainedModel) -> PreTrainedModel:
+    copied: PreTrainedModel = pickle.loads(pickle.dumps(model))
+    return copied
+
+
 def test_the_work_list_is_not_empty() -> None:
     assert len(ROPE_METHODS) >= 10
     assert len(MODELS) >= 5
@@ -49,6 +54,7 @@ def test_the_work_list_is_not_empty() -> None:
 
 # One of each kind: static, of two sets, following the text, remapped.
 A_FEW = [METHODS[name] for name in ("yarn", "longrope", "dynamic_yarn", "self_extend")]
+few_by_day = pytest.mark.parametrize("method", some(ROPE_METHODS, *A_FEW, ids=lambda method: method.name))
 
 
 @pytest.mark.slow
@@ -75,7 +81,7 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(
     assert loaded_by_stock >= stored & {method.name for method in methods}
 
 
-@every_method
+@few_by_day
 def test_a_second_model_and_the_class_stay_as_they_were(method: type[RopeMethod]) -> None:
     other = tiny(seed=1)
     before = State.of(other, tokens())
@@ -84,8 +90,7 @@ def test_a_second_model_and_the_class_stay_as_they_were(method: type[RopeMethod]
     assert before.difference(tiny(seed=1)) is None
 
 
-@every_method
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(("copied", "method"), paired([copy.deepcopy, pickled], ROPE_METHODS))
 def test_a_copy_is_a_patched_model_of_its_own(method: type[RopeMethod], copied: Any) -> None:
     plain = State.of(tiny(), tokens())
     model = patched(method)
@@ -100,8 +105,7 @@ def test_a_copy_is_a_patched_model_of_its_own(method: type[RopeMethod], copied: 
     assert torch.equal(logits(other, tokens()), extended)
 
 
-@every_model
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "model_type"), paired([torch.bfloat16, torch.float16], list(MODELS)))
 def test_a_cast_never_rounds_frequencies(model_type: str, dtype: torch.dtype) -> None:
     model = ctxext.patch(tiny(model_type), "yarn", factor=4.0)
     exact = {path: dict(rotary.named_buffers()) for path, rotary in Subject(model).rotaries}
@@ -116,7 +120,7 @@ def test_a_cast_never_rounds_frequencies(model_type: str, dtype: torch.dtype) ->
             assert torch.equal(now, buffer)
 
 
-@every_method
+@few_by_day
 def test_patching_twice_raises_and_changes_nothing(method: type[RopeMethod]) -> None:
     model = patched(method)
     before = State.of(model, tokens())

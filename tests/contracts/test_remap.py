@@ -123,6 +123,7 @@ PAIRS: list[tuple[type[RemapMethod], str]] = [
     *((cls, model_type) for cls in (ReRoPE, DualChunk) for model_type in DISTINCT),
 ]
 NIGHTLY = [pair for pair in PAIRS[len(REMAPS) :] if pair[1] not in DISTINCT or pair[0] in (ReRoPE, DualChunk)]
+NIGHTLY += [(RetrievalHeads, model_type) for model_type in ("gpt_oss", "gemma2")]
 
 
 def name_of(value: Any) -> str | None:
@@ -224,7 +225,8 @@ def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
     assert torch.equal(logits(ctxext.unpatch(model), inputs), plain)
 
 
-@pytest.mark.parametrize("model_type", ["llama", *DISTINCT])
+# One of each form by day.
+@pytest.mark.parametrize("model_type", some(["llama", *DISTINCT], "llama", "glm", "deepseek_v3", "nanochat"))
 def test_how_a_model_rotates_is_seen_without_its_weights_too(model_type: str) -> None:
     """Offloaded weights lie on the meta device: what was a guess there would be wrong without a word."""
     changes = KINDS[model_type].changes

@@ -183,7 +183,13 @@ GENERATING = [
 ]
 
 
-@pytest.mark.parametrize(("method", "model_type", "cache"), GENERATING)
+@pytest.mark.parametrize(
+    ("method", "model_type", "cache"),
+    [
+        pytest.param(*case, marks=[pytest.mark.nightly] * (case[2] != "dynamic" and case[:2] != GENERATING[0][:2]))
+        for case in GENERATING
+    ],
+)
 def test_generate_at_twice_the_length_equals_decoding_without_a_cache(
     method: str, model_type: str, cache: str | None
 ) -> None:

@@ -19,6 +19,7 @@ from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 from tests._checkpoints import try_only
+from tests._products import some
 
 # ruff: noqa: E501
 SMALL: dict[str, Any] = {
@@ -84,7 +85,10 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     return write
 
 
-@pytest.mark.parametrize("name", CERTAIN)
+DAILY = ("plain", "Qwen3, YaRN as its card says", "linear, original stated", "Phi-3", "dynamic", "Qwen2.5-1M")
+
+
+@pytest.mark.parametrize("name", some(CERTAIN, *DAILY))
 def test_every_part_reads_the_length_that_a_form_means(name: str, written: Written) -> None:
     model_type, longest, scaling, others, window = CERTAIN[name]
     place = written(model_type, longest, scaling, others)

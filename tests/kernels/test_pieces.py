@@ -23,7 +23,7 @@ from ctxext.methods.remap import PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from tests._products import crossed, some
+from tests._products import crossed, paired, some
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 from tests._steps import launches
 from tests.kernels.cases import leave_flex_uncompiled, turned
@@ -283,7 +283,7 @@ def test_settled_keys_go_with_sinks(new: int, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    crossed(["self_extend", "dual_chunk", "streaming"], [torch.bfloat16, torch.float32, torch.float16]),
+    paired(["self_extend", "dual_chunk", "streaming"], [torch.bfloat16, torch.float32, torch.float16]),
 )
 @every_layout
 def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[], Layout], dtype: torch.dtype) -> None:
