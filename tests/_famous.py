@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,11 +83,16 @@ LATER = {
 }
 
 
-def able(names: Iterable[str]) -> list[Any]:
-    """``names`` for a test's parameters; those that the installed transformers cannot serve are skipped, saying why."""
+def able(names: Iterable[str], kept: Collection[str] = FAMOUS) -> list[Any]:
+    """``names`` for a test's parameters; those that the installed transformers cannot serve are skipped, saying why.
+
+    Those that are not ``kept`` are nightly.
+    """
     reasons = {name: _why_not(name) for name in names}
     return [
-        name if reason is None else pytest.param(name, marks=pytest.mark.skip(reason))
+        pytest.param(
+            name, marks=[pytest.mark.skip(reason or "")] * bool(reason) + [pytest.mark.nightly] * (name not in kept)
+        )
         for name, reason in reasons.items()
     ]
 

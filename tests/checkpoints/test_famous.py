@@ -126,7 +126,7 @@ def test_its_lengths_are_those_of_its_documentation(name: str, inspected: Inspec
         assert f"original_max_position_embeddings={entry.trained}" in found.extended
 
 
-@pytest.mark.parametrize("name", able(NATIVE))
+@pytest.mark.parametrize("name", able(NATIVE, SCALED | NO_REACH | SHORT_ALONE | {*STRUCTURES}))
 def test_its_rotation_is_read(name: str, inspected: Inspect) -> None:
     found = [Rope(one.layer_type, one.rope_type, one.base, one.rotary_dim) for one in inspected(name).positions]
     assert found == ([] if name in NO_REACH | SHORT_ALONE else list(PUBLISHED[name].ropes))

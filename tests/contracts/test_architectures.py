@@ -183,7 +183,7 @@ def test_generating_with_a_cache_on_every_model(model_type: str) -> None:
     assert torch.equal(found, greedy_without_cache(model, prompt, 20))
 
 
-@every_method
+@few_by_day
 def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod]) -> None:
     model = patched(method)
     long = tokens()

@@ -49,7 +49,7 @@ CASES = {
     "context-dynamic": ["context", "dynamic"],
     "machines-untied": ["machines", "untied"],
 }
-DAY = ("data-tied", "context-pose")  # all others run at night
+DAY = ("data-tied",)  # all others run at night
 
 
 @pytest.fixture(scope="module")
