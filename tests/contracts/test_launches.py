@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import ctxext
 from ctxext.kernels import step
 from tests._models import tiny, tokens
+from tests._products import some
 from tests._steps import launches_a_layer
 
 KERNELS = 2  # plain attention is counted as one, although on CUDA it splits the keys and takes two
@@ -55,7 +56,7 @@ def step_of(method: str | None) -> Callable[[int], Callable[[], object]]:
     return made
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, "self_extend", "retrieval_heads"))
 def test_a_layer_of_a_step_launches_few_kernels_more_than_a_plain_one(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -281,13 +281,12 @@ def test_settled_keys_go_with_sinks(new: int, name: str) -> None:
     assert float((out - truth).abs().max()) < 1e-13
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    paired(["self_extend", "dual_chunk", "streaming"], [torch.bfloat16, torch.float32, torch.float16]),
-)
-@every_layout
-def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[], Layout], dtype: torch.dtype) -> None:
-    where = layout()
+PRECISE = [(name, dtype) for name in VARIED for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+
+
+@pytest.mark.parametrize(("how", "layout"), paired(PRECISE, list(LAYOUTS)))
+def test_every_precision_is_as_near_as_it_can_be(how: tuple[str, torch.dtype], layout: str) -> None:
+    where, (method, dtype) = LAYOUTS[layout](), how
     q, k, v = (x.detach() for x in _tensors(where, dtype))
     truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)))
     queries = _rotated(q.double(), where.query_positions).to(dtype)
@@ -331,13 +330,12 @@ class Watched(Reference):
         return super().with_lse(q, k, v, rule)
 
 
-@every_layout
-@every_method
+@pytest.mark.parametrize(("name", "layout"), paired(list(METHODS), list(LAYOUTS)))
 def test_what_takes_a_mask_is_not_for_flash_attn_and_all_else_is(
-    method: RemapMethod, layout: Callable[[], Layout], monkeypatch: pytest.MonkeyPatch
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(INSTALLED, "flash", True)
-    where, backend = layout(), Watched()
+    where, backend, method = LAYOUTS[layout](), Watched(), METHODS[name]
     q, k, v = (x.detach() for x in _tensors(where, torch.float32))
     call, pieces = Call.of(q, k, v, where, scale=SCALE, lse=True), _pieces(method, where, torch.float32)
     attend_pieces(backend, call, pieces)

@@ -133,7 +133,7 @@ def test_experts_that_are_one_tensor() -> None:
     assert plain - packed == experts + attention
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_experts_are_planned_in_any_dtype(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
