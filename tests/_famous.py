@@ -84,10 +84,7 @@ LATER = {
 
 
 def able(names: Iterable[str], kept: Collection[str] = FAMOUS) -> list[Any]:
-    """``names`` for a test's parameters; those that the installed transformers cannot serve are skipped, saying why.
-
-    Those that are not ``kept`` are nightly.
-    """
+    """``names`` as cases: skipped, saying why, where transformers cannot serve them; nightly where not ``kept``."""
     reasons = {name: _why_not(name) for name in names}
     return [
         pytest.param(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -18,30 +19,21 @@ def some(values: Iterable[Any], *kept: Any, ids: Any = None) -> list[Any]:
 
 def crossed(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     """All pairs as cases; those with neither the first row nor the first column are nightly."""
-    return [
-        pytest.param(
-            row,
-            column,
-            marks=[] if row == rows[0] or column == columns[0] else pytest.mark.nightly,
-            id=f"{_name(row)}-{_name(column)}",
-        )
-        for row in rows
-        for column in columns
-    ]
+    return _pairs(rows, columns, lambda row, column: row == 0 or column == 0)
 
 
 def paired(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     """All pairs as cases; by day, each of the more with one of the fewer, in turn."""
     turns = min(len(rows), len(columns))
+    return _pairs(rows, columns, lambda row, column: row % turns == column % turns)
+
+
+def _pairs(rows: Sequence[Any], columns: Sequence[Any], by_day: Callable[[int, int], bool]) -> list[Any]:
     return [
-        pytest.param(
-            row,
-            column,
-            marks=[] if at % turns == beside % turns else pytest.mark.nightly,
-            id=f"{_name(row)}-{_name(column)}",
+        pytest.param(*pair, marks=[] if by_day(*at) else pytest.mark.nightly, id="-".join(map(_name, pair)))
+        for at, pair in zip(
+            itertools.product(range(len(rows)), range(len(columns))), itertools.product(rows, columns), strict=True
         )
-        for at, row in enumerate(rows)
-        for beside, column in enumerate(columns)
     ]
 
 

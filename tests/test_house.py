@@ -19,34 +19,9 @@ pytestmark = pytest.mark.slow  # it reads the whole package
 
 # From the ground up: a room imports from those before it. The face of the library (``ctxext`` itself) knows the verbs'.
 ROOMS = [
-    "version",
-    "rope_types",
-    "errors",
-    "files",
-    "progress",
-    "registry",
-    "recommended",
-    "quantities",
-    "mistakes",
-    "spec",
-    "methods",
-    "core",
-    "kernels",
-    "caches",
-    "attention",
-    "models",
-    "runtimes",
-    "checkpoints",
-    "texts",
-    "measuring",
-    "evaluation",
-    "training",
-    "choosing",
-    "planning",
-    "serving",
-    "laboratory",
-    "cli",
-    "__main__",
+    *("version", "rope_types", "errors", "files", "progress", "registry", "recommended", "quantities", "mistakes"),
+    *("spec", "methods", "core", "kernels", "caches", "attention", "models", "runtimes", "checkpoints", "texts"),
+    *("measuring", "evaluation", "training", "choosing", "planning", "serving", "laboratory", "cli", "__main__"),
 ]
 
 

@@ -282,7 +282,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(STRUCTURES, "google/gemma-3-1b-pt"))
 def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], Path]) -> None:
     found, window = inspect_checkpoint(place(name)), PUBLISHED[name].window

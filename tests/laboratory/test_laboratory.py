@@ -262,7 +262,7 @@ def test_who_is_slow_gets_three_times_the_steps_and_the_page_says_so(text: Path)
     assert "is trained longer" in lab_page(measured).html()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
     """What follows the byte ``a`` here depends on the one before it."""
     path = tmp_path / "rhythm.txt"

@@ -35,7 +35,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "FIRST", FIRST)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)]
 )  # of all pairs of tokens

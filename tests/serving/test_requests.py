@@ -236,23 +236,8 @@ def deep(levels: int) -> Any:
     return value
 
 
-ANYTHING: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    3,
-    1.5,
-    1e308,
-    10**40,
-    -(10**40),
-    "",
-    "x",
-    "\ud800",
-    "a\udfff",
-    "0" * 5000,
-]
+ANYTHING: list[Any] = [None, True, False, 0, -1, 3, 1.5, 1e308, 10**40, -(10**40)]
+ANYTHING += ["", "x", "\ud800", "a\udfff", "0" * 5000]
 ANYTHING += [[], [[]], [None], [3], ["x"], ["\ud800"], [{}], {}, {"x": 1}, {"type": "x"}, {"\ud800": 1}, {"": None}]
 ANYTHING += [{"type": "function"}, {"type": "json_schema"}, {"type": "json_object"}, {"5": 1}, {"5": float("nan")}]
 ANYTHING += [float("nan"), float("-inf"), [float("inf")], deep(60), deep(300), deep(301), [[]] * 2000, "text", "none"]
@@ -268,8 +253,9 @@ NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once upon"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True)
-def test_no_request_breaks_the_server(server: Asking) -> None:
+def test_no_request_breaks_the_server(server: Asking, part: int) -> None:
     """Wrong types in every field, one and several at a time: an answer, or a refusal in OpenAI's form."""
     draw = random.Random(0)
     tries: list[tuple[str, dict[str, Any]]] = []
@@ -281,7 +267,7 @@ def test_no_request_breaks_the_server(server: Asking) -> None:
         values = ANYTHING + NO_MESSAGES * (name in ("messages", "input"))
         tries += [(path, {name: value}) for value in values if name in fields(path)]
     assert len(tries) > 400
-    for path, fault in tries:
+    for path, fault in tries[part::3]:
         status, answer = server.raw(path, BASE[path] | fault)
         assert status in (200, 400), (path, fault, answer)
         assert status == 200 or len(answer["error"]["message"]) > 10, (path, fault)

@@ -28,7 +28,7 @@ def by_position(model: Any, texts: list[Tensor], first: int, stop: int) -> float
     return torch.cat([loss_by_position(model, ids)[0, first:stop] for ids in texts]).double().mean().item()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_path: Path) -> None:
     measured = ("--evaluation.text", str(corpus), "--evaluation.lengths", "96", "128", "--factor", "8", *PASSKEY)
     given = settings(*measured, "--merge")
