@@ -91,8 +91,7 @@ def closure(name: str) -> set[str]:
     while left:
         module = left.pop()
         seen.add(module)
-        parents = {module.rpartition(".")[0]}
-        left |= ((imported(module) | parents) & modules().keys()) - seen - {"ctxext"}
+        left |= ((imported(module) | {module.rpartition(".")[0]}) & modules().keys()) - seen - {"ctxext"}
     return seen
 
 
