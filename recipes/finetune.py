@@ -66,7 +66,7 @@ from ctxext.training.memory import peak_memory
 from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
 from ctxext.training.retrieval import RetrievalSequences
-from ctxext.training.sequences import require_separate
+from ctxext.training.sequences import require_gaps, require_separate
 from ctxext.training.table import TrainedTable
 from ctxext.training.trainer import LongTrainer
 
@@ -119,6 +119,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     description = ctxext.describe(model)
     if settings.data.positions == "packed":
         require_separate(model)
+    elif settings.data.positions == "pose" and data.masked is None:
+        require_gaps(model)
     table = None if settings.table is None else TrainedTable(model, only_new=settings.table == "new_rows")
     if table is None:
         model = attach_lora(model, **settings.lora.model_dump())

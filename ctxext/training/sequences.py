@@ -398,3 +398,25 @@ def require_separate(model: nn.Module) -> None:
             f"{type(base).__name__} with attention {base.config._attn_implementation!r} does not keep packed documents "
             f"apart: the second changes with the first. Use data.positions=consecutive."
         )
+
+
+@torch.no_grad()
+def require_gaps(model: nn.Module) -> None:
+    """Check that a gap between positions, as in skip-wise ones, changes what a model computes.
+
+    Raises:
+        IncompatibleError: if the logits are the same, as without positions.
+    """
+    subject, places = Subject.of(model), torch.arange(16)
+    base, known = subject.model, subject.ordinary_tokens
+    ids = known[torch.randint(len(known), (1, 16), generator=torch.Generator().manual_seed(0))].to(base.device)
+    whole = torch.ones_like(ids)  # without a mask, transformers takes a gap for the border of two documents
+    plain, apart = (
+        base(ids, attention_mask=whole, position_ids=positions[None].to(base.device), use_cache=False).logits
+        for positions in (places, places + places.ge(8) * 16)
+    )
+    if torch.allclose(plain, apart, rtol=0.0, atol=1e-6 * plain.abs().max().item()):
+        raise IncompatibleError(
+            f"This {type(base).__name__} computes the same whatever gaps its positions have, so data.positions=pose "
+            f"would teach it no distance. Use data.positions=consecutive."
+        )

@@ -17,7 +17,7 @@ from ctxext.texts.corpus import tokenise
 from ctxext.texts.documents import read_documents
 from ctxext.training import chunk_loss
 from ctxext.training.documents import TokenisedDocuments
-from ctxext.training.sequences import IGNORED, PackedSequences, TrainingSequences, require_separate
+from ctxext.training.sequences import IGNORED, PackedSequences, TrainingSequences, require_gaps, require_separate
 from tests._models import tiny
 from tests.texts.test_conversations import PLAIN, chat_tokenizer
 
@@ -101,6 +101,14 @@ def test_the_loss_is_that_of_the_documents_alone(
 def test_a_model_that_reads_across_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="does not keep packed documents apart"):
         require_separate(tiny("bloom"))
+
+
+def test_skips_between_positions_that_change_nothing_are_refused() -> None:
+    for method in ("nope", "fox"):
+        with pytest.raises(IncompatibleError, match=r"whatever gaps its positions have.*data\.positions=consecutive"):
+            require_gaps(ctxext.patch(tiny(), method, factor=2))
+    for model_type, method in (("llama", "yarn"), ("llama", "alibi"), ("llama", "self_extend"), ("bloom", "pi")):
+        require_gaps(ctxext.patch(tiny(model_type), method, factor=2))
 
 
 def test_too_little_text(documents: TokenisedDocuments) -> None:
