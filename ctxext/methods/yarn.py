@@ -101,10 +101,11 @@ class YaRN(RopeMethod):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         if self.ramp != "index" or self.blend != "frequency" or self.clip is not None:
             return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+        above = math.nextafter(self.stretch, math.inf)  # where rounding alone keeps the product below the target
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
             "rope_theta": rope.base,
-            "factor": self.stretch,
+            "factor": max(self.stretch, above, key=lambda factor: math.floor(factor * rope.trained_length)),
             "original_max_position_embeddings": rope.trained_length,
         }
         optional = {

@@ -152,6 +152,15 @@ def test_slow_threshold_beyond_the_fastest_frequency() -> None:
     assert YaRN(factor=4, ramp="turns").frequencies(tiny, 7).inv_freq[0].item() == pytest.approx(1 / 4, rel=1e-12)
 
 
+@pytest.mark.parametrize(("trained", "target"), [(200_000, 211_968), (8192, 32_768), (8192, 10_001)])
+def test_the_stock_form_reaches_the_target(trained: int, target: int) -> None:
+    """Older vLLMs multiply the two and refuse a longer text, and 200000 * (211968 / 200000) is below 211968."""
+    for factor in (target / trained, round(target / trained, 8)):
+        form = YaRN(factor=factor).rope_parameters(RopeSpec(rotary_dim=16, base=1e4, trained_length=trained))
+        assert form["original_max_position_embeddings"] * form["factor"] >= YaRN(factor=factor).target_length(trained)
+        assert form["factor"] == pytest.approx(factor, rel=1e-15)
+
+
 def test_a_divisor_of_its_own_is_the_factor_of_the_stock_form(rope: RopeSpec) -> None:
     """The target stays what the factor says; frequencies and temperature are those of YaRN at the divisor."""
     own, as_published = YaRN(factor=4, divisor=3), YaRN(factor=3)
