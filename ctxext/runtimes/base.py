@@ -12,8 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
+from ctxext.core.rotary import SCALING_KEYS
 from ctxext.errors import IncompatibleError
-from ctxext.methods.formulas import NEVER
+from ctxext.methods.formulas import NEVER, as_longrope
+from ctxext.methods.yarn import YaRN
+from ctxext.spec import Frequencies, RopeSpec
 
 CLOSE = 1e-3
 """Tolerance, relative to the effect of the extension; float32 rounding is 20 times smaller."""
@@ -217,23 +222,24 @@ class Runtime(ABC):
         )
 
 
-def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
-    """Rewrite a linear factor that stops all rotation as longrope, with one divisor for each frequency.
+def with_whole_table(extended: ExtensionInConfig) -> ExtensionInConfig:
+    """Rewrite as longrope what gets an endless table of positions in vLLM and SGLang, or one that ends too early.
 
-    The linear scaling of vLLM and SGLang builds a table with max_position_embeddings times the factor rows, and would
-    not start (vLLM: linear_scaling_rope.py, _compute_cos_sin_cache).
+    Their tables for linear and yarn have factor times the length rows (vLLM: _compute_cos_sin_cache): too many where
+    the factor stops all rotation, too few where yarn's divisor is below the stretch of the text.
     """
-    if extended.rope_type != "linear" or extended.rope["factor"] < NEVER or extended.pairs is None:
+    rope, kind, trained = extended.rope, extended.rope_type, extended.trained_length
+    ends_early = kind == "yarn" and math.ceil(trained * rope["factor"]) < extended.target_length
+    if extended.pairs is None or not (ends_early or (kind == "linear" and rope["factor"] >= NEVER)):
         return extended
-    rope = {key: value for key, value in extended.rope.items() if key != "factor"} | {
-        "rope_type": "longrope",
-        "factor": extended.target_length / extended.trained_length,
-        "original_max_position_embeddings": extended.trained_length,
-        "attention_factor": 1.0,
-        "short_factor": [NEVER] * extended.pairs,
-        "long_factor": [NEVER] * extended.pairs,
-    }
-    config, parameters = copy.deepcopy(extended.config), whole(extended, rope)
+    spec = RopeSpec(rotary_dim=2 * extended.pairs, base=rope["rope_theta"], trained_length=trained)
+    inv_freq = torch.zeros(extended.pairs, dtype=torch.float64)
+    if ends_early:
+        read = {name: rope[name] for name in ("factor", *USUAL_YARN) if rope.get(name) is not None}
+        inv_freq = YaRN(**read).frequencies(spec, trained).inv_freq
+    form = as_longrope(spec, Frequencies(inv_freq, extended.scale), extended.target_length / trained)
+    parameters = whole(extended, {key: value for key, value in rope.items() if key not in SCALING_KEYS} | form)
+    config = copy.deepcopy(extended.config)
     config.get_text_config(decoder=True).rope_parameters = parameters
     return replace(extended, config=config, unsaid=extended.unsaid | {"rope_parameters": parameters})
 

@@ -28,7 +28,7 @@ from ctxext.runtimes.base import (
     nested,
     require_known_type,
     whole,
-    without_endless_table,
+    with_whole_table,
 )
 
 VERSION = "0.5.23"
@@ -55,7 +55,7 @@ class SGLang(Runtime):
             IncompatibleError: if SGLang refuses the rope type, or would drop the scaling.
         """
         _refuse(extended)
-        extended = without_endless_table(extended)
+        extended = with_whole_table(extended)
         rope, overrides = extended.rope, dict(extended.unsaid)
         notes, exact = [extended.length_note] if extended.length_note else [], True
         if extended.rope_type == "dynamic":

@@ -29,7 +29,7 @@ from ctxext.runtimes.base import (
     read_table,
     require_known_type,
     whole,
-    without_endless_table,
+    with_whole_table,
 )
 
 TABLE = Path(__file__).with_name("vllm.json")
@@ -81,13 +81,13 @@ class VLLM(Runtime):
                 f"{extended.rope_type!r}. Extend the checkpoint by another base (ntk or abf), or serve it with "
                 f"ctxext serve."
             )
-        if extended.rope.get("mrope_section") and extended.rope_type not in SEVERAL_AXES:
+        startable = with_whole_table(extended)
+        if extended.rope.get("mrope_section") and startable.rope_type not in SEVERAL_AXES:
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} with other positions. Positions have several axes "
                 f"(mrope_section), which vLLM reads for rope_type {' and '.join(SEVERAL_AXES)} only, not for "
-                f"{extended.rope_type!r}. Extend the checkpoint by yarn, ntk or abf, or serve it with ctxext serve."
+                f"{startable.rope_type!r}. Extend the checkpoint by ntk, abf or a yarn without divisor, or use ctxext serve."
             )
-        startable = without_endless_table(extended)
         doubt = _model_class(startable)
         overrides, notes, exact = _overrides(startable)
         if beta := extended.rope.get("llama_4_scaling_beta"):
@@ -99,8 +99,8 @@ class VLLM(Runtime):
             )
         if startable is not extended:
             notes.append(
-                "Without these overrides vLLM does not start: its linear scaling builds a table of factor times the "
-                "length, and this factor, which stops all rotation, is huge. The overrides use longrope instead."
+                f"Without these overrides vLLM does not start, or does not reach the end of the text. For rope_type "
+                f"{extended.rope_type!r} its table of positions has factor times the length rows; longrope's fits."
             )
         extended = startable
         if doubt:
@@ -221,7 +221,7 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     return None
 
 
-_OTHERWISE = "Extend the checkpoint by a method that the class computes, or serve it with ctxext serve."
+_OTHERWISE = "Extend the checkpoint by a method that the class computes (ntk for most), or serve it with ctxext serve."
 
 
 def _scores_unscaled(extended: ExtensionInConfig) -> str | None:
@@ -241,7 +241,7 @@ def _as_yarn(extended: ExtensionInConfig) -> str | None:
     if kind == "default":
         return None
     if kind != "yarn":
-        return f"turns rope_type {kind!r} into DeepSeek's YaRN; yarn, ntk and abf work"
+        return f"turns rope_type {kind!r} into DeepSeek's YaRN; ntk, abf and a yarn without divisor work"
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
         return "computes DeepSeek's YaRN, which reads neither attention_factor nor truncate"
     if (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
@@ -251,7 +251,9 @@ def _as_yarn(extended: ExtensionInConfig) -> str | None:
 
 def _only_yarn(extended: ExtensionInConfig) -> str | None:
     if extended.rope_type != "yarn":
-        return f"always computes YaRN, whatever the rope_type, here {extended.rope_type!r}; yarn works"
+        return (
+            f"always computes YaRN, whatever the rope_type, here {extended.rope_type!r}; a yarn without divisor works"
+        )
     if abs(extended.scale - (0.1 * math.log(extended.rope["factor"]) + 1)) > 1e-6:
         return "does not read attention_factor"
     return None

@@ -39,6 +39,7 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
 )
+from ctxext.measuring.readings import named_method
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
@@ -66,8 +67,9 @@ def vllm(config: dict[str, Any], made: Export) -> Spectrum:
     kind, factor = rope["rope_type"], rope.get("factor", 1.0)
     promised = longest if kind in ("yarn", "llama3", "longrope") else longest * factor
     assert serve <= promised, "vLLM refuses a --max-model-len above what it derives"
-    if kind == "linear":
-        assert longest * factor < 1e9, "vLLM makes a table of so many rows before it serves anything"
+    if kind in ("linear", "yarn"):
+        rows = rope.get("original_max_position_embeddings", longest) * factor
+        assert serve <= rows < 1e9, "vLLM makes a table of so many rows before it serves anything"
     if kind == "dynamic":
         stretch = factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
         return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0
@@ -131,6 +133,8 @@ VARIANTS: list[Method] = [
     METHODS["ntk_by_parts"].from_dict({"factor": 4.0}),
     METHODS["nope"].from_dict({"factor": 4.0, "sharpening": 0.2}),
     METHODS["yarn"].from_dict({"factor": 4.0, "clip": 3}),
+    METHODS["yarn"].from_dict({"factor": 4.0, "divisor": 3.0, "beta_fast": 16.0, "truncate": False}),
+    METHODS["yarn"].from_dict({"factor": 4.0, "divisor": 5.0}),
 ]
 
 
@@ -163,7 +167,7 @@ def test_vllm_computes_what_the_method_says(llama: Path, method: Method, on_disk
     if on_disk and made.exact and method.name != "longrope":
         told = [flag for flag in made.flags if flag.startswith("--")]
         needs_scale = "attention_factor" in extended.rope_parameters and extended.rope_parameters["rope_type"] != "yarn"
-        needs_other_form = extended.rope_parameters.get("factor") == 1e30
+        needs_other_form = extended.rope_parameters.get("factor") in (3.0, 1e30)  # the table would end early, or never
         assert told == (["--hf-overrides"] if needs_scale or needs_other_form else []) + ["--max-model-len"]
 
 
@@ -413,13 +417,15 @@ def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
         export_config(extended, to="vllm")
 
 
-@pytest.mark.parametrize("method", ["pi", "llama3", "nope", "dynamic_ntk"])
+@pytest.mark.parametrize("method", ["pi", "llama3", "nope", "dynamic_ntk", "yarn divisor=3"])
 def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: str) -> None:
     """Its runner makes a row of positions for each axis, and the other classes take them for so many more tokens."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True}
     config = tiny_config("qwen3_5_text", rope_parameters=rope | {"mrope_section": [1, 1, 2]})
-    with pytest.raises(IncompatibleError, match=r"qwen3_5_text .*mrope_section.* yarn, ntk or abf"):
-        export_config(extended_config(config, method, factor=4.0), to="vllm", served=config)
+    with pytest.raises(IncompatibleError, match=r"qwen3_5_text .*mrope_section.* ntk, abf or a yarn without"):
+        export_config(
+            extended_config(config, named_method(method, 4.0), trained_length=TRAINED), to="vllm", served=config
+        )
     for served in ("yarn", "ntk"):
         assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
 

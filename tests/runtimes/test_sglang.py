@@ -28,7 +28,9 @@ def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
     kind, factor = rope["rope_type"], rope.get("factor", 1.0)
     promised = int(longest * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor))
     assert int(flags["--context-length"]) <= promised, "SGLang refuses a longer one"
-    assert longest * (factor if kind == "linear" else 1) < 1e9, "a table of so many rows"
+    if kind in ("linear", "yarn"):
+        rows = rope.get("original_max_position_embeddings", longest) * factor
+        assert int(flags["--context-length"]) <= rows < 1e9, "its table of positions ends early, or never"
     if kind == "dynamic":
         stretch = factor * (longest * factor) / longest - (factor - 1)
         return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0

@@ -64,13 +64,11 @@ def test_vllm_computes_what_the_method_says(case: dict[str, Any]) -> None:
 
 @pytest.mark.nightly
 def test_every_method_was_asked_about() -> None:
-    """Wherever ``export`` does not refuse, and vLLM's own code computes the positions, not ctxext's plugin."""
+    """Wherever ``export`` does not refuse."""
     asked = {(case["model_type"], method_of(case)) for case in CASES}
     assert {model_type for model_type, _ in asked} == set(CONFIGS)
     for model_type, plain in PLAIN.items():
         for method in methods(spec_of(plain)):
-            if method.name in REMAPPED:
-                continue
             try:
                 export_config(extended_config(plain, method, trained_length=TRAINED), to="vllm")
             except CtxextError:

@@ -37,6 +37,7 @@ from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.runtimes.vllm import REMAPPED
 from ctxext.spec import RopeSpec
 
 GOLDEN = Path(__file__).with_name("vllm.json")
@@ -71,11 +72,11 @@ def spec_of(config: Any) -> RopeSpec:
 
 
 def methods(spec: RopeSpec) -> Iterator[Method]:
-    """Every rotary method that has a stock form, and the parameters that runtimes are known to lose."""
+    """Yield the rotary methods that vLLM's own code computes, and the parameters that runtimes are known to lose."""
     half = spec.rotary_dim // 2
     ramp = [1 + 3 * index / (half - 1) for index in range(half)]
     for kind in METHODS.values():
-        if issubclass(kind, RopeMethod):
+        if issubclass(kind, RopeMethod) and kind.name not in REMAPPED:
             yield kind.example(spec)
     named: list[tuple[str, dict[str, Any]]] = [
         ("pi", {"factor": 3.7}),
@@ -83,6 +84,7 @@ def methods(spec: RopeSpec) -> Iterator[Method]:
         ("yarn", {"truncate": False}),
         ("yarn", {"attention_factor": 1.3}),
         ("yarn", {"ramp": "turns"}),
+        ("yarn", {"divisor": 3.0}),
         ("longrope", {"short_factor": ramp, "long_factor": ramp, "attention_factor": 1.2}),
         ("nope", {"sharpening": 0.2}),
     ]
