@@ -86,7 +86,7 @@ class VLLM(Runtime):
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} with other positions. Positions have several axes "
                 f"(mrope_section), which vLLM reads for rope_type {' and '.join(SEVERAL_AXES)} only, not for "
-                f"{startable.rope_type!r}. Extend the checkpoint by ntk, abf or a yarn without divisor, or use ctxext serve."
+                f"{startable.rope_type!r}. Extend it by ntk, abf or a yarn without divisor, or use ctxext serve."
             )
         doubt = _model_class(startable)
         overrides, notes, exact = _overrides(startable)
