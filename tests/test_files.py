@@ -17,7 +17,7 @@ from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation.key_tokens import KeyTokens
 from ctxext.files import LEVELS, parse_json, read_json, read_json_as
 from ctxext.measuring.journal import _parsed
-from ctxext.methods.base import method_in
+from ctxext.methods import choice_in
 from ctxext.quantities import parameter_of
 from ctxext.texts.documents import read_documents
 from tests._models import byte_model
@@ -45,7 +45,7 @@ BAD = {
         read_json,
         lambda path: read_json_as(path, list, "a list"),
         HeadScores.read,
-        method_in,
+        choice_in,
         KeyTokens.load,
         lambda path: parameter_of(f"short_factor=@{path}"),
         lambda path: ctxext.load(path.parent),

@@ -300,6 +300,23 @@ def test_the_method_of_a_choice(chosen: Path) -> None:
     assert torch.equal(logits(ctxext.patch(tiny("llama"), str(chosen)), ids), logits(by_object, ids))
 
 
+def test_a_choice_extends_as_it_was_measured(tmp_path: Path) -> None:
+    """Not from another length: that would be another extension than the one that was chosen."""
+    path, half = tmp_path / "choice.json", TRAINED_LENGTH // 2
+    about = {"trained_length": half, "sliding_window": "lift", "seed": 0}
+    path.write_text(json.dumps({"method": YaRN(factor=4).to_dict(), "provenance": about}))
+    lifted = ctxext.patch(tiny("mistral", sliding_window=half), str(path)).config
+    assert lifted.sliding_window is None
+    assert lifted.ctxext["trained_length"] == lifted.rope_parameters["original_max_position_embeddings"] == half
+    tiny("mistral", sliding_window=half).save_pretrained(tmp_path)
+    assert ctxext.load(tmp_path, str(path), trained_length=half).config.ctxext["target_length"] == 4 * half
+    said = rf"chosen with trained_length={half}, found 7\. Give the same \(--trained-length\), or the method by"
+    for function, model in ((ctxext.patch, tiny("llama")), (ctxext.load, tmp_path)):
+        with pytest.raises(InvalidParameterError, match=said):
+            function(model, str(path), trained_length=7)
+    refused(tiny("mistral"), InvalidParameterError, "with sliding_window=lift", str(path), sliding_window="keep")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -308,6 +325,7 @@ def test_the_method_of_a_choice(chosen: Path) -> None:
         ('{"method": "yarn"}', "holds no method"),
         ('{"method": {"method": "yearn"}}', "'yearn' is unknown"),
         ('{"method": {"method": "yarn", "factor": 2, "slow": 1}}', "slow"),
+        ('{"method": {"method": "yarn", "factor": 2}, "provenance": {"trained_length": "8"}}', "found '8'"),
         (None, "Cannot read the method"),
     ],
 )

@@ -62,7 +62,7 @@ from ctxext.errors import (
     require_package,
     unwritable,
 )
-from ctxext.methods import Method, is_choice, known_methods, method_class, method_in
+from ctxext.methods import Method, choice_in, is_choice, known_methods, method_class, with_choice
 from ctxext.models.refusals import building, running_code
 from ctxext.spec import ExtensionArguments
 
@@ -171,6 +171,7 @@ def load(
     if method is None:
         _refuse_without_method(arguments)
         return load_saved(path, base=base, attention=attention, auto_class=auto_class, **loading)
+    arguments = with_choice(arguments)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
     if is_adapter(place):
@@ -276,7 +277,7 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
 def reads_weights(method: Any, parameters: dict[str, Any] | None = None) -> bool:
     """Return whether the method reads the weights: it scores a model's heads, or compares their scores with them."""
     if isinstance(method, str) and is_choice(method):
-        method = method_in(method)
+        method = choice_in(method)["method"]
     kind = method_class(method) if isinstance(method, str) else type(method)
     given = vars(method) if isinstance(method, Method) else parameters or {}
     return kind is not None and issubclass(kind, Method) and kind.reads_weights(given)

@@ -206,7 +206,7 @@ class PlannedChoice:
                 budget="" if self.settings.budget is None else str(self.settings.budget),
                 allowed=allowed,
             ),
-            provenance=about | {"trained_length": self.trained},
+            provenance=about | {"trained_length": self.trained, "sliding_window": self.settings.sliding_window},
         )
         runtimes, rope = self._loaded_by(choice.candidate(choice.name))
         return replace(choice, runtimes=runtimes, rope_parameters=rope)

@@ -26,7 +26,7 @@ from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_s
 from ctxext.core.steps import ExtendedPart, Moment, Work, described, run, steps
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.methods import Method
+from ctxext.methods import Method, with_choice
 from ctxext.methods.base import resolve
 from ctxext.methods.parameters import checked_tokens
 from ctxext.spec import Description, Extension, ExtensionArguments
@@ -99,7 +99,7 @@ def patch(
         model: a transformers model; or a PEFT, compiled or data-parallel wrapper around one; or a SentenceTransformer,
             CrossEncoder or pipeline, whose own limit is raised if it was the trained length.
         method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
-            ``choice.json`` that ``ctxext choose`` wrote. It extends both sides of an encoder-decoder.
+            ``choice.json`` that ``ctxext choose`` wrote, with its lengths. It extends both sides of an encoder-decoder.
         factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
             unless ``target_length`` is given.
         target_length: tokens to extend to, instead of ``factor``.
@@ -129,19 +129,17 @@ def patch(
         CheckpointError: the model's positions differ from those in the config.json that it was loaded from.
         VerificationError: the patched model does not compute what the method says.
     """
-    return extend(
-        model,
-        ExtensionArguments(
-            method=method,
-            factor=factor,
-            target_length=target_length,
-            trained_length=trained_length,
-            sliding_window=sliding_window,
-            scaling=scaling,
-            attention=attention,
-            parameters=parameters,
-        ),
+    arguments = ExtensionArguments(
+        method=method,
+        factor=factor,
+        target_length=target_length,
+        trained_length=trained_length,
+        sliding_window=sliding_window,
+        scaling=scaling,
+        attention=attention,
+        parameters=parameters,
     )
+    return extend(model, with_choice(arguments))
 
 
 def extend(

@@ -379,7 +379,9 @@ def prepare(
         CtxextError: for all that cannot be right, before anything is computed.
     """
     model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows)
-    tried, refused = model.find(chosen_methods(checkpoint.model, methods, factors), progress=progress)
+    tried, refused = model.find(
+        chosen_methods(checkpoint.model, methods, factors, model.trained_length), progress=progress
+    )
     wanted = check_lengths(lengths, model.trained_length, tried)
     texts = corpus(wanted[-1] + 1)
     readings, refusals = _reaching(tried, refused, wanted)

@@ -36,10 +36,10 @@ from ctxext.methods import (
     BiasMethod,
     Method,
     RopeMethod,
+    choice_in,
     is_choice,
     known_methods,
     method_class,
-    method_in,
     saved_class,
 )
 from ctxext.methods.parameters import checked_tokens
@@ -286,7 +286,9 @@ def _reading(method: Method, description: Description) -> Reading:
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Sequence[float]) -> tuple[Method, ...]:
+def chosen_methods(
+    model: nn.Module, wanted: Sequence[str | Method], factors: Sequence[float], trained_length: int | None = None
+) -> tuple[Method, ...]:
     """Return the methods to try, each at each factor; once, at the largest, if the factor changes only the reach.
 
     Args:
@@ -297,7 +299,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
     Raises:
         UnknownNameError: an unknown method or parameter.
-        InvalidParameterError: no factor, one out of range, or the same method twice.
+        InvalidParameterError: no factor, one out of range, a method twice, or a choice for another trained length.
     """
     if not factors and not any(isinstance(item, Method) for item in wanted):
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
@@ -307,7 +309,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
         wanted = [name for name in names if not (METHODS[name].needs_training or METHODS[name].required())]
     for item in wanted:
         if isinstance(item, Method) or is_choice(item):
-            methods.append(item if isinstance(item, Method) else method_in(item))
+            own = {"method": item} if isinstance(item, Method) else choice_in(item, trained_length=trained_length)
+            methods.append(own["method"])
             continue
         built = list(dict.fromkeys(named_method(item, factor) for factor in sorted(set(factors))))
         methods += built[-1:] if ignores_factor(built[-1]) else built

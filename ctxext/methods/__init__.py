@@ -18,10 +18,11 @@ from ctxext.methods.base import (
     Method,
     RopeMethod,
     TableMethod,
+    choice_in,
     known_methods,
     method_class,
-    method_in,
     saved_class,
+    with_choice,
 )
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.registry import discover
@@ -37,11 +38,12 @@ __all__ = [
     "Method",
     "RopeMethod",
     "TableMethod",
+    "choice_in",
     "is_choice",
     "known_methods",
     "method_class",
-    "method_in",
     "saved_class",
+    "with_choice",
 ]
 __all__ += sorted(_CLASSES)
 

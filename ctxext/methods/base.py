@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from ctxext import registry
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, parse_json
 from ctxext.methods.parameters import Range, checked_tokens, parameters_of
-from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, BucketSpec, ExtensionArguments, Frequencies, RopeSpec
 from ctxext.version import __version__
 
 # What ``TableMethod.rows`` returns.
@@ -266,11 +266,11 @@ def saved_class(name: object) -> type[Method]:
     )
 
 
-def method_in(path: str | Path) -> Method:
-    """Read the method from a file that ``ctxext choose -o choice.json`` wrote.
+def choice_in(path: str | Path, **given: Any) -> dict[str, Any]:
+    """Read arguments of ``ctxext.patch`` from a file that ``ctxext choose -o choice.json`` wrote, where it has them.
 
     Raises:
-        InvalidParameterError: if the file cannot be read, or holds no method.
+        InvalidParameterError: if the file cannot be read, holds no method, or another value than one that is given.
         CheckpointError: if the method is unknown in this process.
     """
     try:
@@ -284,7 +284,20 @@ def method_in(path: str | Path) -> Method:
         raise InvalidParameterError(
             f"{path} holds no method. A file that `ctxext choose ... -o choice.json` writes does, under 'method'."
         )
-    return saved_class(saved["method"]).from_dict(saved)
+    about = choice["provenance"] if isinstance(choice.get("provenance"), dict) else {}
+    held = {name: about[name] for name in ("trained_length", "sliding_window") if about.get(name) is not None}
+    for name, value in held.items():
+        if given.get(name) not in (None, value):
+            raise InvalidParameterError(
+                f"{path} was chosen with {name}={value}, found {given[name]!r}. Give the same "
+                f"(--{name.replace('_', '-')}), or the method by its name."
+            )
+    return {"method": saved_class(saved["method"]).from_dict(saved)} | held
+
+
+def with_choice(given: ExtensionArguments) -> ExtensionArguments:
+    """Replace the path of a ``choice.json`` in arguments by what it holds, as ``choice_in`` does."""
+    return replace(given, **choice_in(given.method, **vars(given))) if is_choice(given.method) else given
 
 
 def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
@@ -319,8 +332,6 @@ def resolve(
     parameters: dict[str, Any],
 ) -> Method:
     """Turn what the user wrote into one method object, or say which two things contradict each other."""
-    if isinstance(chosen, str) and chosen not in METHODS and is_choice(chosen):
-        chosen = method_in(chosen)
     if isinstance(chosen, Method):
         given = {"factor": factor, "target_length": target_length, **parameters}
         extra = [key for key, value in given.items() if value is not None]

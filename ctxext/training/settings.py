@@ -84,14 +84,17 @@ class ExtensionSettings(Section):
     def _chosen(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not is_choice(given.get("method")):
             return given
-        from ctxext.methods import method_in  # here: it imports torch, before which other mistakes are told
+        from ctxext.methods import choice_in  # here: it imports torch, before which other mistakes are told
 
         doubled = [key for key in ("factor", "target_length", "parameters") if given.get(key)]
         if doubled:
             raise ValueError(f"{given['method']} holds a method with its parameters: leave out {', '.join(doubled)}")
-        method = method_in(given["method"])
+        choice = choice_in(given["method"], **{name: given.get(name) for name in ("trained_length", "sliding_window")})
+        method = choice["method"]
         parameters = {key: value for key, value in method.to_dict().items() if key != "method" and value is not None}
-        return given | {"method": method.name, "factor": parameters.pop("factor", None), "parameters": parameters}
+        return (
+            given | choice | {"method": method.name, "factor": parameters.pop("factor", None), "parameters": parameters}
+        )
 
     _one_of_both = model_validator(mode="after")(_factor_or_length)
 

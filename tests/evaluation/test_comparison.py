@@ -274,6 +274,10 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert not {"alibi", "longrope", "table"} & {name for name, _ in names}
     (file := tmp_path / "choice.json").write_text(json.dumps({"method": YaRN(factor=2.5).to_dict()}))
     assert chosen_methods(model, ["pi", str(file)], [2.0]) == (PI(factor=2.0), YaRN(factor=2.5))
+    file.write_text(json.dumps({"method": YaRN(factor=2.5).to_dict(), "provenance": {"trained_length": 128}}))
+    assert chosen_methods(model, [str(file)], [2.0], 128) == (YaRN(factor=2.5),)
+    with pytest.raises(InvalidParameterError, match="chosen with trained_length=128, found 256"):
+        chosen_methods(model, [str(file)], [2.0], 256)
     own = chosen_methods(model, ["pi factor=3", "yarn"], [4.0, 2.0])
     assert own == (PI(factor=3.0), YaRN(factor=2.0), YaRN(factor=4.0)), "a factor of its own goes first"
     bloom = chosen_methods(tiny("bloom"), [], [2.0])

@@ -93,12 +93,16 @@ def test_all_else_is_given_once(read: Any, overrides: list[str], said: str) -> N
 def test_a_run_starts_from_a_choice(read: Any, tmp_path: Path) -> None:
     method = YaRN(factor=2, beta_slow=2.0, divisor=3.0, attention_factor=1.01)
     path = tmp_path / "choice.json"
-    path.write_text(json.dumps({"method": method.to_dict()}), encoding="utf-8")
+    about = {"trained_length": 128, "sliding_window": "lift"}
+    path.write_text(json.dumps({"method": method.to_dict(), "provenance": about}), encoding="utf-8")
     plain = FILE.replace("{method: yarn, factor: 2, parameters: {beta_fast: 16}}", f"{{method: {path}}}")
     extension = read("--train", "a", text=plain).extension
     with pytest.raises(InvalidParameterError, match="leave out factor, parameters"):
         read("--train", "a", "--method", str(path))
+    with pytest.raises(InvalidParameterError, match="chosen with trained_length=128, found 64"):
+        read("--train", "a", "--trained_length", "64", text=plain)
     path.unlink()
+    assert (extension.trained_length, extension.sliding_window) == (128, "lift"), "as it was measured"
     assert extension.method == "yarn", "a run records the method itself, not a file that may change"
     assert resolve(extension.method, extension.factor, None, 64, extension.parameters) == method
 
