@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ctxext.core.rotary import SCALING_KEYS
+from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER, as_longrope
 from ctxext.methods.yarn import YaRN
@@ -285,7 +286,5 @@ def whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:
 
 def nested(extended: ExtensionInConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     """Move overrides to the place of the decoder's config inside a composite config."""
-    if extended.text is extended.config:
-        return overrides
-    parts = [name for name in extended.config.sub_configs if getattr(extended.config, name, None) is extended.text]
-    return {parts[0]: overrides}
+    path = path_to(extended.config, extended.text)
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(path), overrides)

@@ -17,6 +17,7 @@ import math
 from typing import Any, ClassVar
 
 from ctxext.attention.windows import window_of
+from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     USUAL_YARN,
@@ -81,6 +82,12 @@ class SGLang(Runtime):
                 f"{extended.trained_length} gives long_factor to all texts in it."
             )
             exact = False
+        path = path_to(extended.config, extended.text)
+        if overrides and len(path) > 1:
+            raise IncompatibleError(
+                f"SGLang {VERSION} would drop the rest of this {extended.config.model_type}'s {path[0]}: it merges "
+                f"arguments one level deep, not into {'.'.join(path)}. Write a copy (ctxext patch), and export that."
+            )
         window = window_of(extended.text)
         if extended.config.model_type not in READ or extended.layer_type is not None:
             notes.append(

@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     Phi3Config,
+    Qwen2_5OmniConfig,
 )
 
 import ctxext
@@ -428,6 +429,19 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
         )
     for served in ("yarn", "ntk"):
         assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
+
+
+@pytest.mark.slow
+def test_a_text_model_inside_a_part_is_told_there() -> None:
+    text = SHAPE | {"pad_token_id": 0, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    config = Qwen2_5OmniConfig(thinker_config={"text_config": text})
+    config.architectures = ["Qwen2_5OmniForConditionalGeneration"]
+    extended = extended_config(config, "yarn", factor=4.0)
+    told = json.loads(export_config(extended, to="vllm", served=config).by_flag["--hf-overrides"])
+    assert told["thinker_config"]["text_config"]["max_position_embeddings"] == TARGET
+    with pytest.raises(IncompatibleError, match=r"qwen2_5_omni.*thinker_config\.text_config.*Write a copy"):
+        export_config(extended, to="sglang", served=config)
+    assert export_config(extended, to="sglang").by_flag == {"--context-length": str(TARGET)}
 
 
 @pytest.mark.nightly
