@@ -45,7 +45,7 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
         kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
         fields = {"layer_types": kinds}
     if hasattr(config, "use_sliding_window"):
-        fields["use_sliding_window"] = False
+        fields |= {"use_sliding_window": False, "sliding_window": None}  # vLLM reads the number alone
     return fields
 
 

@@ -29,9 +29,10 @@ def test_an_unanswered_window_is_refused_with_both_answers() -> None:
     assert before.difference(model) is None
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "ministral"])
+@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "ministral", "qwen2"])
 def test_lifted_windows_let_the_last_token_see_the_first(model_type: str) -> None:
-    model = tiny(model_type, sliding_window=16)
+    windowed = {"use_sliding_window": True, "max_window_layers": 0} if model_type == "qwen2" else {}
+    model = tiny(model_type, sliding_window=16, **windowed)
     before = State.of(model, tokens())
     assert not last_sees_first(model)
     ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")

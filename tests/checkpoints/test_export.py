@@ -484,6 +484,11 @@ def test_lifted_window_reaches_vllm_and_needs_a_copy_for_llama_cpp(checkpoints: 
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0, "sliding_window": "lift"}
     overrides = json.loads(export(checkpoints["mistral"], to="vllm", **arguments).by_flag["--hf-overrides"])
     assert overrides["sliding_window"] is None
+    for kind in ("qwen2", "qwen3"):  # vLLM sets each field by itself, and then reads the number alone
+        config = tiny_config(kind, use_sliding_window=True, sliding_window=32, max_window_layers=0)
+        extended = extended_config(config, "yarn", factor=4.0, sliding_window="lift")
+        told = json.loads(export_config(extended, to="vllm", served=config).by_flag["--hf-overrides"])
+        assert (told["use_sliding_window"], told["sliding_window"]) == (False, None)
     made = export(checkpoints["mistral"], to="llama.cpp", **arguments)
     assert made.exact, "the llama architecture there has no windows"
     assert "--gguf IN.gguf OUT.gguf" in made.notes[0]
