@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,6 +315,12 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         InvalidParameterError: a factor or length out of range, a method twice, or a text that is too short.
         IncompatibleError: a method that cannot be right on this model.
     """
+    documents = list(islice(read_documents([options.text]), 2)) if options.text else [default_text()]
+    if len(documents) != 1:
+        several = "more" if documents else "none"
+        raise InvalidParameterError(
+            f"text: the text of the demo must be one document, found {several} in {options.text!r}. Give one text file."
+        )
     readings = Readings(checkpoint)
     trained, names = readings.trained_length, options.method or METHODS
     readings.windows = (trained // 2, trained)
@@ -327,9 +334,8 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
             f"length must be above the trained length of {trained:,} tokens and at most {reach:,} (factor "
             f"{options.factor:g} times it), found {length:,}. Raise --factor to go further."
         )
-    [document] = read_documents([options.text]) if options.text else [default_text()]
     tokenizer, prefix = checkpoint.tokenizer, special_prefix(checkpoint.tokenizer)
-    text = tokenise(document, tokenizer, prefix=prefix)
+    text = tokenise(documents[0], tokenizer, prefix=prefix)
     corpus = Corpus((text,), prefix_label(tokenizer, prefix), 1)
     journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
     passage = Passage.of(text, tokenizer, length)

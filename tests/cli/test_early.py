@@ -169,6 +169,8 @@ MISTAKES = {
     "heads HERE -o x.xls": OUTPUT,
     "lab run --task tezt": "Unknown task 'tezt'. Did you mean 'text'?",
     "lab run --only rop": "Unknown encoding or baseline 'rop'. Did you mean 'rope'?",
+    "lab run --seeds 0": "0 is not in the range x>=1",
+    "lab run --workers 0": "0 is not in the range x>=1",
     "lab run --preset fast": "'fast' is not one of",
     "lab run --text ./no.txt": MISSING,
     "lab run -o HERE/config.json": "HERE/config.json is a file and no directory",

@@ -282,7 +282,7 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert own == (PI(factor=3.0), YaRN(factor=2.0), YaRN(factor=4.0)), "a factor of its own goes first"
     bloom = chosen_methods(tiny("bloom"), [], [2.0])
     assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
-    plan = planned(model, tokenizer, tmp_path, methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"])
+    plan = planned(model, tokenizer, tmp_path / "out", methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"])
     assert [reading.label for reading in plan.readings[6:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
     assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
 
