@@ -281,7 +281,7 @@ def read_json_as(path: Path, kind: type, expected: str) -> Any:
 
 
 def is_choice(method: object) -> TypeGuard[str]:
-    """Return whether ``method`` is the path of a ``choice.json`` (``ctxext choose``), which ``method_in`` reads."""
+    """Return whether ``method`` is the path of a ``choice.json`` (``ctxext choose``), which ``choice_in`` reads."""
     return isinstance(method, str) and method.endswith(".json")
 
 

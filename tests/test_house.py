@@ -27,22 +27,22 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_847,
-    "lines that importing the verb pulls in": 4_166,
+    "lines of ctxext/": 52_918,
+    "lines that importing the verb pulls in": 4_177,
     "files that importing the verb pulls in": 21,
-    "lines of the core": 4_887,
+    "lines of the core": 4_897,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_803,
+    "lines that eval perplexity pulls in": 13_824,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
-    "files that one patch enters": 25,
-    "functions that one patch enters": 139,
+    "files that one patch enters": 26,
+    "functions that one patch enters": 141,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_351,
-    "lines of tests/": 48_876,
+    "lines of tests/": 48_961,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.
