@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -57,7 +57,7 @@ def ask(
 
     [bold]Example[/]: ctxext ask demo -t src/ "Which function parses the command line?"
     """
-    extension.require_method()
+    replace(extension, sliding_window=None).require_method()  # the method that is advised may need that choice
     questions = [one for one in (question, *(asked.more or ())) if one is not None]
     if not questions and (as_json or "-" in asked.text):
         why = "--json prints answers to questions that are given" if as_json else "-t - reads all that is typed as text"
@@ -72,6 +72,8 @@ def ask(
 
     documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
     together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
+    if not together.strip():
+        raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
     session = Session(source, OutputOptions(as_json=True), methods=[extension.method])
     notes = session.console
     notes.soft_wrap = True
@@ -82,7 +84,7 @@ def ask(
             extend_loaded(checkpoint.model, **extension.arguments())
         text = ReadText(checkpoint.model, checkpoint.tokenizer, together, questions, asked.tokens, asked.complete)
         if extension.method is None:
-            text.extend()
+            text.extend(extension.sliding_window)
         return text, text.cut()
 
     text, left_out = session.planned(plan)

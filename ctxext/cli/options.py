@@ -386,6 +386,10 @@ class HaystackOptions:
     split: Split = None
     column: Column = None
 
+    def __post_init__(self) -> None:
+        if self.text is None and (self.split or self.column):
+            raise InvalidParameterError("--split and --column say what to read of a --text, and none is given.")
+
     def document(self) -> Document | None:
         """Read the first document of the text; None where no text is named.
 

@@ -87,8 +87,10 @@ class ReadText:
         same = takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
         return [token for token, _ in same][:-2]  # those at the end may join a question's
 
-    def extend(self) -> None:
+    def extend(self, sliding_window: str | None = None) -> None:
         """Extend a plain model as far as the text needs, by the method that is recommended without training.
+
+        ``sliding_window`` is that of ``ctxext.patch``.
 
         Raises:
             IncompatibleError: no such method applies to the model.
@@ -98,7 +100,8 @@ class ReadText:
         methods = [recommended.methods[0] for recommended in RECOMMENDED if not recommended.trains]
         for method in methods:
             try:
-                patch(self.model, method, factor=min(MOST, math.ceil(self.needed / self.window)))
+                factor = min(MOST, math.ceil(self.needed / self.window))
+                patch(self.model, method, factor=factor, sliding_window=sliding_window)
                 return
             except IncompatibleError:
                 if method == methods[-1]:

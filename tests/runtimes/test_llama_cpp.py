@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from transformers import (
     BloomConfig,
+    Exaone4Config,
     FalconConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
+    MistralConfig,
     MptConfig,
     Olmo3Config,
     Qwen2Config,
@@ -81,6 +83,18 @@ def test_windows_that_an_architecture_does_not_have() -> None:
         made = export_config(extended_config(config, **arguments, **kept), to="llama.cpp", served=config)
         assert made.exact == seen, (config, made.notes)
         assert any("attends beyond the 100 tokens" in note for note in made.notes) != seen
+
+
+def test_a_window_that_llama_cpp_does_not_have_needs_no_lifting() -> None:
+    for config, said in (
+        (MistralConfig(**SHAPE, sliding_window=100), False),
+        (Qwen2Config(**SHAPE, sliding_window=100, use_sliding_window=True, max_window_layers=0), False),
+        (Exaone4Config(**SHAPE, sliding_window=100, layer_types=["sliding_attention"] * 2), True),
+    ):
+        lifted = extended_config(config, method="ntk", factor=4.0, sliding_window="lift")
+        made = export_config(lifted, to="llama.cpp", served=config)
+        assert any("No flag lifts the sliding window" in note for note in made.notes) == said
+        assert made.exact != said
 
 
 def test_a_config_that_names_its_trained_length_alone_is_served_beyond_it() -> None:

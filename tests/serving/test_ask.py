@@ -203,6 +203,29 @@ def test_at_the_command_line(cli: Cli, tmp_path: Path, tokenizer: PreTrainedToke
     assert "finds what is written, and understands little" in found.stderr
 
 
+def test_a_text_without_words_is_refused(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "folder").mkdir()
+    for name in ("empty.txt", "folder"):
+        found = cli("ask", tmp_path, "-t", tmp_path / name, "Who?")
+        assert found.exit_code == 1
+        assert "no text" in found.stderr
+
+
+def test_a_window_of_attention_is_lifted_as_is_advised(
+    cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    windowed = tiny("mistral", vocab_size=257, sliding_window=32)
+    for part in (windowed, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a" * 100)
+    given = ["ask", tmp_path / "model", "-t", tmp_path / "text.txt", "Who?", "--tokens", NEW, "--dtype", "fp32"]
+    assert "--sliding-window lift" in cli(*given).stderr
+    found = cli(*given, "--sliding-window", "lift")
+    assert found.exit_code == 0, found.stderr
+    assert "self_extend, reads" in found.stderr
+
+
 def test_questions_are_typed_where_none_is_given(
     cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
