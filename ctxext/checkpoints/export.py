@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def export(
 def with_start(made: Export, checkpoint: str) -> Export:
     """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it."""
     file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
+    file = checkpoint if checkpoint.endswith(".gguf") else file
     runtime = RUNTIMES[made.target]
     return replace(made, start=(*made.start, checkpoint) if made.start else runtime.start(checkpoint, file))
 
@@ -198,12 +199,18 @@ def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = F
     return replace(exported, exact=exported.exact and not obeyed, notes=(*exported.notes, *obeyed, *drafts))
 
 
-def exports_of(config: Any, place: str, *, guarded: bool = False) -> dict[str, Export | str]:
-    """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason."""
+def exports_of(
+    config: Any, place: str, *, guarded: bool = False, served: Any = None, targets: Iterable[str] = RUNTIMES
+) -> dict[str, Export | str]:
+    """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason.
+
+    ``served`` is the config in the files, where it is another one and the runtime needs no copy with this one.
+    """
     exports: dict[str, Export | str] = {}
-    for target in RUNTIMES:
+    for target in targets:
         try:
-            exports[target] = with_start(export_config(config, to=target, guarded=guarded), place)
+            files = None if served is None or RUNTIMES[target].needs_copy(config) else served
+            exports[target] = with_start(export_config(config, to=target, served=files, guarded=guarded), place)
         except IncompatibleError as error:
             exports[target] = str(error)
     return exports

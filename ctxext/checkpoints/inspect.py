@@ -45,6 +45,7 @@ from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
 from ctxext.recommended import LONG, fits_unextended
+from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA, Description, RopeSpec
 
@@ -70,6 +71,7 @@ class MethodCheck:
     """The verdict about one method on this checkpoint, proven on a model on the meta device.
 
     Args:
+        runtimes: Runtimes that serve the result.
         stock: True if a process without ctxext loads the result.
         needs_training: True if the model is useless with it until it has been trained so.
     """
@@ -78,6 +80,7 @@ class MethodCheck:
     factor: float
     target_length: int | None = None
     stored_as: str = ""
+    runtimes: tuple[str, ...] = ()
     stock: bool = False
     refused: str | None = None
     needs_training: bool = False
@@ -160,7 +163,12 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=exports_of(config, os.fspath(place), guarded=keeps_old_readers_out(place, **location))
+        exports=exports_of(
+            config,
+            str(Path(place, location.get("gguf_file", ""))),
+            guarded=keeps_old_readers_out(place, **location),
+            targets=["llama.cpp"] if "gguf_file" in location else RUNTIMES,  # the others serve checkpoints
+        )
         if extended
         else None,
         notes=(*_notes(plain, model), *_long_already(plain, known if positions else None, verdicts)),
@@ -335,31 +343,32 @@ def _positions(subject: Subject, trained_length: int) -> tuple[tuple[Positions, 
 def _verdicts(
     model: PreTrainedModel, given: dict[str, Any], spec: RopeSpec | None, caps: bool
 ) -> tuple[MethodCheck, ...]:
-    verdicts, alike = [], dict[Any, MethodCheck]()
+    verdicts, alike, plain = [], dict[Any, MethodCheck](), copy.deepcopy(model.config)
     for kind in known_methods().values():
         method = kind.example(spec or LLAMA)
         # Encodings of one form are put in by the same hand, which looks at the model for a second or two.
         form = (method.form, method.carries) if isinstance(method, EncodingMethod) else method
         if form not in alike:
-            alike[form] = _verdict(model, method, given, caps)
+            alike[form] = _verdict(model, method, given, caps, plain)
         verdicts.append(alike[form].of(method))
     return tuple(verdicts)
 
 
-def _verdict(model: PreTrainedModel, method: Method, given: dict[str, Any], caps: bool) -> MethodCheck:
+def _verdict(model: PreTrainedModel, method: Method, given: dict[str, Any], caps: bool, plain: Any) -> MethodCheck:
     try:
         patch(model, method, sliding_window="lift" if caps else None, **given)
     except CtxextError as error:
         is_asked = isinstance(error, PatchStateError) and already_extended(model.config) is not None
         why = "say --trained-length first: already extended" if is_asked else str(error)
         return MethodCheck(method=method.name, factor=method.factor, refused=why)
-    description = describe(model)
+    description, exports = describe(model), exports_of(model.config, "", served=plain)
     unpatch(model)
     return MethodCheck(
         method=method.name,
         factor=method.factor,
         target_length=description.target_length,
         stored_as=description.stored_as,
+        runtimes=tuple(target for target, made in exports.items() if isinstance(made, Export)),
         stock=description.stock,
         needs_training=method.needs_training or any(note.endswith(TRAIN_FIRST) for note in description.notes),
     )

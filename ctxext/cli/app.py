@@ -125,8 +125,10 @@ def inspect(
         told = [one._asdict() | {"verdict": one.verdict, "gain": one.gain} for one in repeats]
         _print_json(asdict(inspection) | ({"texts": told} if text else {}))
         return
-    show_repeats(repeats, checkpoint, text or (), terminal())
-    show_inspection(inspection, checkpoint, terminal())
+    said = (["--trained-length", str(trained_length)] if trained_length else []) + ["--trust-remote-code"] * trust
+    files = [word for one in text or () for word in ("--text", one)]
+    show_repeats(repeats, checkpoint, [*files, *said], terminal())
+    show_inspection(inspection, checkpoint, said, terminal())
 
 
 @app.command(cls=StrictCommand)

@@ -110,8 +110,8 @@ def show_written(written: Written) -> None:
         show_written(written.draft)
 
 
-def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -> None:
-    """Print what ``ctxext inspect`` found."""
+def show_inspection(inspection: Inspection, checkpoint: str, said: Sequence[str], console: Console) -> None:
+    """Print what ``ctxext inspect`` found; ``said`` are words for commands, as the user gave them."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for key, value in _facts(inspection):
         table.add_row(Text(key, style="bold"), value)
@@ -119,11 +119,9 @@ def show_inspection(inspection: Inspection, checkpoint: str, console: Console) -
     if inspection.description is not None:
         console.print(f"\n{inspection.description}")
     _show_verdicts(inspection.verdicts, console)
-    extending = [verdict.method for verdict in inspection.verdicts if verdict.refused is None]
-    if inspection.exports is None and extending and inspection.positions:  # runtimes have flags for rotary positions
-        method = "yarn" if "yarn" in extending else extending[0]
+    if inspection.exports is None and inspection.positions:  # runtimes have flags for rotary positions
         window = ("--sliding-window", "lift") if inspection.window_caps else ()
-        _show_how_to_export(checkpoint, ("--method", method, "--factor", "4", *window), console)
+        _show_how_to_export(checkpoint, inspection.verdicts, (*window, *said), console)
     for target, export in (inspection.exports or {}).items():
         console.print(target, style="bold")
         if isinstance(export, str):
@@ -144,7 +142,7 @@ def repeats_in(texts: Sequence[str], tokenizer: Any, window: int | None) -> list
     return [repeats_of(one.name, one.input_ids[0].tolist(), window) for one in documents]
 
 
-def show_repeats(repeats: Sequence[Repeats], checkpoint: str, texts: Sequence[str], console: Console) -> None:
+def show_repeats(repeats: Sequence[Repeats], checkpoint: str, said: Sequence[str], console: Console) -> None:
     """Print whether each text would gain from a longer window, those that repeat most first, and how to measure it."""
     longer = sorted((one for one in repeats if one.beyond), key=lambda one: -one.share)
     for one in longer:
@@ -156,18 +154,21 @@ def show_repeats(repeats: Sequence[Repeats], checkpoint: str, texts: Sequence[st
         costs = "Within the window, where a longer one has nothing to offer and static scaling costs quality"
         console.print(f"{costs}: {fitting} of {len(repeats)} texts.", soft_wrap=True)
     if longer:
-        files = [word for text in texts for word in ("--text", text)]
         console.print(GUIDE)
-        command = shlex.join(["ctxext", "eval", "compare", checkpoint, *files, "--factor", "2"])
+        command = shlex.join(["ctxext", "eval", "compare", checkpoint, *said, "--factor", "2"])
         console.print(f"  {command}\n", soft_wrap=True)
 
 
-def _show_how_to_export(checkpoint: str, options: tuple[str, ...], console: Console) -> None:
-    """Print the commands that extend a checkpoint for other runtimes."""
+def _show_how_to_export(
+    checkpoint: str, verdicts: Sequence[MethodCheck], options: tuple[str, ...], console: Console
+) -> None:
+    """Print the commands that extend a checkpoint for other runtimes, each by a method that the runtime computes."""
     place = "ORIGINAL" if checkpoint.endswith(".gguf") else checkpoint
     for target in RUNTIMES:
-        line = shlex.join(("ctxext", "export", place, "--to", target, *options))
-        console.print(f"To serve an extension with {target}: {line}", soft_wrap=True)
+        able = [each.method for each in verdicts if target in each.runtimes and not each.needs_training]
+        for method in [name for name in ("yarn", "ntk", *able) if name in able][:1]:
+            words = ("ctxext", "export", place, "--to", target, "--method", method, "--factor", "4", *options)
+            console.print(f"To serve an extension with {target}: {shlex.join(words)}", soft_wrap=True)
     if place != checkpoint:
         console.print("ORIGINAL: the checkpoint that this file was converted from.")
 

@@ -64,7 +64,8 @@ class VLLM(Runtime):
         return "vllm", "serve", checkpoint
 
     def needs_copy(self, config: Any) -> bool:
-        return config.ctxext["method"]["method"] in REMAPPED and not config.ctxext["stock"]
+        saved = config.ctxext
+        return "sides" not in saved and saved["method"]["method"] in REMAPPED and not saved["stock"]
 
     def export(self, extended: ExtensionInConfig) -> Export:
         """Return the flags for ``vllm serve``.

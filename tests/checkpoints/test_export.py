@@ -432,6 +432,15 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
 
 
 @pytest.mark.slow
+def test_an_encoder_decoder_has_no_flags(tmp_path: Path) -> None:
+    config = tiny_config("t5gemma", architectures=["T5GemmaForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    for target in RUNTIMES:
+        with pytest.raises(IncompatibleError, match="encoder-decoder whose sides have an extension each"):
+            export(tmp_path, to=target, method="yarn", factor=4.0)
+
+
+@pytest.mark.slow
 def test_a_text_model_inside_a_part_is_told_there() -> None:
     text = SHAPE | {"pad_token_id": 0, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
     config = Qwen2_5OmniConfig(thinker_config={"text_config": text})

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PretrainedConfig
+from transformers import GemmaConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, PretrainedConfig
 from typer.testing import Result
 
 import ctxext
@@ -52,7 +52,7 @@ def inspected(llama: Path) -> tuple[str, Any]:
 @pytest.fixture
 def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``inspect`` try some of its methods, where a test does not ask for all of them."""
-    few = {name: known_methods()[name] for name in ("fox", "pi", "string", "yarn")}
+    few = {name: known_methods()[name] for name in ("fox", "ntk", "pi", "string", "yarn")}
     monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: few)
 
 
@@ -83,6 +83,31 @@ def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path])
     assert "--sliding-window lift" in cli("inspect", checkpoints["mistral"]).stdout.replace("\n", " ")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
+def test_the_commands_that_inspect_prints_run(cli: Cli, tmp_path: Path) -> None:
+    """A gemma is served by another base where its class reads no scaling, and as it was said to be trained."""
+    gemma = config_only(tmp_path / "gemma", GemmaConfig(**SHAPE, head_dim=16, architectures=["GemmaForCausalLM"]))
+    printed = cli("inspect", gemma, "--trained-length", "64", "--trust-remote-code").stdout.splitlines()
+    commands = [line.partition(": ")[2] for line in printed if line.startswith("To serve an extension with")]
+    given = f"ctxext export {gemma} --to {{}} --method {{}} --factor 4 --trained-length 64 --trust-remote-code"
+    methods = {"llama.cpp": "yarn", "mlx-lm": "ntk", "sglang": "ntk", "vllm": "yarn"}
+    assert commands == [given.format(*pair) for pair in methods.items()]
+    for line in commands:
+        assert cli(*shlex.split(line)[1:]).exit_code == 0, line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_methods")
+def test_inspect_serves_a_scaled_gguf_itself(cli: Cli, tmp_path: Path) -> None:
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    file = write_gguf(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "a.gguf", **keys)
+    found = json.loads(cli("inspect", file, "--json").stdout)["exports"]
+    assert found.keys() == {"llama.cpp"}, "the others serve the checkpoint that it was converted from"
+    assert found["llama.cpp"]["start"] == ["llama-server", "-m", str(file)]
+    assert f"llama-server -m {file} --rope-scaling yarn" in cli("inspect", file).stdout
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("_few_methods")
 def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: Path, tmp_path: Path) -> None:
@@ -102,6 +127,8 @@ def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: 
     assert third.startswith("Within the window, where a longer one has nothing to offer and static scaling costs")
     assert third.endswith("1 of 2 texts.")
     assert f"  ctxext eval compare {bare} --text {twice} --text {short} --factor 2" in rest
+    again = cli("inspect", bare, "--text", twice, "--trained-length", TRAINED).stdout
+    assert f"  ctxext eval compare {bare} --text {twice} --trained-length {TRAINED} --factor 2\n" in again
     (found,) = json.loads(cli("inspect", bare, "-t", twice, "--json").stdout)["texts"]
     assert found | {"name": "twice", "tokens": 600, "beyond": beyond, "share": pytest.approx(300 / beyond)} == found
     expected, low, high = found["gain"]
