@@ -334,6 +334,13 @@ class SourceOptions:
         return {"dtype": self.dtype, "device": self.device, "trust_remote_code": self.trust}
 
 
+def _require_text(options: TextOptions | HaystackOptions) -> None:
+    """Refuse options that say how to read a text where none is given."""
+    said = [f"--{name}" for name in ("split", "column") if getattr(options, name) is not None]
+    if said and not options.text:
+        raise InvalidParameterError(f"{', '.join(said)}: only with --text, of which they say what to read.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """Texts to read, and tokens in front of each."""
@@ -351,6 +358,9 @@ class TextOptions:
     )
     skip: int | None = token_option("Tokens to skip at the start of each text; default 0, or 2000 of a play.")
     bos: str = option("Token before each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto")
+
+    def __post_init__(self) -> None:
+        _require_text(self)
 
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False, shorter: bool = False) -> Corpus:
         """Read the texts and tokenize them, see ``corpus_of``.
@@ -387,8 +397,7 @@ class HaystackOptions:
     column: Column = None
 
     def __post_init__(self) -> None:
-        if self.text is None and (self.split or self.column):
-            raise InvalidParameterError("--split and --column say what to read of a --text, and none is given.")
+        _require_text(self)
 
     def document(self) -> Document | None:
         """Read the first document of the text; None where no text is named.
