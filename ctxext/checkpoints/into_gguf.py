@@ -62,7 +62,7 @@ def _refuse_tensors(file: GGUFFile, extended: ExtensionInConfig) -> None:
     if scaling := [name for name in file.tensors if name.startswith(SCALING_TENSORS)]:
         raise CheckpointError(
             f"{file.path} holds {scaling[0]}, which scales positions beside the keys of {extended.method}. Give the "
-            f" GGUF file of a checkpoint whose positions are plain."
+            f"GGUF file of a checkpoint whose positions are plain."
         )
 
 

@@ -25,6 +25,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
+from ctxext.models.bloom import TRAINED_LENGTH as BLOOM_LENGTH
 from ctxext.models.drafts import draft_heads
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
@@ -230,6 +231,7 @@ def reach_of(config: Any) -> int | None:
         return scaling.window
     text = config.get_text_config(decoder=True)
     others = [getattr(text, name, None) for name in ("max_seq_len", "seq_length")]
+    others.append(BLOOM_LENGTH if text.model_type == "bloom" else None)  # published without one
     return stated_length(text) or next((length for length in others if isinstance(length, int)), None)
 
 

@@ -200,7 +200,8 @@ def _by_flags(extended: ExtensionInConfig, line: dict[str, Any]) -> Export:
     if extended.unsaid:
         by_flags = verdict(line, _form(extended), from_original=True)[0] is not False
         notes.insert(0, _UNCONVERTED if by_flags else _CONVERT_FIRST)
-        if {"sliding_window", "layer_types"} & extended.unsaid.keys() and line.get("architecture") in WINDOWED:
+        windowed = line.get("architecture") in (None, *WINDOWED)  # the others have no window to lift
+        if windowed and {"sliding_window", "layer_types"} & extended.unsaid.keys():
             notes.append("No flag lifts the sliding window: convert the extended checkpoint (ctxext patch).")
             exact = False
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 import ctxext
 from ctxext.checkpoints.export import read_extended
@@ -110,6 +110,12 @@ def test_every_part_reads_the_length_that_a_form_means(name: str, written: Writt
         description = ctxext.describe(model)
         assert (description.trained_length, description.target_length) == (window, 2 * window)
         assert getattr(model.config, "model_max_length", 2 * window) == 2 * window  # vLLM serves no more than this
+
+
+def test_a_bloom_that_names_no_length_has_that_of_all_blooms() -> None:
+    config = BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64)
+    assert reach_of(config) == trained_length_of(Subject.of(AutoModelForCausalLM.from_config(config))) == 2048
+    assert reach_of(BloomConfig(seq_length=4096)) == 4096
 
 
 @pytest.mark.slow

@@ -83,6 +83,13 @@ def test_windows_that_an_architecture_does_not_have() -> None:
         made = export_config(extended_config(config, **arguments, **kept), to="llama.cpp", served=config)
         assert made.exact == seen, (config, made.notes)
         assert any("attends beyond the 100 tokens" in note for note in made.notes) != seen
+    for kind in (Starcoder2Config, Qwen2Config):
+        config = kind(**SHAPE, sliding_window=100, **(mixed | {"max_window_layers": 0} if kind is Qwen2Config else {}))
+        lifted = export_config(
+            extended_config(config, **arguments, sliding_window="lift"), to="llama.cpp", served=config
+        )
+        assert lifted.exact, lifted.notes
+        assert not any("window" in note for note in lifted.notes)
 
 
 def test_a_window_that_llama_cpp_does_not_have_needs_no_lifting() -> None:
