@@ -18,7 +18,7 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, known_methods
 from ctxext.runtimes import mlx_lm
-from ctxext.runtimes.base import is_close, read_table
+from ctxext.runtimes.base import is_close, read_table, runs
 from ctxext.spec import RopeSpec
 from scripts import llama_cpp_proof, mlx_lm_proof, vllm_proof
 from scripts.llama_cpp_proof import SHAPES
@@ -46,7 +46,7 @@ def mlx_lm_markdown() -> str:
     """The same for a real mlx-lm."""
     stored = json.loads(mlx_lm_proof.RESULTS.read_text())
     types = read_table(mlx_lm.TABLE)["types"]
-    run = {name: line["forms"] for name, line in types.items() if mlx_lm.runs(line)}
+    run = {name: line["forms"] for name, line in types.items() if runs(line)}
     alone = [name for name, forms in run.items() if _wrong(forms) and _right(forms) == {"default"}]
     deaf = [name for name, forms in run.items() if _wrong(forms) and not _right(forms)]
     said = (

@@ -232,7 +232,7 @@ class Candidate:
     def to_dict(self, course: dict[str, Any]) -> dict[str, Any]:
         """Return plain JSON values, those of the candidate's course among them."""
         reading = asdict(self.reading)
-        about = {"twins": self.twins, "stretch": self.stretch, "title": "", "label": self.label}
+        about = {"twins": self.twins, "stretch": self.stretch, "label": self.label}
         return {"reading": reading, "course": course, "method": self.reading.method} | about
 
 

@@ -63,11 +63,6 @@ class HeldOut:
         needed = difference.errors_needed(COMPARED) * difference.standard_error
         return "worse" if difference.mean > needed else "no difference"
 
-    @property
-    def declares_winner(self) -> bool:
-        """True where the choice is called better than the published YaRN or than the runner-up."""
-        return "better" in (self.verdict(self.versus_usual), self.verdict(self.versus_runner_up))
-
     def compared(self, runner_up: str = "the runner-up") -> Iterator[tuple[str, PairedDifference, str]]:
         """Yield each comparison: its name, the difference, and a verdict where one may be given."""
         at_end, cut = self.versus_truncation, f"the last {tokens_label(self.window)} tokens alone"
@@ -302,7 +297,6 @@ class Choice:
         finish = self.finish
         values["candidates"] = [each.to_dict(finish.course(each.reading.name).to_dict()) for each in self.candidates]
         values["finish"]["courses"] = [course.to_dict() for course in finish.courses]
-        values["search"] = None  # files of earlier choices have it
         sentences = [self.sentence, *(f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reasons())]
         return {"method": self.method.to_dict(), "sentences": sentences, "record": self.record} | values
 

@@ -264,6 +264,12 @@ def is_close(error: Any, matters: float) -> bool:
     return isinstance(error, float) and error <= CLOSE * matters
 
 
+def runs(line: dict[str, Any]) -> bool:
+    """Return whether a program computes a model type as transformers does in any form that its table has."""
+    forms = [form for form in line["forms"].values() if isinstance(form.get("matters"), float)]
+    return any(is_close(error, form["matters"]) for form in forms for error in (line.get("noise"), *form.values()))
+
+
 def longest(extended: ExtensionInConfig) -> int:
     """Return the longest text, in tokens, that the config promises."""
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)

@@ -38,6 +38,7 @@ from ctxext.runtimes.base import (
     longest,
     longrope_scale_of,
     read_table,
+    runs,
 )
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
@@ -279,20 +280,12 @@ def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bo
         return None, f"Not proven for {_version()}: {why}"
     if is_close(result, measured["matters"]):
         return True, ""
-    if not _runs_right(line) or result <= measured["matters"] / 10:
+    if not runs(line) or result <= measured["matters"] / 10:
         return None, f"Not proven for {_version()}: tiny models of this type differ there even without extension."
     return False, (
         f"{_version()} computes other positions for this model type, whatever the flags. It was {result:g} nats from "
         f"the patched model; the unextended model is {measured['matters']:g} away."
     )
-
-
-def _runs_right(line: dict[str, Any]) -> bool:
-    """Return whether llama.cpp computes this model type as transformers does, in any form."""
-    forms = [form for form in line["forms"].values() if isinstance(form.get("matters"), float)]
-    results = [(form.get(route), form["matters"]) for form in forms for route in ("extended", "original")]
-    results += [(line.get("noise"), form["matters"]) for form in forms]
-    return any(is_close(error, matters) for error, matters in results)
 
 
 def _form(extended: ExtensionInConfig) -> str:

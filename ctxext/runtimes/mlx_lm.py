@@ -26,6 +26,7 @@ from ctxext.runtimes.base import (
     longrope_scale,
     read_table,
     require_known_type,
+    runs,
 )
 
 TABLE = Path(__file__).with_name("mlx_lm.json")
@@ -109,12 +110,6 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     if extended.rope_type == "longrope" and extended.rope["short_factor"] != extended.rope["long_factor"]:
         return "mlx-lm takes long_factor for every text, short ones included."
     return None
-
-
-def runs(line: dict[str, Any]) -> bool:
-    """Return whether mlx-lm computes this model type as transformers does, in any form."""
-    forms = [form for form in line["forms"].values() if "error" in form]
-    return any(is_close(error, form["matters"]) for form in forms for error in (line["noise"], form["error"]))
 
 
 _OTHERWISE = (

@@ -163,7 +163,7 @@ def test_held_out_texts_declare_no_winner_among_equals() -> None:
             trained=trained,
             same_documents=False,
         )
-        counts["winner"] += held.declares_winner
+        counts["winner"] += "better" in (held.verdict(held.versus_usual), held.verdict(held.versus_runner_up))
         counts["overruled"] += held.verdict(held.versus_usual) == "worse"
         counts["truncation beaten"] += held.versus_truncation.verdict == "better"
     assert max(counts.values()) <= 0.06 * runs, counts
