@@ -200,14 +200,14 @@ def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = F
 
 
 def exports_of(
-    config: Any, place: str, *, guarded: bool = False, served: Any = None, targets: Iterable[str] = RUNTIMES
+    config: Any, place: str, *, guarded: bool = False, served: Any = None, targets: Iterable[str] = ()
 ) -> dict[str, Export | str]:
     """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason.
 
     ``served`` is the config in the files, where it is another one and the runtime needs no copy with this one.
     """
     exports: dict[str, Export | str] = {}
-    for target in targets:
+    for target in targets or RUNTIMES:
         try:
             files = None if served is None or RUNTIMES[target].needs_copy(config) else served
             exports[target] = with_start(export_config(config, to=target, served=files, guarded=guarded), place)

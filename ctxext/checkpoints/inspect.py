@@ -45,7 +45,6 @@ from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
 from ctxext.recommended import LONG, fits_unextended
-from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA, Description, RopeSpec
 
@@ -167,7 +166,7 @@ def inspect_checkpoint(
             config,
             str(Path(place, location.get("gguf_file", ""))),
             guarded=keeps_old_readers_out(place, **location),
-            targets=["llama.cpp"] if "gguf_file" in location else RUNTIMES,  # the others serve checkpoints
+            targets=["llama.cpp"] if "gguf_file" in location else (),  # the others serve checkpoints
         )
         if extended
         else None,
