@@ -91,6 +91,12 @@ class VLLM(Runtime):
             )
         doubt = _model_class(startable)
         overrides, notes, exact = _overrides(startable)
+        if extended.rope.get("mrope_section") and startable.rope_type == "yarn":
+            notes.append(
+                "For positions of several axes vLLM places YaRN's ramp by four times the trained length (mrope.py), so "
+                "that the frequencies between fast and slow ones differ."
+            )
+            exact = False
         if beta := extended.rope.get("llama_4_scaling_beta"):
             start, last = extended.rope["original_max_position_embeddings"], extended.target_length - 1
             overrides["llama_4_scaling"] = {"original_max_position_embeddings": start, "beta": beta}

@@ -428,7 +428,9 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
             extended_config(config, named_method(method, 4.0), trained_length=TRAINED), to="vllm", served=config
         )
     for served in ("yarn", "ntk"):
-        assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
+        made = export_config(extended_config(config, served, factor=4.0), to="vllm", served=config)
+        assert made.exact == (served == "ntk")
+        assert any("ramp by four times the trained length" in note for note in made.notes) == (served == "yarn")
 
 
 @pytest.mark.slow
