@@ -461,7 +461,10 @@ def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied()
         reading.read(100, *[1] * 40, 50)
 
 
-@pytest.mark.parametrize("emptied", [DynamicCache.reset, lambda cache: cache.crop(-cache.get_seq_length())])
+@pytest.mark.parametrize(
+    "emptied",
+    [DynamicCache.reset, pytest.param(lambda cache: cache.crop(-cache.get_seq_length()), marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
