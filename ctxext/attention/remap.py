@@ -152,12 +152,12 @@ class RemapAttend:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **how: Any) -> Tensor:
         """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        is_usual = not how["dropout"] and mask.layout.sees == self.far.sees  # else refused outside of the graph
-        cache = None if current.call is None else current.call.cache
-        is_usual = is_usual and getattr(cache, "is_compileable", True)  # a growing one turns and drops keys
-        if torch.compiler.is_compiling() and takes_step(q, k) and is_usual:
-            more = {"softcap": how["given"].get("softcap"), "sinks": how["given"].get("s_aux")}
-            return self._step(q, k, v, mask.layout, scale=how["scale"], **more)
+        if torch.compiler.is_compiling() and takes_step(q, k):
+            is_usual = not how["dropout"] and mask.layout.sees == self.far.sees  # else refused outside of the graph
+            cache = None if current.call is None else current.call.cache
+            if is_usual and getattr(cache, "is_compileable", True):  # a growing one turns and drops keys
+                more = {"softcap": how["given"].get("softcap"), "sinks": how["given"].get("s_aux")}
+                return self._step(q, k, v, mask.layout, scale=how["scale"], **more)
         return self._outside(q, k, v, mask, **how)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, sinks: Tensor | None, **how: Any) -> Tensor:
