@@ -105,13 +105,8 @@ def lora_on(place: Path, base: Any, **fields: Any) -> Path:
 UNREACHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fewer modules": ({}, {"target_modules": ["q_proj"]}, r"no place for .*v_proj.lora_A.weight \(4 of 8 weights\)"),
     "more modules": ({}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks .*o_proj.lora_A.weight \(4 of 8"),
-    "a module that is not there": ({}, {"target_modules": ["q_proj", "v_proj", "qkv_proj"]}, "named qkv_proj"),
     "fewer layers": ({}, {"layers_to_transform": [0]}, r"no place for .*layers.1.*\(4 of 8"),
-    "layers that are not there": ({"layers_to_transform": [1]}, {"layers_to_transform": [1, 7]}, r"named 7 \(layers"),
     "a module that is left out": ({}, {"exclude_modules": ["v_proj"]}, r"no place for .*v_proj.*\(4 of 8"),
-    "ranks of nothing": ({}, {"rank_pattern": {"k_proj": 4}}, r"named k_proj \(rank_pattern\)"),
-    "scales of nothing": ({}, {"alpha_pattern": {"encoder.*": 4}}, r"named encoder\.\* \(alpha_pattern\)"),
-    "weights of nothing": ({}, {"target_parameters": ["mlp.down.weight"]}, r"named mlp.down.weight \(target_param"),
 }
 
 
@@ -157,6 +152,9 @@ def test_an_adapter_of_a_base_with_other_layers_is_refused(trained: int, given: 
         {"target_modules": ["q_proj"], "layers_to_transform": 1, "bias": "lora_only"},
         {"target_modules": ["q_proj"], "modules_to_save": ["norm"], "trainable_token_indices": [1, 2]},
         {"target_modules": ["q_proj", "embed_tokens"], "use_dora": False},
+        # Names for all kinds of models, as scripts give them: those that this one does not have say nothing.
+        {"target_modules": ["q_proj", "c_attn"], "rank_pattern": {"k_proj": 4}, "alpha_pattern": {"encoder.*": 4}},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm", "ln_f"], "layers_to_transform": [1, 7]},
         {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"], "use_dora": False},
     ],
 )
