@@ -20,8 +20,10 @@ def _merge(
     out_batch, out_head, out_row, lse_batch, lse_head, lse_row,
     WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tiles = tl.cdiv(length, ROWS)
+    tile, group = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = group // heads, group % heads
+    row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, WIDE)
     inside = row < length
     total_lse += batch * total_lse_batch + head * total_lse_head + row * total_lse_row
@@ -44,7 +46,7 @@ def launch(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias: flo
     """Merge a part, ``[batch, heads, query, dim]`` and ``[batch, heads, query]``, into the total, in place."""
     batch, heads, length, width = total.shape
     strides = [x for tensor in (total, total_lse, out, lse) for x in tensor.stride()[:3]]
-    grid = (triton.cdiv(length, ROWS), batch * heads)
+    grid = (triton.cdiv(length, ROWS) * batch * heads,)  # the first axis alone takes more than 65,535
     wide = triton.next_power_of_2(width)
     _merge[grid](total, total_lse, out, lse, bias, heads, length, width, *strides, WIDE=wide, ROWS=ROWS)
 

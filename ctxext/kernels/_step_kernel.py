@@ -37,7 +37,7 @@ def _attend(
     LINES: tl.constexpr, BLOCK: tl.constexpr, PAIRS_UP: tl.constexpr, REST_UP: tl.constexpr, VALUES_UP: tl.constexpr,
 ):  # fmt: skip
     """Attend to every n-th block of slots: ``LINES`` lines, one for each query of each head, over one key head."""
-    row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     lines = tl.program_id(2) * LINES + tl.arange(0, LINES)
     real, token = lines < SHARED * TOKENS, lines % TOKENS
     scale, cap = tl.full([], scale, tl.float32), tl.full([], cap, tl.float32)  # inductor hands numbers in float64
@@ -60,7 +60,7 @@ def _attend(
         q_rest = tl.load(q_at + (REST_FIRST + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
     acc = tl.zeros([LINES, VALUES_UP], tl.float32)
     top, total = tl.full([LINES], -1e30, tl.float32), tl.zeros([LINES], tl.float32)  # finite: differences are numbers
-    for start in range(tl.program_id(0) * BLOCK, slots, tl.num_programs(0) * BLOCK):
+    for start in range(tl.program_id(1) * BLOCK, slots, tl.num_programs(1) * BLOCK):
         slot, far = start + near, tl.full([], start, tl.int64)
         w_at = where_ptr + wide * where_row + w_head * where_group + token[:, None] * slots + slot[None, :]
         piece = tl.load(w_at, real[:, None] & (slot < slots)[None, :], 255).to(tl.int32)
@@ -104,7 +104,7 @@ def _attend(
             weight, kept = tl.exp2(score - top[:, None]), tl.exp2(before - top)
             total = total * kept + tl.sum(weight, 1)
             acc = tl.dot(weight.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
-    line = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (SHARED * TOKENS) + lines
+    line = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (SHARED * TOKENS) + lines
     total = tl.where(total > 0, total, 1.0)
     out_at = out_ptr + line[:, None] * VALUES + value[None, :]
     tl.store(out_at, acc / total[:, None], real[:, None] & (value < VALUES)[None, :])
@@ -119,7 +119,7 @@ def _merge(
     VALUES_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query of one head by their log-sum-exp, and the sink of the head, which gives nothing."""
-    line, group = tl.program_id(0), tl.program_id(1)
+    group, line = tl.program_id(0), tl.program_id(1)
     value, head = tl.arange(0, VALUES_UP), group % HEADS * SHARED + line // TOKENS
     acc = tl.zeros([VALUES_UP], tl.float32)
     top, total = tl.full([], -1e30, tl.float32), tl.zeros([], tl.float32)
@@ -202,7 +202,7 @@ def attend_rows(
     where_steps = (x if size > 1 else 0 for x, size in zip(where.stride(), where.shape[:2], strict=False))
     biases = tuple(bias * LOG2E for bias in biases) + (0.0,) * (MOST_PIECES - len(biases))
     sizes = {"HEADS": key_heads, "SHARED": shared, "TOKENS": tokens, "VALUES": values, "VALUES_UP": _up(values)}
-    _attend[(splits, groups, lots)](
+    _attend[(groups, splits, lots)](  # the first axis alone takes more than 65,535
         q, k, v, where, query_cos, query_sin, key_cos, key_sin, parts, lse,
         slots, settled, scale / softcap if softcap else scale * LOG2E, (softcap or 0.0) * LOG2E, *biases,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *where_steps,
@@ -214,7 +214,7 @@ def attend_rows(
         LINES=lines, BLOCK=block, PAIRS_UP=_up(pairs), REST_UP=_up(rest), **sizes,
         num_warps=4 if lines * slot_bytes <= 8192 else 8,
     )  # fmt: skip
-    _merge[(shared * tokens, groups)](
+    _merge[(groups, shared * tokens)](
         parts, lse, q if sinks is None else sinks, out, splits, *out.stride()[:3],
         SINKS=sinks is not None, BLOCK=32, **sizes,
     )  # fmt: skip

@@ -19,8 +19,10 @@ def _turn(
     x_batch, x_head, x_row, turned_batch, turned_head, turned_row, angle_batch, angle_row,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    tiles = tl.cdiv(length, ROWS)
+    tile, group = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = group // heads, group % heads
+    row = (tile.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     dim = tl.arange(0, WIDE)[None]
     place = dim - first
     rotates = (place >= 0) & (place < 2 * pairs)
@@ -48,7 +50,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tail: bool, b
     cos, sin, turned = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
     strides = (*x.stride()[:3], *turned.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, pairs)
     how = {"INTERLEAVED": interleaved, "BACK": back, "WIDE": triton.next_power_of_2(width), "ROWS": ROWS}
-    grid, first = (triton.cdiv(length, ROWS), batch * heads), width - 2 * pairs if tail else 0
+    first, grid = width - 2 * pairs if tail else 0, (triton.cdiv(length, ROWS) * batch * heads,)  # as in _merge_kernel
     _turn[grid](x, cos, sin, turned, heads, length, width, first, pairs, *strides, **how)
     return turned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests._programs import ROOT, ran
+from tests.kernels.test_step_kernel import Launches
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -76,6 +78,17 @@ def turns() -> None:
         assert found.dtype == dtype
         _require_near(found, exact, dtype)
         assert torch.equal(launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back), found)
+
+
+@pytest.mark.parametrize("name", ["merge", "turn"])
+def test_many_rows_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes at most 65,535 programs on every axis of a grid but the first."""
+    module, launches = importlib.import_module(f"ctxext.kernels._{name}_kernel"), Launches()
+    monkeypatch.setattr(module, f"_{name}", launches.of(name))
+    x, lse = torch.empty(1024, 65, 33, 4, device="meta"), torch.empty(1024, 65, 33, device="meta")
+    angles = torch.empty(1, 1, 33, 2, device="meta")
+    module.launch(*((x, lse, x, lse, 0.0) if name == "merge" else (x, angles, angles, False, False, False)))
+    assert [grid for _, grid, *_ in launches] == [(1024 * 65 * 3,)]
 
 
 @pytest.mark.nightly

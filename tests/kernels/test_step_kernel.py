@@ -126,13 +126,20 @@ def step(
 def test_a_step_is_two_launches(monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]) -> None:
     launches = launched(monkeypatch, **setting)
     assert [kernel for kernel, *_ in launches] == [step_kernel._attend, step_kernel._merge]
-    whole, lines, groups = launches[0][1], *launches[1][1]
+    whole, groups, lines = launches[0][1], *launches[1][1]
     arguments = step(**setting)
     assert lines * groups == arguments["q"].shape[:3].numel()
     # Every program has slots, every line a program, and a large GPU enough programs.
-    assert (whole[0] - 1) * launches[0][3]["BLOCK"] < arguments["k"].shape[2]
+    assert (whole[1] - 1) * launches[0][3]["BLOCK"] < arguments["k"].shape[2]
     assert (whole[2] - 1) * launches[0][3]["LINES"] < lines <= whole[2] * launches[0][3]["LINES"]
     assert 1 <= whole[0] * whole[1] * whole[2] <= step_kernel.PROGRAMS
+
+
+def test_a_step_of_many_rows_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes at most 65,535 programs on every axis of a grid but the first."""
+    for _, grid, *_ in launched(monkeypatch, batch=9000, slots=16):
+        assert grid[0] == 9000 * 8
+        assert max(grid[1:]) < 1 << 16
 
 
 @pytest.mark.nightly
