@@ -27,22 +27,22 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 52_951,
-    "lines that importing the verb pulls in": 4_177,
+    "lines of ctxext/": 52_982,
+    "lines that importing the verb pulls in": 4_206,
     "files that importing the verb pulls in": 21,
-    "lines of the core": 4_897,
+    "lines of the core": 4_926,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_837,
+    "lines that eval perplexity pulls in": 13_938,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 26,
-    "functions that one patch enters": 141,
+    "functions that one patch enters": 143,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_351,
-    "lines of tests/": 49_080,
+    "lines of tests/": 49_110,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

@@ -14,9 +14,10 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.checkpoints.adapters import is_adapter
+from ctxext.checkpoints.classes import model_class
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
-from ctxext.checkpoints.load import extended_config, model_class
+from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
 from ctxext.core.saved import (
     GUARDED_FIELD,

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ctxext.attention.windows import window_fields, window_note
 from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
+from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.export import exports_of, require_consistent
-from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.core.architecture import trained_length_of
 from ctxext.core.edits import own_attributes
@@ -39,7 +39,6 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.buckets import Buckets
-from ctxext.models.own_config import owns_its_config
 from ctxext.models.refusals import foreign_fields, refuse_lost_share, unstated_base
 from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
@@ -140,7 +139,6 @@ def inspect_checkpoint(
         checked_trained_length(saved, trained_length)
     plain = config if saved is None else plain_config(config, saved)
     model = _shortest(plain, trust_remote_code)
-    owns_its_config(model)  # which was read here
     refuse_lost_share(Subject.of(model), os.fspath(place))
     known = trained_length or (trained_length_of(Subject.of(model)) if saved is None else saved["trained_length"])
     extended = already_extended(config)

@@ -20,9 +20,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.checkpoints.card import write_card
+from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.limits import copy_raised
-from ctxext.checkpoints.load import attached, load, load_saved, meta_model, refuse_lacking, replaces_weights
+from ctxext.checkpoints.load import attached, load, load_saved, refuse_lacking, replaces_weights
 from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import (
     Contents,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ctxext.core.edits import Edits, own_attributes
@@ -73,10 +74,16 @@ def reread(config: Any) -> Any:
     Raises:
         REFUSALS: if the class does not accept the fields.
     """
+    kind: Any = type(config)
+    return copy.deepcopy(_read_back(kind, config.to_json_string()))
+
+
+@functools.lru_cache(maxsize=64)  # one extension reads the same config back three times
+def _read_back(kind: Any, text: str) -> Any:
     # A config class may convert fields only when it reads a file, so a copy in memory would not be what a reload reads.
     with tempfile.TemporaryDirectory() as directory:
-        config.to_json_file(Path(directory) / "config.json")
-        return type(config).from_pretrained(directory)
+        Path(directory, "config.json").write_text(text, encoding="utf-8")
+        return kind.from_pretrained(directory)
 
 
 class Rebuild:
@@ -184,7 +191,7 @@ def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel
     for part in {id(part): part for part in (config, text_of(config))}.values():
         if isinstance(dtype := vars(part).get("dtype"), str):
             part.dtype = getattr(torch, dtype)
-    with torch.inference_mode(False), torch.device("meta"), restoring():
+    with torch.inference_mode(False), on_meta():
         return kind(config)
 
 
@@ -205,6 +212,28 @@ def restoring() -> Iterator[None]:
         yield
     finally:
         RESTORING.reset(token)
+
+
+FILLS = ("kaiming_uniform_", "normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")
+
+
+class Unfilled(TorchFunctionMode):
+    """Function mode that leaves meta tensors alone where code initialises weights: it takes time and has no effect."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FILLS:
+            filled = args[0] if args else kwargs["tensor"]
+            if filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Build models on the meta device, also those that are attached to their method afterwards."""
+    with torch.device("meta"), Unfilled(), restoring():
+        yield
 
 
 def fill_in(rotary: nn.Module, names: list[str], device: torch.device) -> None:

@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
-from ctxext.checkpoints.load import attached, load_saved, meta_model, require_language_model
+from ctxext.checkpoints.classes import meta_model, require_language_model
+from ctxext.checkpoints.load import attached, load_saved
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.core.digest import weights_digest
 from ctxext.core.saved import saved_extension

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.core.digest import is_zero3
 from ctxext.core.edits import Edits
-from ctxext.core.rebuild import reread, restoring
+from ctxext.core.rebuild import Unfilled, reread, restoring
 from ctxext.core.saved import drop_old_form, without_guard
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import field_of
@@ -38,7 +37,6 @@ NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
 STEP = 8  # difference of the field between twins
 LONGEST = 2**14  # longest text that a twin reads, since its masks grow with the square
 SINUSOIDAL = 1e-3  # spread along diagonals of a Gram matrix: below 3e-6 for sinusoids, above 0.028 for other tables
-FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # functions that initialise weights
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Growth:
     others: tuple[str, ...]
 
 
-class _WeightsOnMeta(TorchFunctionMode):
+class _WeightsOnMeta(Unfilled):
     """Function mode that allocates weights on the meta device, and all other tensors for real.
 
     Args:
@@ -102,11 +100,7 @@ class _WeightsOnMeta(TorchFunctionMode):
             size = args[0] if args and isinstance(args[0], list | tuple) else args
             if tuple(size) not in self.real:
                 kwargs["device"] = "meta"
-        if getattr(func, "__name__", "") in FILLS:
-            filled = args[0] if args else kwargs["tensor"]
-            if filled.is_meta:  # initialising a meta tensor is slow and has no effect
-                return filled
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple[int, ...]] = ()) -> PreTrainedModel:

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ctxext.attention.remap import RemapAttend
 from ctxext.attention.split_heads import SplitAttend
 from ctxext.caches.bounded import Reach
-from ctxext.checkpoints.load import attached, meta_model
+from ctxext.checkpoints.classes import meta_model
+from ctxext.checkpoints.load import attached
 from ctxext.core.saved import plain_config, saved_extension
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
 from ctxext.errors import IncompatibleError, InvalidParameterError

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxext.attention.encodings import spec_of
+from ctxext.checkpoints.classes import meta_model, model_class
 from ctxext.checkpoints.inspect import rope_of_checkpoint
-from ctxext.checkpoints.load import load, load_saved, meta_model, model_class
+from ctxext.checkpoints.load import load, load_saved
 from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
 from ctxext.core.saved import saved_extension
 from ctxext.core.subject import Subject, base_model

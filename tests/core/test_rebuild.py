@@ -1,0 +1,29 @@
+"""Rebuilt configs and models: each caller's own, and no time for what has no effect."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ctxext.core.rebuild import on_meta, reread
+from tests._models import tiny
+
+
+def test_a_config_that_was_read_back_is_its_callers_own() -> None:
+    """Files are read once for each text; whoever changes what came of one changes nothing for the next."""
+    config = tiny().config
+    one, expected = reread(config), reread(config).to_json_string()
+    one.rope_parameters["rope_theta"], one.layer_types = 7.0, ["none"]
+    assert reread(config).to_json_string() == expected
+    config.vocab_size += 1
+    assert reread(config).vocab_size == config.vocab_size
+
+
+def test_meta_tensors_are_not_filled_and_all_others_are() -> None:
+    with on_meta():
+        linear, real = nn.Linear(3, 4), torch.empty(3, device="cpu")
+        nn.init.trunc_normal_(tensor=linear.weight)
+        nn.init.normal_(real, mean=5.0, std=0.0)
+        real[1:].zero_()
+    assert linear.weight.is_meta
+    assert real.tolist() == [5.0, 0.0, 0.0]
