@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ctxext
 
 checkpoint = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
-model = AutoModelForCausalLM.from_pretrained(checkpoint)
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")  # few CPUs compute in bfloat16
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 # %% [markdown]
@@ -25,7 +25,7 @@ tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 # %%
 trained = ctxext.describe(model).trained_length or 0
 texts = [inspect.getsource(module) for module in (argparse, inspect, typing)]
-choice = ctxext.choose(model, tokenizer, texts=texts, target_length=trained * 3 // 2, budget="30min")
+choice = ctxext.choose(model, tokenizer, texts=texts, target_length=trained * 3 // 2, budget="1h")
 print(choice.sentence)
 
 # %% [markdown]

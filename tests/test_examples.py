@@ -44,9 +44,8 @@ def test_a_notebook_is_what_its_script_gives(script: Path) -> None:
     assert len(cells[0]) >= 5
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem != "choose"], ids=lambda script: script.stem)
+@each
 def test_a_notebook_keeps_what_it_printed_and_one_picture(script: Path) -> None:
-    """All but one, which takes half an hour and whose report docs/guides/choosing.md shows."""
     kept = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
     outputs = [output for cell in kept.cells for output in cell.get("outputs", ())]
     assert re.search(PRINTS[script.stem], "".join(output.get("text", "") for output in outputs)), "run make notebooks"
