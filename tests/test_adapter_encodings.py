@@ -135,7 +135,7 @@ def test_saved_over_an_adapter_with_an_encoding(plain: Path, tmp_path: Path) -> 
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_encoding_of_another_shape(plain: Path, tmp_path: Path) -> None:
     patched_then_wrapped(base_of(plain), "t5_bias").save_pretrained(tmp_path / "one")
     ctxext.patch(base_of(plain), "t5_bias", factor=4, buckets=16)
@@ -165,7 +165,7 @@ def test_trained_and_resumed_by_the_trainer(plain: Path, tmp_path: Path) -> None
         trainer(wrapped_then_patched(base_of(plain), "t5_bias"), 2).train(resume_from_checkpoint=str(checkpoint))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_adapter_with_another_encoding(plain: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -42,7 +42,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_351,
-    "lines of tests/": 49_110,
+    "lines of tests/": 49_146,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

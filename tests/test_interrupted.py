@@ -158,6 +158,7 @@ def test_unpatch_again_undoes_the_rest(case: tuple[str, Any], order: str) -> Non
     assert call > 10
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [pytest.param(SOME[0], marks=pytest.mark.slow), pytest.param(SOME[1], marks=pytest.mark.nightly)],

@@ -95,6 +95,7 @@ def test_equals_what_is_written_out_by_hand(model_type: str, kind: str, monkeypa
         torch.testing.assert_close(found[keep], expected[keep], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 @every_kind
 @every_encoder
 def test_a_row_alone_is_the_row_in_a_batch(model_type: str, kind: str) -> None:

@@ -358,6 +358,7 @@ def test_a_layer_that_attends_twice_in_a_pass_has_its_groups_once() -> None:
     assert extended.config.ctxext["method"]["heads"] == list(range(sum(scores.kv_heads)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_file_of_scores_fits_the_model_in_every_dtype_and_without_its_weights(
     tmp_path: Path, dtype: torch.dtype

@@ -32,6 +32,7 @@ def test_only_layers_that_see_everything_are_extended(model_type: str) -> None:
     assert "extended: full_attention" in " ".join(ctxext.describe(model).notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["granite_swa", "granitemoe_swa", "moshi"])
 def test_every_rotary_module_that_is_used_is_extended(model_type: str) -> None:
     model = tiny(model_type)

@@ -23,6 +23,7 @@ def scalings(model: Any) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", LATENT)
 def test_yarn_sharpens_whole_scores_as_deepseek_publishes_it(model_type: str) -> None:
     model = tiny(model_type)

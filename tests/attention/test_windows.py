@@ -29,6 +29,7 @@ def test_an_unanswered_window_is_refused_with_both_answers() -> None:
     assert before.difference(model) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "ministral", "qwen2"])
 def test_lifted_windows_let_the_last_token_see_the_first(model_type: str) -> None:
     windowed = {"use_sliding_window": True, "max_window_layers": 0} if model_type == "qwen2" else {}

@@ -41,6 +41,7 @@ def test_heads_are_counted_by_whatever_names_them() -> None:
     assert [draft_heads(LlamaConfig(**SHAPE, **fields)) for fields in named] == [3, 1, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_no_export_leaves_a_head_behind_without_a_word(name: str, tmp_path: Path) -> None:
     """Nor does vLLM get the flags that would: config.json holds the extension, and flags are the other way."""
@@ -107,6 +108,7 @@ def test_a_draft_reaches_as_far(cli: Cli, llama: Path, tmp_path: Path, length: i
     assert (contents(made), after["model.safetensors"]) == (before, before["model.safetensors"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method", "reason"),
     [

@@ -418,6 +418,7 @@ def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
         export_config(extended, to="vllm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pi", "llama3", "nope", "dynamic_ntk", "yarn divisor=3"])
 def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: str) -> None:
     """Its runner makes a row of positions for each axis, and the other classes take them for so many more tokens."""
@@ -433,7 +434,7 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
         assert any("ramp by four times the trained length" in note for note in made.notes) == (served == "yarn")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_encoder_decoder_has_no_flags(tmp_path: Path) -> None:
     config = tiny_config("t5gemma", architectures=["T5GemmaForConditionalGeneration"])
     config.save_pretrained(tmp_path)
@@ -442,7 +443,7 @@ def test_an_encoder_decoder_has_no_flags(tmp_path: Path) -> None:
             export(tmp_path, to=target, method="yarn", factor=4.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_text_model_inside_a_part_is_told_there() -> None:
     text = SHAPE | {"pad_token_id": 0, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
     config = Qwen2_5OmniConfig(thinker_config={"text_config": text})
@@ -607,6 +608,7 @@ def test_bad_input(llama: Path, tmp_path: Path) -> None:
         export(tmp_path / "missing", to="vllm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "to"), paired([True, False], list(RUNTIMES)))
 def test_what_no_field_says_to_others_is_refused(to: str, saved: bool, tmp_path: Path) -> None:
     """A Phi-3 in pieces keeps its rope as it was: by that, a runtime would read it as the plain model."""

@@ -61,6 +61,7 @@ ROOMS = [0, 6_000, 2_000_000]
 Build = Callable[[], PreTrainedModel]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ROOMS)
 @pytest.mark.parametrize("build", [whole, encoding, lora])
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(build: Build, size: int, tmp_path: Path) -> None:

@@ -275,6 +275,7 @@ def test_a_gguf_file_that_counts_more_than_it_holds(key: str, count: int, tmp_pa
         GGUFFile(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rope", "native"),
     [

@@ -118,6 +118,7 @@ def same_divisors(path: Path, inv_freq: np.ndarray, base: float = 10000.0) -> bo
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Path, tmp_path: Path, name: str) -> None:
     parameters, inv_freq, scale = EXTENSIONS[name]
@@ -134,6 +135,7 @@ def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Pa
     assert [item.name for item in tmp_path.iterdir()] == ["out.gguf"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", [32, 64, 256])
 def test_alignment_is_kept(
     model: LlamaForCausalLM, llama: Path, tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch

@@ -251,6 +251,7 @@ def scored(model: PreTrainedModel, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["none", "file", "object"])
 def test_heads_are_scored_on_the_weights_that_are_loaded(form: str, plain: Path, tmp_path: Path) -> None:
     file = scored(LlamaForCausalLM.from_pretrained(plain), tmp_path / "heads.json")

@@ -98,6 +98,7 @@ def test_a_parameter_of_another_method_is_named_as_patch_names_it(given: dict[st
         ctxext.load(plain, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("auto_class", ["T5ForConditionalGeneration", "BertModel", "GPT2LMHeadModel"])
 def test_a_class_of_other_models_is_named(auto_class: str, plain: Path, tmp_path: Path) -> None:
     ctxext.patch(tiny(), "yarn", factor=2).save_pretrained(tmp_path)

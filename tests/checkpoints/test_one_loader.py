@@ -128,6 +128,7 @@ def test_a_model_type_in_the_dtype_that_is_chosen_for_it(model_type: str, tmp_pa
     require_same(onward.model, plain(rounded, "bf16"), length=48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "dtype"), crossed(list(DTYPES), list(DTYPES)))
 def test_any_dtype_that_is_asked_for(stored: str, dtype: str, tmp_path: Path) -> None:
     place = saved(tiny().to(DTYPES[stored]), tmp_path)

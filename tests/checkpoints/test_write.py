@@ -163,6 +163,7 @@ def failing(error: BaseException) -> Any:
 FULL = failing(OSError(errno.ENOSPC, "No space left on device"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["link", "clone", "small file", "weights", "interrupt", "rename"])
 def test_failure_in_the_middle_leaves_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

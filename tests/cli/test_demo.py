@@ -168,6 +168,7 @@ def test_the_fact_stands_on_a_line_of_its_own_and_is_asked_for_at_the_end(
     assert bos_tokenizer.decode(passage.answer) == f" {ANSWER}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "self_extend", "yarn"])
 def test_losses_are_those_of_the_evaluations_and_answers_those_of_generate(
     model: LlamaForCausalLM, method: str | None

@@ -203,14 +203,9 @@ WORKING = [
 
 
 @pytest.fixture(scope="module")
-def found(
-    commands: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, Any]:
-    """What every verb says without extras; those that compute are asked at night only."""
-    tested = [item for item in request.session.items if item.path == request.path]
-    by_night = any(item.get_closest_marker("nightly") for item in tested)
-    now = {name: words for name, words in commands.items() if by_night or name not in WORKING}
-    return asked(now, tmp_path_factory.mktemp("bare"), absent=EXTRAS_ONLY)
+def found(commands: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every verb says without extras."""
+    return asked(commands, tmp_path_factory.mktemp("bare"), absent=EXTRAS_ONLY)
 
 
 @pytest.mark.nightly
@@ -221,7 +216,7 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
     assert said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("verb", "extra"),
     [
@@ -259,7 +254,7 @@ def commands_of(group: Any, *path: str) -> set[str]:
     return set().union(*(commands_of(inner, *path, name) for name, inner in group.commands.items()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_command_ends_in_a_traceback(found: dict[str, Any], commands: dict[str, list[str]]) -> None:
     assert commands_of(typer.main.get_command(app)) <= commands.keys(), "each has a line in the table above"
     assert {name: error for name, (_, _, _, error) in found.items() if error not in ("None", "SystemExit(1)")} == {}
@@ -268,7 +263,7 @@ def test_no_command_ends_in_a_traceback(found: dict[str, Any], commands: dict[st
     assert "Error: " in complained
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_column_of_a_plan_that_takes_an_extra_names_it(found: dict[str, Any]) -> None:
     plans = json.loads(found["plan memory"][1])
     assert "pip install -e '.[train]'" in plans["training"]["refused"]

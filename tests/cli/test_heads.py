@@ -101,6 +101,7 @@ def test_the_sentences_say_how_far_probes_and_seeds_agree() -> None:
     assert "vary by 0.100 on average and by 0.200 at most" in spread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [(1,), (2,), (1, 1)])
 def test_a_model_of_few_groups_has_a_page(kv_heads: tuple[int, ...], tmp_path: Path) -> None:
     values = tuple(0.0 for _ in range(sum(kv_heads)))

@@ -99,6 +99,7 @@ def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, 
         assert "number of tokens. Give one such as 16384, 16K or 1M." in refused(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["16384", "16,384", "16K", "16k"])
 def test_a_number_of_tokens_may_be_written_as_it_is_printed(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
     assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens).exit_code == 0

@@ -63,7 +63,7 @@ def test_a_name_that_is_not_there() -> None:
     assert ctxext.methods()["yarn"] is ctxext.methods.YaRN
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_import_brings_no_engine_and_takes_little_more_than_transformers(tmp_path: Path) -> None:
     """Engines, trainers and plots wait until they are asked for, also where they are installed; nothing is printed.
 

@@ -76,6 +76,7 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(
     assert loaded_by_stock >= stored & {method.name for method in methods}
 
 
+@pytest.mark.slow
 @few_by_day
 def test_a_second_model_and_the_class_stay_as_they_were(method: type[RopeMethod]) -> None:
     other = tiny(seed=1)
@@ -85,6 +86,7 @@ def test_a_second_model_and_the_class_stay_as_they_were(method: type[RopeMethod]
     assert before.difference(tiny(seed=1)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("copied", "method"), paired([copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ROPE_METHODS)
 )
@@ -171,6 +173,7 @@ def test_generating_with_a_cache_equals_generating_without(method: type[RopeMeth
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @every_model
 def test_generating_with_a_cache_on_every_model(model_type: str) -> None:
     model = ctxext.patch(tiny(model_type), "yarn", factor=4.0)

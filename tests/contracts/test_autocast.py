@@ -90,6 +90,7 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((part - right).norm() / right.norm()) for part, right in zip(found, exact, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENDING)
 def test_attention_under_autocast_errs_as_in_sixteen_bits(name: str) -> None:
     """Queries and keys in float32, as Trainer(bf16=True) has them, forward and backward, against float64."""

@@ -78,6 +78,7 @@ def is_extended(model: PreTrainedModel, method: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "model_type", "method"), CASES)
 def test_a_token_sees_later_ones_exactly_when_it_did_before(build: Any, model_type: str, method: str) -> None:
     model, both_ways = build(model_type), build is not tiny

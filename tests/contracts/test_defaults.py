@@ -123,6 +123,7 @@ def test_layouts_of_packed_documents(around: Callable[[], Any]) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [

@@ -99,6 +99,7 @@ def test_is_as_it_says(name: str) -> None:
     assert "sdpa" in said
 
 
+@pytest.mark.slow
 @every_encoding
 def test_says_something_and_sees_no_future(name: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
@@ -147,6 +148,7 @@ def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str
         assert torch.equal(together, model.generate(short, **given)[0, -5:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(ENCODINGS, *OF_EACH_FORM))
 def test_unpatch_is_bit_for_bit(name: str) -> None:
     model, ids = tiny(), tokens(LENGTH)

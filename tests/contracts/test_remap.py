@@ -206,6 +206,7 @@ def outcome(model: PreTrainedModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return out.logits.detach(), torch.cat(gradients)
 
 
+@pytest.mark.slow
 @every_pair
 def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
     cls: type[RemapMethod], model_type: str
@@ -226,6 +227,7 @@ def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
 
 
 # One of each form by day.
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", some(["llama", *DISTINCT], "llama", "glm", "deepseek_v3", "nanochat"))
 def test_how_a_model_rotates_is_seen_without_its_weights_too(model_type: str) -> None:
     """Offloaded weights lie on the meta device: what was a guess there would be wrong without a word."""
@@ -318,6 +320,7 @@ def test_padding_is_no_text(model_type: str) -> None:
     require_equal(found[0, 31:], logits(model, inputs[:1, 31:])[0])
 
 
+@pytest.mark.slow
 @every_method
 def test_packed_documents_are_read_as_if_alone(cls: type[RemapMethod]) -> None:
     model, _ = extended(cls)
@@ -468,6 +471,7 @@ def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> 
     assert float(apart[80:].min()) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "changes", "said"),
     [

@@ -123,6 +123,7 @@ def test_relative_positions_are_those_of_the_past_with_the_other_sign() -> None:
     assert torch.equal(seen, (late - early < 48) | ((j < 4) & (i > j)))
 
 
+@pytest.mark.slow
 @every_pair
 def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod], model_type: str) -> None:
     for implementation in ("sdpa", "eager") if cls is SelfExtend else ("sdpa",):
@@ -162,6 +163,7 @@ def test_windows_to_both_sides_end_where_a_document_does(model_type: str, length
     require_alone_in_a_pack(extended(SelfExtend, model_type), lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", WINDOWED)
 def test_a_description_says_which_layers_are_remapped(model_type: str) -> None:
     notes = ctxext.describe(extended(SelfExtend, model_type)).notes

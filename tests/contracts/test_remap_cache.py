@@ -115,6 +115,7 @@ def test_passes_of_any_size_are_one_pass(cls: type[RemapMethod], model_type: str
         assert error(with_gradient.detach(), reading.alone[0][:9]) < (EXACT if kind.form.tail is False else 1e-3)
 
 
+@pytest.mark.slow
 @every_bound
 @pytest.mark.parametrize("way", ["given", "made", "made, in a tuple", "made by the decoder alone"])
 def test_one_call_of_a_long_text_holds_few_keys(made: Any, way: str) -> None:
@@ -461,6 +462,7 @@ def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied()
         reading.read(100, *[1] * 40, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "emptied",
     [DynamicCache.reset, pytest.param(lambda cache: cache.crop(-cache.get_seq_length()), marks=pytest.mark.nightly)],
@@ -485,6 +487,7 @@ def test_an_emptied_cache_is_a_new_one_to_another_extension(before: Any, after: 
         assert error(read(model, cache, ids, [150, *[1] * 10]), logits(model, ids)) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

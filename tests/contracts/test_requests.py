@@ -137,6 +137,7 @@ def reference(method: str, ids: Tensor, length: int) -> Tensor:
     return logits(model, ids)
 
 
+@pytest.mark.slow
 @rotary
 def test_each_row_has_the_positions_of_its_prompt_and_what_may_follow(method: str) -> None:
     ids, mask = padded(short=PROMPT - 6)
@@ -152,6 +153,7 @@ def test_each_row_has_the_positions_of_its_prompt_and_what_may_follow(method: st
         assert (found - reference(method, whole, TRAINED_LENGTH)[0, -NEW:]).abs().max() > 0.05
 
 
+@pytest.mark.slow
 @rotary
 def test_a_short_row_is_the_plain_models_bit_for_bit_beside_a_long_one(method: str) -> None:
     ids, mask = padded()
@@ -262,6 +264,7 @@ def test_from_embeddings_in_an_adapter_and_in_copies(model_type: str, method: st
     assert not {"forward", "_prepare_generated_length", "_prepare_cache_for_generation"} & vars(model).keys()
 
 
+@pytest.mark.slow
 @rotary
 def test_a_cache_of_an_earlier_call_goes_on_where_its_length_holds(method: str) -> None:
     model, ids = build(method), tokens(TOTAL + 8)
@@ -277,6 +280,7 @@ def test_a_cache_of_an_earlier_call_goes_on_where_its_length_holds(method: str) 
     assert widths == [again.shape[1]] + [1] * (NEW - 1)  # read again at once, and then no more
 
 
+@pytest.mark.slow
 @every
 def test_a_loop_of_ones_own_declares_the_length_in_its_first_call(model_type: str, method: str) -> None:
     model, ids = build(method, model_type), tokens(TOTAL)

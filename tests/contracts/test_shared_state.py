@@ -131,6 +131,7 @@ def test_moved_and_cast_after_it_has_read(method: str) -> None:
     assert torch.equal(logits(model, tokens()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["yarn", "dynamic_yarn", "self_extend", "alibi", "nope"])
 @pytest.mark.parametrize("inner_first", [True, False], ids=["part first", "whole first"])
 def test_a_model_inside_another_is_extended_once(first: str, inner_first: bool) -> None:

@@ -182,6 +182,7 @@ GENERATING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "model_type", "cache"), GENERATING)
 def test_generate_at_twice_the_length_equals_decoding_without_a_cache(
     method: str, model_type: str, cache: str | None

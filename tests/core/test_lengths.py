@@ -85,6 +85,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(CERTAIN, *list(CERTAIN)[::3], "Phi-3", "dynamic"))
 def test_every_part_reads_the_length_that_a_form_means(name: str, written: Written) -> None:
     model_type, longest, scaling, others, window = CERTAIN[name]

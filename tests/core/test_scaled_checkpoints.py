@@ -242,6 +242,7 @@ def test_a_trained_length_that_contradicts_the_saved_one(tmp_path: Path) -> None
         ctxext.load(tmp_path, "yarn", factor=2, trained_length=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "method"), [("llama", "yarn"), ("gpt2", "stretch"), ("bloom", "alibi"), ("t5gemma", "pi")]
 )

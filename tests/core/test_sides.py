@@ -21,7 +21,6 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from scripts.make_saved import values
 from tests._checkpoints import try_only
 from tests._models import RECENT, tokens
-from tests._products import some
 from tests.walk.check import State, Stock
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
@@ -250,7 +249,8 @@ def test_one_config_for_both_sides_is_refused_by_name() -> None:
         ctxext.patch(model, "yarn", factor=4.0)
 
 
-@pytest.mark.parametrize("method", some(["yarn", "alibi"], "yarn"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["yarn", "alibi"])
 def test_dia_which_writes_several_tokens_at_each_place(method: str, tmp_path: Path) -> None:
     """Its decoder's config calls itself an encoder-decoder's, and its encoder counts positions by itself."""
     crossing = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}

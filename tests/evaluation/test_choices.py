@@ -169,6 +169,7 @@ def test_associations_are_hidden_and_asked(texts: list[tuple[ChoicePrompt, str]]
             assert sentence.format(name=name, fact=known[asked.strip()]) in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 8])
 def test_any_number_of_choices(bos_tokenizer: PreTrainedTokenizerFast, number: int) -> None:
     for prompt in make_prompts(bos_tokenizer, [3000], samples=3, choices=number):

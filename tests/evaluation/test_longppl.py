@@ -205,6 +205,7 @@ def test_an_interrupted_measurement_goes_on(checkpoint: Checkpoint, tmp_path: Pa
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(0, 3), (3, 0), (0, 1), (1, 1)])
 def test_a_text_may_hold_no_key_token(checkpoint: Checkpoint, counts: tuple[int, int]) -> None:
     texts = corpus(checkpoint.tokenizer)

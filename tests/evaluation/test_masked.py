@@ -177,7 +177,7 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
     assert mean == pytest.approx(whole.loss, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_enough_documents_each_weighs_the_same() -> None:
     """Documents have about as many masked tokens, so that the difference is near that of the losses, and not it."""
     report = measured(bert(), ["pi"], factors=[2.0], documents=6)

@@ -619,6 +619,7 @@ def test_a_report_knows_the_trained_length_that_was_given(make: Make) -> None:
     assert windows == [f"truncated {size}" for size in (8, 16, 24, 32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("least", "most"), [(3.2, 9.9), (5.1, 19.0), (21.0, 66.0), (1.05, 3.4), (0.004, 0.03), (8.0, 4e5)]
 )

@@ -138,6 +138,7 @@ def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Ten
         longlora_starts(201, length=201, stride=stride)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk", "alibi"])
 def test_cached_pieces_give_the_losses_of_one_pass(
     model: LlamaForCausalLM, input_ids: Tensor, method: str | None

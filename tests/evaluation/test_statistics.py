@@ -95,6 +95,7 @@ UNEQUAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "tails"),
     [*((name, False) for name in UNEQUAL), ("nine novels", True), ("a novel and four stories", True)],
@@ -115,6 +116,7 @@ def test_a_verdict_over_documents_is_wrong_in_six_percent_at_most(sizes: str, ta
     assert share(wrong) <= 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[2048], [1500, 500], [2000, 100, 50, 30]], ids=str)
 def test_a_verdict_on_few_texts_is_wrong_in_six_percent_at_most(sizes: list[int]) -> None:
     """A token shares nine tenths with the one before it; the verdict is about these texts."""

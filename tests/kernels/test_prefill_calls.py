@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_reads_a_text_by_few_calls(name: str) -> None:
     pytest.importorskip("triton")

@@ -110,6 +110,7 @@ def test_everybody_who_can_take_the_place_of_rotation_is_here() -> None:
     assert {name for name, one in found.items() if one.is_slow} == {"sinusoidal", "learned", "nope"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_have_about_as_many_weights_and_any_length(name: str) -> None:
     body = PRESETS["quick"].settings.text
@@ -280,7 +281,7 @@ def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
 # What is kept
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_costs_one_cell_and_changes_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     real = LabJob.ask

@@ -99,6 +99,7 @@ def test_frequencies_of_the_training_count_where_they_were_scaled() -> None:
     assert unturned(list(scaled), 1024) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "method"), crossed(["glm", "llama", "qwen2"], ["yarn", "ntk", "abf"]))
 def test_stock_transformers_loads_it(tmp_path: Any, model_type: str, method: str) -> None:
     model = ctxext.patch(tiny(model_type), method, factor=4.0, clip="auto")

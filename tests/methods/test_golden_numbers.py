@@ -81,6 +81,7 @@ def test_it_has_twenty_configs_each_method_and_the_two_cases_of_torchtitan() -> 
     assert ramp[16] > plain[16] / 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unsloth/SmolLM2-360M", "Qwen/Qwen3.5-27B"])
 @pytest.mark.parametrize("method", ["rope", "pi", "ntk", "yarn", "dynamic_yarn"])
 def test_show_prints_the_same(name: str, method: str, tmp_path: Path) -> None:

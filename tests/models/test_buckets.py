@@ -151,6 +151,7 @@ def test_buckets_that_cannot_be_stretched_rightly_are_refused(model_type: str, s
     assert model.config.to_dict() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Pop2PianoForConditionalGeneration", "Pix2StructTextModel", "T5EncoderModel"])
 def test_kin_that_reads_or_writes_something_else(kind: str) -> None:
     """Music and pictures beside text, an encoder alone: what each class calls itself does not matter."""

@@ -152,6 +152,7 @@ def test_it_is_found(name: str) -> None:
     assert ctxext.describe(model).trained_length == LENGTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "method"), crossed(list(CASES), ["ntk", "pi", "ntk_by_parts"]))
 def test_every_row_is_the_methods_own(name: str, method: str) -> None:
     case, model = CASES[name], build(name)

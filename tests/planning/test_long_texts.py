@@ -50,7 +50,7 @@ def test_a_long_prompt_is_continued_from_short_ones(attention: str) -> None:
     assert longest(plan, 2**36).length > 10 * FIRST  # and to look for the longest takes no longer
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_models_run_at_the_length_itself() -> None:
     plan = plan_serving(LlamaConfig(**SMALL))
     plan.at(16 * FIRST)

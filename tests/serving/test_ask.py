@@ -48,6 +48,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "parameters"), METHODS, ids=[method for method, _ in METHODS])
 def test_each_answer_is_that_of_the_whole_prompt(
     method: str, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,6 @@ from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.serving.endpoints import fit
 from ctxext.serving.load import load_served
 from tests._models import byte_model, trained_for
-from tests._products import some
 from tests._programs import command
 from tests._tokenizer import make_letters
 from tests.serving._running import KEY, Reached, answering, running
@@ -189,8 +188,8 @@ def test_the_work_for_a_client_that_went_away_ends(server: Reached, model: Any, 
     assert time.monotonic() - began < whole / 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", some(["dynamic_yarn", None], "dynamic_yarn"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["dynamic_yarn", None])
 def test_every_method_is_served_and_ctrl_c_finishes_what_runs(tmp_path: Path, method: str | None) -> None:
     """A plain checkpoint is extended at start; a dynamic method that was saved keeps the positions of a request."""
     place = saved(tmp_path / "model", method)

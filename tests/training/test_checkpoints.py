@@ -122,7 +122,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
 def test_resuming_where_windows_are_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
     def build(choice: str) -> Any:
@@ -150,7 +150,7 @@ def test_an_unextended_checkpoint_into_an_extended_model(tmp_path: Path) -> None
     assert plain.state.global_step == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_that_was_written_without_the_callback(tmp_path: Path) -> None:
     trainer(whole(extended), tmp_path, callback=False, max_steps=2).train()
     with pytest.raises(PatchStateError, match=r"was written without ExtensionCallback, so nothing says how its model"):

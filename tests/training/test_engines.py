@@ -24,7 +24,7 @@ from tests.training import engine_program
 from tests.training._recipe import CONFIG, SMALL, losses, words_of
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 STEPS = 3
 HANGING = 1800.0  # seconds; a minute is usual, but machines can be busy
 
@@ -49,19 +49,11 @@ CASES = {
     "context-dynamic": ["context", "dynamic"],
     "machines-untied": ["machines", "untied"],
 }
-DAY = ("data-tied",)  # all others run at night
 
 
 @pytest.fixture(scope="module")
-def runs(
-    corpus: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
-) -> dict[str, Path]:
-    """The output directory of every case that is tested now, and of a single process on its checkpoint."""
-    tested = [item for item in request.session.items if item.path == request.path]
-    by_night = any(item.get_closest_marker("nightly") for item in tested)
+def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The output directory of every case, and of a single process on its checkpoint."""
     root = tmp_path_factory.mktemp("engines")
     for name in ("tied", "untied", "bloom"):
         tie = {} if name == "bloom" else {"tie_word_embeddings": name == "tied"}
@@ -77,14 +69,13 @@ def runs(
         return {"name": name, "engine": engine, "config": str(CONFIG), "words": known, **flags}
 
     two, four = (("--training.accumulation", count) for count in "24")  # sequences in a step, as so many processes read
-    several = {name: CASES[name] for name in (CASES if by_night else DAY) if name != "machines-untied"}
+    several = {name: parts for name, parts in CASES.items() if name != "machines-untied"}
     ones = [
         case(f"one-{setup}", "none", setup, *two) for setup in dict.fromkeys(setup for _, setup in several.values())
     ]
     cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in several.items()]
-    if by_night:
-        ones.append(case("one-untied-four", "none", "untied", *four))
-        cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
+    ones.append(case("one-untied-four", "none", "untied", *four))
+    cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
     cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
     read = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -95,8 +86,7 @@ def runs(
     with mock.patch.dict(os.environ, read):  # packages read it as they are imported
         start(ones, 1, root)
         start(cases, 2, root)
-        if by_night:
-            start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
+        start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
     return {path.name: path for path in (root / "runs").iterdir()}
 
 
@@ -143,13 +133,10 @@ def single(case: str) -> str:
     return f"one-{setup}" + "-four" * (engine == "machines")
 
 
-every_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in DAY else pytest.mark.nightly) for case in CASES]
-)
+every_case = pytest.mark.parametrize("case", CASES)
 
 
 @every_case
-@pytest.mark.nightly
 def test_losses_and_gradients_are_those_of_one_process(case: str, runs: dict[str, Path]) -> None:
     """Of every trained weight: a token embedding that is the head as well gets its part from both ends."""
     two, one, rounded = runs[case], runs[single(case)], case.endswith("bf16")
@@ -194,12 +181,10 @@ def test_the_adapter_is_whole_and_extended(case: str, runs: dict[str, Path]) -> 
         torch.testing.assert_close(logits(plain, tokens()), found, atol=1e-3, rtol=0)
 
 
-@pytest.mark.nightly
 def test_merged_models_are_among_them(runs: dict[str, Path]) -> None:
     assert {name for name in CASES if (runs[name] / "merged").exists()} == {"data-tied", "sharded-tied"}
 
 
-@pytest.mark.nightly
 def test_shards_are_resumed_with_the_losses_of_a_run_never_interrupted(runs: dict[str, Path]) -> None:
     assert losses(runs["resumed"]) == pytest.approx(losses(runs["sharded-tied"]), rel=1e-5)
 

@@ -37,7 +37,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     return CheckpointError
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resumed_it_has_the_losses_and_weights_of_a_run_never_interrupted(settings: Any, tmp_path: Path) -> None:
     through = tmp_path / "through"
     recipe.finetune(settings("--output", str(through)))

@@ -76,6 +76,7 @@ def test_as_the_trainer_calls_it() -> None:
     agree(tiny(), inputs_embeds=tiny().get_input_embeddings()(inputs["input_ids"]).detach(), labels=inputs["labels"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", "mixtral", on_recent("bloom", reason="BLOOM drops the argument before its loss")]
 )
@@ -97,6 +98,7 @@ def test_the_index_that_is_ignored_is_the_callers(kind: str, ignored: int, monke
         model(**inputs, ignore_index=ignored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_sixteen_bits_are_as_near_to_the_truth(tied: bool, autocast: bool) -> None:

@@ -75,6 +75,7 @@ def lora() -> Any:
     return get_peft_model(tiny(), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", some(WAYS, *WAYS[::2]))
 @pytest.mark.parametrize(
     "build", [tiny, lora, lambda: ctxext.patch(tiny("bloom"), "alibi", factor=4), lambda: tiny("falcon", alibi=False)]

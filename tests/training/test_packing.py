@@ -168,6 +168,7 @@ def test_conversations_are_packed_whole_and_answers_alone_are_learned(tmp_path: 
     assert found.plan(0) == packed(conversations(tmp_path), count=10).plan(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "yarn"), ("llama", "alibi"), ("llama", "self_extend")])
 def test_no_conversation_sees_another(tmp_path: Path, model_type: str, method: str) -> None:
     model = ctxext.patch(tiny(model_type, vocab_size=257), method, factor=2)

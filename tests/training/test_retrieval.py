@@ -53,6 +53,7 @@ def predicted(tokenizer: Any, item: dict[str, Tensor], last: str) -> str:
     return said(tokenizer, labels[labels != IGNORED])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["consecutive", "pose"])
 @pytest.mark.parametrize("kind", RETRIEVAL)
 def test_the_answer_stands_in_the_text_and_alone_is_to_be_predicted(
