@@ -19,10 +19,10 @@ demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes 
 # The check of every argument's type and shape takes half as long again; make nightly has it, and so has pytest by itself.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --override-ini addopts="-q --strict-markers" --tell-seconds 1
 
-core: $(INSTALLED) ## the quick tests, before each commit (3 to 7 minutes on 2 idle cores, by the processor)
+core: $(INSTALLED) ## the quick tests, before each commit (2 to 5 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not slow and not nightly"
 
-test: $(INSTALLED) ## the test suite: CPU, offline (8 to 10 minutes on 2 idle cores, by the processor)
+test: $(INSTALLED) ## the test suite: CPU, offline (5 to 8 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not nightly"
 
 nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
