@@ -107,6 +107,8 @@ UNREACHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "more modules": ({}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks .*o_proj.lora_A.weight \(4 of 8"),
     "fewer layers": ({}, {"layers_to_transform": [0]}, r"no place for .*layers.1.*\(4 of 8"),
     "a module that is left out": ({}, {"exclude_modules": ["v_proj"]}, r"no place for .*v_proj.*\(4 of 8"),
+    "weights of nothing": ({}, {"target_parameters": ["mlp.down.weight"]}, r"named mlp.down.weight \(target_param"),
+    "experts": ({}, {"target_parameters": ["mlp.experts.down_proj"]}, r"named mlp.experts.down_proj \(target_param"),
 }
 
 

@@ -489,7 +489,7 @@ def _require_sizes(base: nn.Module, directory: Path) -> None:
 
 
 def _unreached(adapted: Any, directory: Path, name: str) -> str | None:
-    """Say which weights of an adapter found no place in a model, or which it lacks; names of nothing do no harm."""
+    """Say which weights of an adapter found no place in a model, or which it lacks; names of no module do no harm."""
     from peft.utils import get_peft_model_state_dict
 
     with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
@@ -500,6 +500,10 @@ def _unreached(adapted: Any, directory: Path, name: str) -> str | None:
     for what, keys in (("it has no place for", lost), ("the adapter lacks", lacking)):
         if keys := {key for key in keys if "expert" not in key}:
             return f"{what} {min(keys)} ({len(keys)} of {len(stored)} weights)"
+    paths = getattr(adapted.base_model, "targeted_parameter_names", ())
+    for entry in getattr(adapted.peft_config[name], "target_parameters", None) or ():  # experts, passed over above
+        if "gate_up_proj" not in entry and not any(f".{path}".endswith(f".{entry}") for path in paths):
+            return f"nothing of it is named {entry} (target_parameters)"
     return None
 
 
