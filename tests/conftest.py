@@ -46,7 +46,7 @@ torch.set_num_threads(1)
 
 # Which dtype is automatic depends on the processor. What tests see does not: here every product takes a second.
 with pytest.MonkeyPatch.context() as _patch:
-    _patch.setattr("time.perf_counter", itertools.count().__next__)
+    _patch.setattr("time.perf_counter", itertools.count(0.0).__next__)
     assert not emulates_bf16()
 
 
