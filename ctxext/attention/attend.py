@@ -26,6 +26,14 @@ from ctxext.kernels import AttentionBackend, Call, Need, named, require_usable, 
 from ctxext.methods import EncodingMethod
 from ctxext.spec import Description
 
+KNOWN_ARGUMENTS = frozenset(
+    {
+        *("position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal"),
+        "deterministic",  # of flash-attn's backward
+    }
+)
+"""Arguments of a layer's attention function that ctxext's attention takes, or that change no score."""
+
 
 @dataclass
 class Backends:
@@ -219,6 +227,8 @@ class Tried:
         for layer in self.layers.values():
             if layer.mask is not None and layer.mask.refusal:
                 return layer.mask.refusal.rstrip(".")
+            if unknown := layer.arguments - KNOWN_ARGUMENTS:
+                return f"its attention computes with {min(unknown)}, which no backend supports"
         if not self.silent:
             return None
         return f"only {len(self.layers)} of its {len(self.layers) + len(self.silent)} layers call ctxext's attention"

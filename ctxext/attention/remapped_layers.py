@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ctxext.attention.attend import (
+    KNOWN_ARGUMENTS,
     Backends,
     Tried,
     TriedLayer,
@@ -30,14 +31,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods.remap import Piece, RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 
-KNOWN_ARGUMENTS = frozenset(
-    {
-        *("position_ids", "dropout", "scaling", "use_cache", "output_attentions", "sliding_window", "is_causal"),
-        *("s_aux", "softcap"),
-        "deterministic",  # of flash-attn's backward
-    }
-)
-"""Arguments of a layer's attention function that attention in pieces takes, or that change no score."""
+OWN_ARGUMENTS = frozenset({"s_aux", "softcap"})
+"""Further arguments that attention in pieces takes."""
 
 
 def as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
@@ -93,7 +88,7 @@ class Share:
         far, left = dict[str, TriedLayer](), dict[str, str]()
         for path, layer in tried.layers.items():
             assert layer.mask is not None
-            window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS
+            window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS - OWN_ARGUMENTS
             if layer.crosses:
                 left[path] = "the text of an encoder"
             elif not any(f"{above}{path}.".startswith(f"{block}.") for block in seen.rotating):

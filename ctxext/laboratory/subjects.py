@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, logging
 
 from ctxext.core import patching
+from ctxext.core.rebuild import on_meta
 from ctxext.laboratory.tasks import REACH
 from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
 
@@ -121,7 +122,7 @@ def _recurrent_config(name: str, body: Body, vocabulary: int, trained: int) -> P
 
 
 def _weights(config: PreTrainedConfig) -> int:
-    with torch.device("meta"):
+    with on_meta():
         return sum(weight.numel() for weight in _built(config).parameters())
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSpeechSeq2Seq
+from transformers import AutoModelForSpeechSeq2Seq, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
@@ -26,6 +27,27 @@ def test_a_retrofit_that_would_crash_is_refused_and_leaves_no_trace() -> None:
     with pytest.raises(IncompatibleError, match=r"alibi.*doge: Its code computes with the attention mask"):
         ctxext.patch(model, "alibi", factor=4.0)
     assert before.difference(model) is None
+
+
+class Capped(LlamaAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, cap=5.0, **kwargs)
+
+
+class CappedLlama(LlamaForCausalLM):
+    """A model of somebody's own code, which gives its attention more than llama does."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.__class__ = Capped
+
+
+@pytest.mark.parametrize("method", ["alibi", "t5_bias", "self_extend"])
+def test_what_attention_is_given_and_ctxext_does_not_know_is_refused_by_its_name(method: str) -> None:
+    model = CappedLlama(tiny().config)
+    with pytest.raises(IncompatibleError, match=f"{method}.* llama: .* computes with cap,"):
+        ctxext.patch(model, method, factor=4.0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
