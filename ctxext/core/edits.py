@@ -60,12 +60,11 @@ class Edits:
             owner.__dict__.pop(name)
 
     def delete(self, owner: object, name: str) -> None:
-        """Delete the plain attribute ``owner.name``, if present, and record its old value."""
+        """Delete the plain attribute ``owner.name``, if present, and record its old value or its absence."""
         if isinstance(owner, nn.Module) and name in (*owner._buffers, *owner._modules):
             raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
-        old = self._current(owner, name)
-        if old is not _Absent.ABSENT:
-            self._entries.append((owner, name, old, False))
+        self._entries.append((owner, name, self._current(owner, name), False))
+        if self._entries[-1][2] is not _Absent.ABSENT:
             delattr(owner, name)
 
     def replace_weight(self, owner: nn.Module, name: str, weight: nn.Parameter) -> None:

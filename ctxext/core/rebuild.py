@@ -173,8 +173,8 @@ class Rebuild:
             # numbers.
             for name, buffer in self.rotary(path).named_buffers(recurse=False):
                 edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
-            for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
-                edits.delete(rotary, name)  # transformers caches it from the config that the module saw first
+                if name.endswith("original_inv_freq"):  # transformers caches another from the first config that it saw
+                    edits.delete(rotary, name.replace("original_inv_freq", "long_inv_freq"))
 
 
 def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:

@@ -107,6 +107,13 @@ def test_the_obvious_call_extends_the_frequencies_that_the_weights_know(kind: st
     assert torch.equal(logits(model, tokens()), before)
 
 
+def test_undone_before_its_first_long_text() -> None:
+    """transformers keeps the set of longrope for long texts from the first config that meets such a text."""
+    model, long = scaled("longrope"), tokens(ORIGINAL + 1)
+    ctxext.unpatch(ctxext.patch(model, "yarn", factor=2, trained_length=LENGTH))
+    assert torch.equal(logits(model, long), logits(scaled("longrope"), long))
+
+
 @pytest.mark.parametrize(("kind", "method"), crossed(list(SCALED), ["dynamic_ntk", "ntk", "pi"]))
 def test_every_method_starts_from_them(kind: str, method: str) -> None:
     model, slowest = scaled(kind), 1 / 3 if method == "dynamic_ntk" else 0.5
