@@ -279,8 +279,9 @@ def reads_weights(method: Any, parameters: dict[str, Any] | None = None) -> bool
 
 def _buildable(extended: Any, config: Any) -> Any:
     """Remove from an extended config the fields that are for live models, or for code that must refuse the config."""
-    extended._attn_implementation_internal = config._attn_implementation_internal
     extended._name_or_path = config._name_or_path
+    for part in (extended, *extended_texts(extended)):
+        part._attn_implementation_internal = config._attn_implementation_internal
     for text in extended_texts(extended):
         drop_old_form(text)
     without_guard(extended)

@@ -27,7 +27,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite
-from tests._models import logits, tiny, tokens
+from tests._models import logits, qwen2_vl, tiny, tokens
 from tests._products import crossed
 from tests._tokenizer import make_tokenizer
 from tests.walk.special import SPECIAL
@@ -111,6 +111,15 @@ def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Pat
         assert torch.equal(logits(loaded, tokens()), expected)
     again = ctxext.load(tmp_path / "memory", "pi", factor=2, trained_length=TRAINED_LENGTH)
     assert ctxext.describe(again).target_length == 2 * TRAINED_LENGTH
+
+
+@pytest.mark.nightly
+def test_the_attention_of_a_text_part_serves_short_texts(tmp_path: Path) -> None:
+    """Its config is built in memory first, where it names the attention of the extended model."""
+    model, short = qwen2_vl(), tokens(TRAINED_LENGTH)
+    model.save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path, "self_extend", factor=2)
+    assert torch.equal(logits(loaded, short), logits(model, short))
 
 
 @pytest.mark.nightly
