@@ -59,7 +59,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         VerificationError: somebody changed one of the two forms in which an extended config says its positions.
     """
     path = Path(place) / location.get("subfolder", "") / "config.json"
-    raw = read_json(path) if path.is_file() else {}
+    raw = PreTrainedConfig._decode_special_floats(read_json(path)) if path.is_file() else {}
     if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         raise CheckpointError(
             f"The config in {place} names Python code of its own (auto_map={raw['auto_map']}), which ctxext does not "

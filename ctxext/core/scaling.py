@@ -275,7 +275,7 @@ def published_json(config: Any) -> dict[str, Any]:
             return {}
         path = Path(cached)
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = config._decode_special_floats(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # removed or damaged since the model was loaded from it
         return {}
     is_same = isinstance(content, dict) and content.get("model_type") == config.model_type

@@ -18,6 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedConfig
 
 import ctxext
+from ctxext.checkpoints.load import extended_config
+from ctxext.checkpoints.source import read_any_config
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import OLD_GUARD, with_old_form
@@ -28,7 +30,7 @@ from ctxext.spec import RopeSpec
 from tests._formulas import Spectrum, spectrum
 from tests._models import FOR_LLAMA, RECENT, logits, tiny, tokens
 from tests._products import crossed
-from tests.walk.tiny import TRAINED_LENGTH
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
 SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
@@ -74,6 +76,14 @@ def test_saving_writes_what_the_command_line_does_and_the_model_keeps_its_guard(
     assert type(saved["rope_theta"]) is (float if name in ("pi", "yarn") else str)
     again = ctxext.load(tmp_path / "saved").eval()
     assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+
+
+def test_a_number_without_end_is_read_in_both_forms(tmp_path: Path) -> None:
+    """transformers writes it as an object, which its own class of the config does not take for a number."""
+    config = with_old_form(extended_config(tiny_config("bamba"), "pi", factor=2.0))
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=True))
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert read_any_config(tmp_path).ctxext == config.ctxext
 
 
 def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
