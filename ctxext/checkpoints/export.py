@@ -14,15 +14,16 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.checkpoints.adapters import is_adapter
-from ctxext.checkpoints.classes import model_class
+from ctxext.checkpoints.classes import meta_model, model_class
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
+from ctxext.core.patching import extend
 from ctxext.core.saved import (
     GUARDED_FIELD,
     already_extended,
-    choices,
+    arguments_of,
     plain_config,
     saved_extension,
     saved_method,
@@ -260,7 +261,7 @@ def require_consistent(config: Any, trust_remote_code: bool = False) -> None:
     if saved is None or saved_sides(saved):
         return
     plain = plain_config(config, saved)
-    again = extended_config(plain, saved_method(saved), trust_remote_code=trust_remote_code, **choices(saved))
+    again = extend(meta_model(plain, trust_remote_code=trust_remote_code), arguments_of(saved), is_restored=True).config
     for name in saved["original"]:
         (here, leaf), (there, _) = (field_of(one if "." in name else text_of(one), name) for one in (config, again))
         value, expected = getattr(here, leaf, None), getattr(there, leaf, None)

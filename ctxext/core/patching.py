@@ -226,14 +226,15 @@ def extend_positions(work: Work) -> None:
     elif trained_length is None:
         refuse_changed_length(subject)
     carried, scaling = scaling_of(subject.config), given.scaling or taken_off
-    if carried is not None or scaling is not None:
+    is_settled = work.is_restored and scaling in ("extend", "replace")  # by the file that it was first read from
+    if not is_settled and (carried is not None or scaling is not None):
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
     run(work, Moment.METHOD, Moment.METHOD)
     if known_length is not None:
         known_length = checked_tokens("The trained length that the config names", known_length)
-        if carried is not None:
+        if carried is not None and not is_settled:
             refuse_shrinking(carried, work.method.target_length(known_length))
     request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)
     work.extension = architecture.apply(subject, work.method, request, edits)

@@ -22,7 +22,9 @@ from transformers import (
 )
 
 import ctxext
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from tests._checkpoints import rewrite
 from tests._formulas import spectrum
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
@@ -141,6 +143,16 @@ def test_what_is_saved_only_for_ctxext_comes_back(tmp_path: Path) -> None:
     loaded = ctxext.load(tmp_path)
     assert torch.equal(logits(loaded, long), expected)
     assert ctxext.describe(loaded).fingerprint == ctxext.describe(model).fingerprint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "scaling"), [(64, "extend"), (256, "replace")])
+def test_what_only_the_first_file_leaves_open_is_settled(start: int, scaling: str, tmp_path: Path) -> None:
+    """Without its original length, YaRN may start from either; the extended config states the one filled in."""
+    tiny().save_pretrained(tmp_path / "plain")
+    rewrite(tmp_path / "plain/config.json", lambda config: config.update(rope_scaling={"type": "yarn", "factor": 4.0}))
+    patch_checkpoint(tmp_path / "plain", tmp_path / "out", "ntk", factor=2, trained_length=start, scaling=scaling)
+    assert ctxext.export(tmp_path / "out", to="vllm").by_flag["--max-model-len"] == str(2 * start)
 
 
 @pytest.mark.slow
