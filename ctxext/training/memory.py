@@ -153,7 +153,8 @@ class TiledForward(ForwardOverride):
         if positions <= size or not torch.is_grad_enabled():
             whole: Tensor = self.run(*args)
             return whole
-        tiles = zip(*(torch.split(arg, size, dim=1) for arg in args), strict=True)
+        # Conv1D takes a tile of several rows only where it lies in one piece.
+        tiles = zip(*([tile.contiguous() for tile in torch.split(arg, size, dim=1)] for arg in args), strict=True)
         return torch.cat([checkpoint(self.run, *tile, use_reentrant=False) for tile in tiles], dim=1)
 
 
@@ -167,6 +168,7 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
     with Edits() as edits:
         for layer in layers_of(base):
             mlps = [child for child in layer.children() if type(child).__name__.endswith(("MLP", "FeedForward"))]
+            mlps = [mlp for mlp in mlps if not any("expert" in name for name, _ in mlp.named_modules())]
             if not mlps:
                 raise IncompatibleError(
                     f"{type(layer).__name__} of {type(base).__name__} has no plain MLP to tile (found "

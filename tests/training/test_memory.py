@@ -123,18 +123,28 @@ def test_tiles_are_all_there_is_of_an_mlp() -> None:
     assert model.config.vocab_size <= model.config.hidden_size < model.config.intermediate_size
 
 
+def test_tiles_of_several_rows_pass_through_gpt2s_layers() -> None:
+    model = tiny("gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    expected = gradients(model)
+    with Memory(mlp_tile=20).apply(model):
+        found = gradients(model)
+    assert all(torch.allclose(found[name], gradient, atol=1e-5) for name, gradient in expected.items())
+
+
 def test_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParameterError, match="mlp_tile must be at least 1 token, found 0"):
         Memory(mlp_tile=0)
     with pytest.raises(InvalidParameterError, match="offload is about what checkpointing keeps"):
         Memory(checkpointing=False, offload=True)
-    model = tiny("mixtral")
-    for memory, said in (
-        (Memory(offload=True), "this model is on the CPU, where they are already"),
+    mixtral, gpt_oss = tiny("mixtral"), tiny("gpt_oss")
+    for model, memory, said in (
+        (mixtral, Memory(offload=True), "this model is on the CPU, where they are already"),
         (
+            mixtral,
             Memory(mlp_tile=16),
             r"MixtralDecoderLayer of MixtralForCausalLM has no plain MLP to tile \(found Mixtral",
         ),
+        (gpt_oss, Memory(mlp_tile=16), r"has no plain MLP to tile \(found GptOss"),  # GptOssMLP, of experts
     ):
         with pytest.raises(IncompatibleError, match=said):
             memory.apply(model)
