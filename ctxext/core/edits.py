@@ -184,9 +184,11 @@ def _assign(owner: object, name: str, value: object) -> None:
 
 
 def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:
-    """Return ``old`` itself, moved and cast as its replacement has been in the meantime."""
+    """Return ``old`` itself, moved, cast and frozen as its replacement has been in the meantime."""
     if current is not None and not current.is_meta and (old.device, old.dtype) != (current.device, current.dtype):
         old.data = old.data.to(current.device, current.dtype)
+    if current is not None and old.requires_grad != current.requires_grad:
+        old.requires_grad_(current.requires_grad)
     return old
 
 

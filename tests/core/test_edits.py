@@ -141,14 +141,15 @@ def test_a_weight_is_replaced_by_the_verb_for_it_and_comes_back_as_the_same_obje
         edits.replace_weight(box, "number", new)
 
 
-def test_a_weight_that_comes_back_follows_what_was_cast_since() -> None:
+def test_a_weight_that_comes_back_follows_what_was_cast_and_frozen_since() -> None:
     box, edits = Box(), Edits()
     old = box.weight
     edits.replace_weight(box, "weight", nn.Parameter(torch.zeros(3)))
-    box.to(torch.bfloat16)
+    box.to(torch.bfloat16).requires_grad_(False)  # an adapter freezes its base
     edits.undo()
     assert box.weight is old
     assert old.dtype is torch.bfloat16
+    assert not old.requires_grad
 
 
 def test_a_copy_of_a_journal_brings_back_a_weight_of_its_own() -> None:
