@@ -153,7 +153,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         callbacks=[
             Curriculum(model, stages_of(settings), memory, held),
             ExtensionCallback(model),
-            CompleteCheckpoints(),
+            CompleteCheckpoints(sequences),
             progress,
         ],
     )

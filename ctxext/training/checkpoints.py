@@ -17,7 +17,8 @@ from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.files import read_json, write_json
+from ctxext.files import digest, read_json, write_json
+from ctxext.training.sequences import Sequences
 from ctxext.training.settings import Settings, checked_settings
 
 COMPLETE = "complete"
@@ -36,19 +37,42 @@ FREE = (
 )
 
 
-class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
+class CompleteCheckpoints(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Marks a checkpoint after all its files are written; ``last_checkpoint`` takes marked checkpoints only.
 
     A resumed run saves and logs as its own settings say, and no mean of losses spans the place where it was resumed.
+
+    Raises:
+        InvalidParameterError: when a run resumes, if its last sequence was another: its texts changed, or the number of
+            processes, so that some would be read twice or never.
     """
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences, self.last = sequences, ""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that the Trainer stores in ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"last": self.last}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the intervals of this part of the run, not those that the checkpoint was written with."""
         state.compute_steps(args, state.max_steps)
+        stored = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and stored and stored["attributes"]["last"] != self._last(state):
+            raise InvalidParameterError(
+                f"The run in {args.output_dir} read other sequences up to step {state.global_step}. Resume with the "
+                f"same texts, on as many processes, or start a new run in another --output."
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log what a checkpoint does not hold, the losses since the last entry."""
         control.should_log |= control.should_save
+        self.last = self._last(state) if control.should_save else self.last
+
+    def _last(self, state: Any) -> str:
+        """Return a hash of the last sequence that was read, and of its number."""
+        number = len(self.sequences) * state.global_step // state.max_steps - 1
+        return digest(f"{number} {self.sequences[number]['input_ids'].tolist()}")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark the checkpoint that was just written."""

@@ -165,6 +165,13 @@ def test_a_run_is_resumed_only_as_itself(settings: Any, tmp_path: Path) -> None:
         InvalidParameterError, match=r"had other settings: seed=0, now 1; extension.factor=2\.0, now 4\.0"
     ):
         recipe.finetune(settings("--factor", "4", "--seed", "1"), resume=True)
+    texts = tmp_path / "letters.jsonl"
+    texts.write_text('{"text": "' + "abc" * 300 + '"}')
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
+        recipe.finetune(settings("--output", str(tmp_path / "other"), "--data.train", str(texts)))
+    texts.write_text('{"text": "' + "abcd" * 300 + '"}')
+    with pytest.raises(InvalidParameterError, match=r"other read other sequences up to step 2\. Resume with the same"):
+        recipe.finetune(settings("--output", str(tmp_path / "other"), "--data.train", str(texts)), resume=True)
     stored = tmp_path / "run" / "settings.json"  # whatever it says, the checkpoint is of its own extension
     stored.write_text(stored.read_text(encoding="utf-8").replace('"factor": 2.0', '"factor": 4.0'), encoding="utf-8")
     with pytest.raises(PatchStateError, match=r"by yarn \(factor 2, .* this model is extended by yarn \(factor 4"):
