@@ -231,16 +231,17 @@ def is_number(value: object) -> bool:
 
 
 def checked_tokens(name: str, value: object) -> int:
-    """Return a number of tokens.
+    """Return a number of tokens; formulas divide by the logarithm of a trained length, which is at least 2.
 
     Raises:
         InvalidParameterError: unless it is a whole number from 1 to ``MOST_TOKENS``.
     """
-    expected = "a positive whole number of tokens"
+    least = 2 if "trained" in name else 1
+    expected = f"a positive whole number of tokens{', at least 2' if least == 2 else ''}"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be {expected}, found {shown(value)}.")
     tokens = int(value)
-    require(tokens >= 1, name, value, expected)
+    require(tokens >= least, name, value, expected)
     require(tokens <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
     return tokens
 

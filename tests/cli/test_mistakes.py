@@ -41,6 +41,7 @@ REFUSED = {
     "patch LLAMA x -m yarn -f 4 --sliding-window lift": "full-attention layers",
     "inspect .": "has no config.json",
     "inspect LLAMA --trained-length 0": "trained_length must be a positive whole number",
+    "inspect LLAMA --trained-length 1": "trained_length must be a positive whole number of tokens, at least 2, found 1",
     "export LLAMA --to vllm": "nothing to export",
     "export LLAMA --to vllm -f 4": "Error: --factor: only with --method",
     "export LLAMA --to vllm -m yarn --target 0": "target_length must be a positive whole number",
