@@ -42,6 +42,7 @@ REFUSED = {
     "inspect .": "has no config.json",
     "inspect LLAMA --trained-length 0": "trained_length must be a positive whole number",
     "inspect LLAMA --trained-length 1": "trained_length must be a positive whole number of tokens, at least 2, found 1",
+    "patch LLAMA x -m yarn -f 4 --results LLAMA/model.safetensors": "model.safetensors' is not UTF-8 text",
     "export LLAMA --to vllm": "nothing to export",
     "export LLAMA --to vllm -f 4": "Error: --factor: only with --method",
     "export LLAMA --to vllm -m yarn --target 0": "target_length must be a positive whole number",
