@@ -126,17 +126,19 @@ def refuse_no_checkpoint(place: str) -> None:
 
 def why_unreachable(url: str) -> str | None:
     """Return why nothing answers at the address of a URL, or at the proxy for it, within a second; None if it does."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return f"{url} is not an address such as http://127.0.0.1:8000"
-    proxy = None if proxy_bypass(parts.hostname) else getproxies().get(parts.scheme)
-    asked = urlsplit(proxy) if proxy else parts
     try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("http:// or a host is missing")
+        proxy = None if proxy_bypass(parts.hostname) else getproxies().get(parts.scheme)
+        asked = urlsplit(proxy) if proxy else parts
         port = asked.port or {"https": 443}.get(asked.scheme, 80)
         with socket.create_connection((asked.hostname or "", port), timeout=1):
             return None
     except OSError as error:
         return f"{asked.netloc} does not answer ({error.strerror or error})"
+    except ValueError as error:
+        return f"{url} is not an address such as http://127.0.0.1:8000 ({error})"
 
 
 CHECKS: dict[str, Callable[[Any], object]] = {  # typer before 0.29 gives a path as a string

@@ -192,6 +192,7 @@ MISTAKES = {
     "check HERE --url http://127.0.0.1:1 --length 31": "31 tokens are too few. Give 32 or more.",
     "serve HERE --cached-tokens 0": "0 tokens are too few. Give 1 or more.",
     "check HERE --url nonsense": "nonsense is not an address such as http://127.0.0.1:8000",
+    "check HERE --url http://here:99999": "http://here:99999 is not an address such as http://127.0.0.1:8000",
     "check HERE --url http://127.0.0.1:1": "127.0.0.1:1 does not answer (Connection refused)",
     "demo --method yran": "Did you mean 'yarn'?",
     "demo --factor 0.5": "factor must be a finite number, at least 1, found 0.5",
