@@ -37,28 +37,21 @@ FREE = (
 )
 
 
-class CompleteCheckpoints(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Marks a checkpoint after all its files are written; ``last_checkpoint`` takes marked checkpoints only.
+class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
+    """Marks a checkpoint after all its files are written, by a hash of the last sequence; others are never taken.
 
     A resumed run saves and logs as its own settings say, and no mean of losses spans the place where it was resumed.
-
-    Raises:
-        InvalidParameterError: when a run resumes, if its last sequence was another: its texts changed, or the number of
-            processes, so that some would be read twice or never.
+    With other texts, or on more or fewer processes, which would read sequences twice or never, it is refused.
     """
 
     def __init__(self, sequences: Sequences) -> None:
-        self.sequences, self.last = sequences, ""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that the Trainer stores in ``trainer_state.json``."""
-        return {"args": {}, "attributes": {"last": self.last}}
+        self.sequences = sequences
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the intervals of this part of the run, not those that the checkpoint was written with."""
         state.compute_steps(args, state.max_steps)
-        stored = state.stateful_callbacks.get(type(self).__name__)
-        if state.global_step and stored and stored["attributes"]["last"] != self._last(state):
+        mark, last = self._mark(args, state)
+        if mark.is_file() and mark.read_text("utf-8") not in (last, ""):
             raise InvalidParameterError(
                 f"The run in {args.output_dir} read other sequences up to step {state.global_step}. Resume with the "
                 f"same texts, on as many processes, or start a new run in another --output."
@@ -67,17 +60,17 @@ class CompleteCheckpoints(TrainerCallback, ExportableState):  # type: ignore[mis
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log what a checkpoint does not hold, the losses since the last entry."""
         control.should_log |= control.should_save
-        self.last = self._last(state) if control.should_save else self.last
-
-    def _last(self, state: Any) -> str:
-        """Return a hash of the last sequence that was read, and of its number."""
-        number = len(self.sequences) * state.global_step // state.max_steps - 1
-        return digest(f"{number} {self.sequences[number]['input_ids'].tolist()}")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark the checkpoint that was just written."""
         if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+            mark, last = self._mark(args, state)
+            mark.write_text(last, "utf-8")
+
+    def _mark(self, args: Any, state: Any) -> tuple[Path, str]:
+        number = len(self.sequences) * state.global_step // state.max_steps - 1
+        last = "" if number < 0 else digest(f"{number} {self.sequences[number]['input_ids'].tolist()}")
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE, last
 
 
 def last_checkpoint(output: str | Path) -> Path | None:

@@ -168,8 +168,7 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
     with Edits() as edits:
         for layer in layers_of(base):
             mlps = [child for child in layer.children() if type(child).__name__.endswith(("MLP", "FeedForward"))]
-            mlps = [mlp for mlp in mlps if not any("expert" in name for name, _ in mlp.named_modules())]
-            if not mlps:
+            if not mlps or any("expert" in name for mlp in mlps for name, _ in mlp.named_modules()):
                 raise IncompatibleError(
                     f"{type(layer).__name__} of {type(base).__name__} has no plain MLP to tile (found "
                     f"{', '.join(type(child).__name__ for child in layer.children())}). Set mlp_tile=None."
