@@ -354,10 +354,9 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     turn = pieces[-1].key
     if turn is None or not isinstance(cached, DynamicLayer):  # a graph may go on with a static one
         return k, 0
-    before = int(cached.get_seq_length()) - layout.query_length  # slots filled before this call
     done = settled_before(cached, layout)
-    lowest = layout.memo("lowest query", lambda: _lowest_query(layout))
-    wanted = _far_for_good(pieces, before, before + layout.query_length, lowest)
+    first = layout.memo("first query", lambda: _first_query(layout))
+    wanted = _far_for_good(pieces, int(cached.get_seq_length()), *first)
     if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
         if done:  # the cached keys must not change: rotate a copy back
             near = turn(k[:, :, :done], (0, k.shape[0]), (0, done), back=True)
@@ -387,17 +386,19 @@ def settled_before(cached: Any, layout: Layout) -> int:
     return settled
 
 
-def _lowest_query(layout: Layout) -> int:
-    """Return the lowest position of a query in any row; padding counts as position 0."""
-    if layout.from_zero and layout.consecutive and layout.spans:
-        return min((key[1] - key[0]) - (query[1] - query[0]) for _, query, key in layout.spans)
-    positions = layout.query_positions
-    if layout.query_documents is not None:
-        positions = torch.where(layout.query_documents >= 0, positions, 0)
-    return int(positions.min())
+def _first_query(layout: Layout) -> tuple[int, int]:
+    """Return the lowest position of a row's first query, and its lowest slot if all padding stood in front of the text.
+
+    Padding between two tokens, as on the right of an earlier call, brings keys nearer in positions than in slots.
+    """
+    if layout.key_documents is None:
+        return (layout.key_length - layout.query_length,) * 2
+    positions = layout.query_positions[:, 0]
+    lowest = torch.stack([positions, positions + (layout.key_documents >= 0).int().argmax(1)]).amin(1)
+    return int(lowest[0]), int(lowest[1])
 
 
-def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_position: int) -> int:
+def _far_for_good(pieces: Sequence[TurnedPiece], stop: int, first_position: int, first: int) -> int:
     """Count the leading slots whose keys queries from slot ``first`` on read in the last piece only, or not at all.
 
     The queries end before slot ``stop``. Their lowest position in any row, ``first_position``, is lower than ``first``
@@ -409,5 +410,4 @@ def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_po
     bands = [region for region in nearer if isinstance(region, Band) and region.stop is not None]
     if len(bands) < len(nearer) or first_position < max(band.plain_before for band in bands):
         return 0
-    # Distances in slots and in positions agree, with any padding.
     return max(0, first - max(band.stop or 0 for band in bands) + 1)
