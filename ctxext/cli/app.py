@@ -39,7 +39,7 @@ from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
 from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import runtime_names
-from ctxext.texts.documents import read_documents
+from ctxext.texts.documents import read_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -168,7 +168,7 @@ def patch(
             link=copy.link,
             trust_remote_code=trust,
             progress=progress,
-            results=None if copy.results is None else "".join(said.text for said in read_documents([copy.results])),
+            results=None if copy.results is None else read_text(copy.results),
             **extension.arguments(),
         )
     _print_json(written) if as_json else show_written(written)

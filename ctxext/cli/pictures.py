@@ -25,6 +25,7 @@ from ctxext.cli.options import (
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
 from ctxext.registry import method_names
+from ctxext.texts.documents import read_text
 
 if TYPE_CHECKING:
     from ctxext.laboratory.pictures.picture import Picture
@@ -244,10 +245,7 @@ def _text_of(given: str) -> str:
     path = Path(given)
     is_name = len(given) < 256 and "\n" not in given and len(given.split()) == 1
     if is_name and path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidParameterError(f"--text {given} is not UTF-8 text: {error}.") from error
+        return read_text(path)
     if is_name and path.suffix:
         raise InvalidParameterError(f"--text {given}: there is no such file. Give a file, or a sentence in quotes.")
     return given

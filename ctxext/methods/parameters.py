@@ -230,20 +230,24 @@ def is_number(value: object) -> bool:
     return bool(size <= sys.float_info.max)
 
 
-def checked_tokens(name: str, value: object) -> int:
-    """Return a number of tokens; formulas divide by the logarithm of a trained length, which is at least 2.
+def checked_tokens(name: str, value: object, least: int = 1) -> int:
+    """Return a number of tokens.
 
     Raises:
-        InvalidParameterError: unless it is a whole number from 1 to ``MOST_TOKENS``.
+        InvalidParameterError: unless it is a whole number from ``least`` to ``MOST_TOKENS``.
     """
-    least = 2 if "trained" in name else 1
-    expected = f"a positive whole number of tokens{', at least 2' if least == 2 else ''}"
+    expected = f"a positive whole number of tokens{f', at least {least}' if least > 1 else ''}"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be {expected}, found {shown(value)}.")
     tokens = int(value)
     require(tokens >= least, name, value, expected)
     require(tokens <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
     return tokens
+
+
+def checked_trained(value: object, name: str = "trained_length") -> int:
+    """Return a trained length, in tokens: at least 2, because formulas divide by its logarithm."""
+    return checked_tokens(name, value, least=2)
 
 
 def checked_rows(method: str, rows: int) -> int:

@@ -199,7 +199,7 @@ def _read_file(path: Path, column: str | None, name: str | None = None) -> Itera
         return
     if not _is_table(path, column):
         try:
-            yield Document(name or path.stem, _decoded(path.read_bytes(), str(path)))
+            yield Document(name or path.stem, read_text(path))
         except OSError as error:
             raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
         return
@@ -371,6 +371,15 @@ def _is_json_table(path: Path, column: str | None) -> bool:
     chat = value.get(column or MESSAGES_COLUMN)
     is_chat = isinstance(chat, list) and bool(chat) and all(isinstance(message, dict) for message in chat)
     return is_chat or isinstance(value.get(column or TEXT_COLUMN), str)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        InvalidParameterError: if it is none.
+    """
+    return _decoded(path.read_bytes(), str(path))
 
 
 def _decoded(content: bytes, source: str) -> str:
