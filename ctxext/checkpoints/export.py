@@ -364,5 +364,4 @@ def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, flo
 def _changed(config: Any, served: Any) -> dict[str, Any]:
     """Collect the fields of the decoder's config that the extension changed."""
     new, old = (part.get_text_config(decoder=True) for part in (config, served))
-    names = config.ctxext["original"]
-    return {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name, None)}
+    return {key: getattr(new, key) for key in config.ctxext["original"] if getattr(new, key) != getattr(old, key, None)}

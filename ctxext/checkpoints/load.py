@@ -280,8 +280,7 @@ def reads_weights(method: Any, parameters: dict[str, Any] | None = None) -> bool
 def _buildable(extended: Any, config: Any) -> Any:
     """Remove from an extended config the fields that are for live models, or for code that must refuse the config."""
     extended._name_or_path = config._name_or_path
-    for part in (extended, *extended_texts(extended)):
-        part._attn_implementation_internal = config._attn_implementation_internal
+    extended._attn_implementation = config._attn_implementation_internal  # and that of its parts
     for text in extended_texts(extended):
         drop_old_form(text)
     without_guard(extended)
@@ -422,7 +421,10 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             architecture.revert(subject, saved["original"], Edits())
     del model.config.ctxext
     extend(model, arguments, is_restored=True)
+    lengths = [extension.get("target_length") for extension in (saved, model.config.ctxext)]
     different = differences(saved, model.config.ctxext)
+    if not different and lengths[0] != lengths[1]:
+        different = f"target_length {lengths[0]} there, {lengths[1]} here"
     if different:
         raise VerificationError(
             f"The extension restored from {place} is not the one that was saved: {different}. Either its config.json "

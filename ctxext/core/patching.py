@@ -226,15 +226,14 @@ def extend_positions(work: Work) -> None:
     elif trained_length is None:
         refuse_changed_length(subject)
     carried, scaling = scaling_of(subject.config), given.scaling or taken_off
-    is_settled = work.is_restored and scaling in ("extend", "replace")  # by the file that it was first read from
-    if not is_settled and (carried is not None or scaling is not None):
+    if not work.is_restored and (carried is not None or scaling is not None):  # else settled by an earlier file
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
     run(work, Moment.METHOD, Moment.METHOD)
     if known_length is not None:
         known_length = checked_trained(known_length, "The trained length that the config names")
-        if carried is not None and not is_settled:
+        if carried is not None and not work.is_restored:
             refuse_shrinking(carried, work.method.target_length(known_length))
     request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)
     work.extension = architecture.apply(subject, work.method, request, edits)

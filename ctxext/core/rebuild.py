@@ -173,8 +173,8 @@ class Rebuild:
             # numbers.
             for name, buffer in self.rotary(path).named_buffers(recurse=False):
                 edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
-                if name.endswith("original_inv_freq"):  # transformers caches another from the first config that it saw
-                    edits.delete(rotary, name.replace("original_inv_freq", "long_inv_freq"))
+                if name.endswith("original_inv_freq") and "longrope" in str(rotary.rope_type):
+                    edits.delete(rotary, name.replace("original", "long"))  # kept from the first config that met it
 
 
 def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:

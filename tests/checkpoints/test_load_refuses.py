@@ -185,6 +185,14 @@ def test_two_forms_of_the_positions_that_differ(change: Callable[[dict[str, Any]
         read_any_config(tmp_path)
 
 
+def test_a_length_that_no_frequency_shows(tmp_path: Path) -> None:
+    """Of a dynamic method: transformers counts its stretch from another field than ctxext."""
+    ctxext.save(ctxext.patch(tiny(), "dynamic_ntk", factor=4), tmp_path)
+    rewrite(tmp_path / "config.json", lambda config: config["ctxext"].update(trained_length=128))
+    with pytest.raises(VerificationError, match="that was saved: target_length"):
+        ctxext.load(tmp_path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Halving(RopeMethod):
     """A method of a user's own; ``stock`` says whether stock transformers can express it."""
