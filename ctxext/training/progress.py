@@ -29,27 +29,22 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.tokens = 0
         self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
         self._started = 0.0
-        self._earlier_seconds, self._earlier_tokens = 0.0, 0  # of the parts of the run before it was resumed
+        self._earlier_seconds = 0.0  # of the parts of the run before it was resumed
         self._bar: Progress | None = None
 
     @property
     def tokens_per_second(self) -> float:
         """Speed of training, saving included, in all parts of a resumed run; NaN before the first step."""
-        return self.total_tokens / self.total_seconds if self.total_seconds else float("nan")
+        return self.tokens / self.total_seconds if self.total_seconds else float("nan")
 
     @property
     def total_seconds(self) -> float:
         """Seconds of training up to the last step, in all parts of a resumed run."""
         return self._earlier_seconds + self.seconds
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of training up to the last step, in all parts of a resumed run and by all processes."""
-        return self._earlier_tokens + self.tokens
-
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer stores in ``trainer_state.json``."""
-        return {"args": {}, "attributes": {"total_seconds": self.total_seconds, "total_tokens": self.total_tokens}}
+        return {"args": {}, "attributes": {"total_seconds": self.total_seconds, "total_tokens": self.tokens}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
@@ -58,7 +53,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             stored = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})["attributes"]
             # A checkpoint of a Trainer without this callback knows no time: it then counts from here.
             self._earlier_seconds = stored.get("total_seconds", 0.0)
-            self._earlier_tokens = stored.get("total_tokens", 0)
+            self.tokens = stored.get("total_tokens", 0)
         if state.is_world_process_zero and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}", markup=False))
             self._bar = Progress(*columns, console=terminal(stderr=True))
@@ -82,12 +77,8 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             sys.stderr.write(f"{self._line(state)}  learning rate {logs['learning_rate']:.2e}\n")
             sys.stderr.flush()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the terminal as it was."""
-        self.close()
-
     def close(self) -> None:
-        """Remove the bar; also after an error or an interrupt."""
+        """Remove the bar and leave the terminal as it was; also after an error or an interrupt."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
