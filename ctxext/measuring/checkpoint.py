@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils import logging as transformers_logging
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.classes import meta_model, require_language_model
 from ctxext.checkpoints.load import attached, load_saved
-from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
+from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core.digest import weights_digest
 from ctxext.core.saved import saved_extension
 from ctxext.core.subject import base_model
@@ -232,7 +232,7 @@ def _load(
 
 def _read_tokenizer(source: str, masked: bool, where: str, **how: Any) -> Any:
     with _explained(source, "masked" if masked else "causal"):
-        return AutoTokenizer.from_pretrained(where, **how)
+        return read_tokenizer(where, **how)
 
 
 @contextlib.contextmanager

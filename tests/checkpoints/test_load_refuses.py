@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext.checkpoints.source import read_any_config
+from ctxext.checkpoints.source import read_any_config, read_tokenizer
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -26,6 +26,7 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
+from tests._tokenizer import make_tokenizer
 
 
 @pytest.fixture
@@ -38,6 +39,16 @@ def edited(plain: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], 
         return tmp_path
 
     return edit
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("post_processor", {"type": "OfTomorrow"}), ("added_tokens", 7), ("added_tokens", [7])]
+)
+def test_a_tokenizer_that_is_damaged_or_of_a_newer_version(part: str, value: Any, tmp_path: Path) -> None:
+    make_tokenizer(bos=True).save_pretrained(tmp_path)
+    rewrite(tmp_path / "tokenizer.json", lambda content: content.update({part: value}))
+    with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "./nowhere", "~/nowhere", "a/b/c"])

@@ -46,7 +46,7 @@ MISTAKES = {
     f"ask HERE what -t LONG {BAD}": REFUSED,
     "ask HERE what -t LONG --tokens 2000": "leaves no room for a text",
     "ask EXTENDED what -t SHORT --tokens 2000": "leaves no room for a text",
-    "heads BARE": "Cannot load a causal language model from",
+    "heads BARE": "has no tokenizer that can be read",
     "heads HERE -t ONE": "Give a longer text, or none",
     "demo --model HERE --method hierarchical --output OUT": REFUSED,
     "demo --model HERE --length 100 --output OUT": "length must be above the trained length",
