@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +119,7 @@ def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
         return AutoTokenizer.from_pretrained(os.fspath(place), **location)
     except BaseException as error:
         # tokenizers knows no class but Exception, by which it also refuses the files of newer versions.
-        if type(error) is not Exception and not isinstance(error, (struct.error, *UNFIT)):
+        if type(error) is not Exception and not isinstance(error, UNFIT):
             raise
         raise CheckpointError(f"{place} has no tokenizer that can be read: {error}{unwritable(error)}") from error
 

@@ -119,8 +119,8 @@ def inspect(
         gguf = place.suffix == ".gguf"
         folder, location = (place.parent, {"gguf_file": place.name}) if gguf else (checkpoint, {})
         where: dict[str, Any] = {"trust_remote_code": trust, **location}
-        tokenizer = read_tokenizer(folder, **where) if text else None
         inspection = inspect_checkpoint(folder, trained_length=trained_length, **where)
+        tokenizer = read_tokenizer(folder, **where) if text else None
         repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
     if as_json:
         told = [one._asdict() | {"verdict": one.verdict, "gain": one.gain} for one in repeats]

@@ -73,8 +73,7 @@ class Edits:
         Raises:
             TypeError: if ``owner`` itself has no such parameter.
         """
-        old = owner._parameters.get(name)
-        if old is None:
+        if (old := owner._parameters.get(name)) is None:
             raise TypeError(f"{type(owner).__name__}.{name} is not a weight. Call set() instead.")
         self._entries.append((owner, name, old, False))
         owner._parameters[name] = weight
@@ -86,8 +85,7 @@ class Edits:
             old = names[name]
             with torch.inference_mode(False):
                 new = value.clone() if value.is_inference() else value
-                if not isinstance(new, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=old.requires_grad)
+                new = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=old.requires_grad)
             for alias in [alias for alias, weight in names.items() if weight is old]:  # tied, or shared by two modules
                 path, _, leaf = alias.rpartition(".")
                 self.replace_weight(model.get_submodule(path), leaf, new)
