@@ -36,6 +36,11 @@ def is_fsdp(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def is_ours(base: PreTrainedModel) -> bool:
+    """Return whether text goes through ctxext's attention."""
+    return _attention_of(base) == ATTENTION
+
+
 def launched_parallelism() -> Any:
     """Return the ``accelerate.ParallelismConfig`` of ``accelerate launch``, all sizes 1 if there is none."""
     from accelerate import ParallelismConfig
@@ -108,7 +113,7 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         )
     base = base_model(model)
     patched = patched_state(base)
-    if patched is None or not (patched.method.dynamic or _is_ours(base)):
+    if patched is None or not (patched.method.dynamic or is_ours(base)):
         return {}
     lengths: list[int] = (positions.amax(dim=-1) + 1).tolist()
     fitted_lengths = {patched.method.fitted_length(patched.extension.trained_length, length) for length in lengths}
@@ -117,7 +122,7 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
             f"{sorted(set(lengths))} tokens long. A shard is given one length only. Set the batch to 1."
         )
-    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if _is_ours(base) else {})
+    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if is_ours(base) else {})
 
 
 def release_attention(model: nn.Module) -> None:
@@ -151,7 +156,7 @@ def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | No
 
 
 def _why_not_context(base: PreTrainedModel) -> str | None:
-    patched, attention = patched_state(base), base.config._attn_implementation
+    patched, attention = patched_state(base), _attention_of(base)
     if attention not in ("sdpa", ATTENTION):
         return (
             f"it replaces torch's scaled_dot_product_attention, and the attention of this model is {attention!r}. Load "
@@ -172,10 +177,11 @@ def _why_not_context(base: PreTrainedModel) -> str | None:
 
 def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
     patched, size = patched_state(base), parallelism.sp_size
-    text, attention = base.config.get_text_config(decoder=True), base.config._attn_implementation
+    text, attention = base.config.get_text_config(decoder=True), _attention_of(base)
     asked = parallelism.sp_handler.sp_attn_implementation
-    if _is_ours(base):
-        return f"it knows transformers' own attention only, and ALiBi is computed by ctxext's. Take {CONTEXT}."
+    if patched is not None and is_ours(base):
+        name = patched.method.name
+        return f"it knows transformers' own attention only, and {name!r} is computed by ctxext's. Take {CONTEXT}."
     if patched is not None and patched.method.dynamic:
         return (
             f"method {patched.method.name!r} follows the length of the text, of which every process knows its part "
@@ -195,8 +201,9 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
     return None
 
 
-def _is_ours(base: PreTrainedModel) -> bool:
-    return bool(base.config._attn_implementation == ATTENTION)
+def _attention_of(base: PreTrainedModel) -> str:
+    attention: str = base.config.get_text_config(decoder=True)._attn_implementation  # that of images may be another
+    return attention
 
 
 def _windows(base: PreTrainedModel) -> list[str]:

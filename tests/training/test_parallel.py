@@ -45,10 +45,20 @@ REFUSED: list[tuple[Any, dict[str, int], str]] = [
     (lambda: eager(patched("yarn")), {"cp_size": 2}, "attention of this model is 'eager'. Load it with attn_impl"),
     (lambda: patched("yarn", "mistral", **WINDOWED), {"cp_size": 2}, r"\['sliding_attention'\].*lift the windows"),
     (lambda: patched("yarn", "gemma3_text"), {"cp_size": 2}, "layers of type .'sliding_attention'. need one"),
-    (lambda: patched("alibi", attention="flex"), {"cp_size": 2}, "backend 'flex' has no form for a part"),
+    (lambda: patched("alibi", attention="flex"), {"cp_size": 2}, "backend 'flex' has no form"),
     (lambda: patched("alibi", "bloom", bias="stock"), {"cp_size": 2}, "bias='stock'.*Take bias='exact'"),
     (lambda: patched("yarn"), {"cp_size": 5}, "96 tokens cannot be cut into 5 .* data.length to a multiple of 10"),
-    (lambda: patched("alibi"), {"sp_size": 2}, "ALiBi is computed by ctxext's. Take recipes/accelerate/fsdp2-context"),
+    (
+        lambda: patched("alibi"),
+        {"sp_size": 2},
+        "'alibi' is computed by ctxext's. Take recipes/accelerate/fsdp2-context",
+    ),
+    (lambda: patched("self_extend", "qwen2_vl"), {"sp_size": 2}, "'self_extend' is computed by ctxext's"),
+    (
+        lambda: patched("self_extend", "llava", attention="flex"),
+        {"cp_size": 2},
+        "backend 'flex' has no form for a part",
+    ),
     (lambda: patched("dynamic_yarn"), {"sp_size": 2}, "'dynamic_yarn' follows the length .* such as yarn, or recipes"),
     (lambda: eager(patched("yarn")), {"sp_size": 2}, "'eager' and sp_attn_implementation is 'sdpa'"),
     (lambda: patched("yarn", "mistral", **WINDOWED), {"sp_size": 2}, "Take flash_attention_2"),
@@ -115,6 +125,7 @@ def test_what_a_shard_is_told() -> None:
     assert whole_sequence(patched("dynamic_ntk", growth="doubling"), batch(90, 100)) == {"ctxext_length": 100}
     told = {"ctxext_length": 100, "ctxext_sharded": True}
     assert whole_sequence(attach_lora(patched("alibi"), rank=2), batch(96, 100)) == told
+    assert whole_sequence(patched("self_extend", "llava"), batch(96, 100)) == told  # whose images have SDPA
 
 
 def test_batches_that_no_shard_can_hold() -> None:
@@ -131,7 +142,7 @@ def test_batches_that_no_shard_can_hold() -> None:
         whole_sequence(patched("dynamic_yarn"), batch(96, 100))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "bloom", "mpt", "falcon"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "llava", "bloom", "mpt", "falcon"])
 def test_a_shard_that_is_the_whole_sequence(model_type: str) -> None:
     """Plain causal attention is then what its engine would do; accelerate's hooks take the mask away."""
     changes = FALCON if model_type == "falcon" else {}
