@@ -308,7 +308,7 @@ def _save_marked(
     if encoding:
         saved["encoding"] = {"trained": [name for name, weight in encoding.items() if weight.requires_grad]}
     directory.mkdir(parents=True, exist_ok=True)
-    # In this order an interruption at any time leaves a directory that is refused, with ctxext and without.
+    # An interruption from here on leaves a directory that is refused, with ctxext and without.
     (directory / EXTENSION_FILE).unlink(missing_ok=True)
     write_whole(
         directory / ADAPTER_FILE, json.dumps(values | dict.fromkeys(guarded, SENTENCE), indent=2, sort_keys=True)
