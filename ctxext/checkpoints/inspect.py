@@ -35,7 +35,7 @@ from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
-from ctxext.methods.parameters import checked_trained
+from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
 from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.buckets import Buckets
@@ -131,7 +131,7 @@ def inspect_checkpoint(
         CheckpointError: nothing readable there.
     """
     if trained_length is not None:
-        checked_trained(trained_length)
+        checked_tokens("trained_length", trained_length, least=2)
     checked_path(place, location)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     saved = saved_extension(config, os.fspath(place))
@@ -262,7 +262,7 @@ def rope_of_checkpoint(
         IncompatibleError: no rotary positions, or no trained length.
     """
     if trained_length is not None:
-        checked_trained(trained_length)
+        checked_tokens("trained_length", trained_length, least=2)
     checked_path(place, {})
     config = read_any_config(place, trust_remote_code=trust_remote_code)
     saved = saved_extension(config, os.fspath(place))

@@ -28,7 +28,7 @@ from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods import Method, with_choice
 from ctxext.methods.base import resolve
-from ctxext.methods.parameters import checked_trained
+from ctxext.methods.parameters import checked_tokens
 from ctxext.spec import Description, Extension, ExtensionArguments
 
 ModelT = TypeVar("ModelT")
@@ -216,7 +216,7 @@ def extend_positions(work: Work) -> None:
         if (value := getattr(given, name)) is not None and not value:
             raise InvalidParameterError(f"{name} must be one of its choices, or left out; found {value!r}.")
     if trained_length is not None:
-        trained_length = checked_trained(trained_length)
+        trained_length = checked_tokens("trained_length", trained_length, least=2)
     if work.saved is not None:
         checked_trained_length(work.saved, trained_length)
         architecture.revert(subject, work.saved["original"], edits)
@@ -232,7 +232,7 @@ def extend_positions(work: Work) -> None:
     work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
     run(work, Moment.METHOD, Moment.METHOD)
     if known_length is not None:
-        known_length = checked_trained(known_length, "The trained length that the config names")
+        known_length = checked_tokens("The trained length that the config names", known_length, least=2)
         if carried is not None and not work.is_restored:
             refuse_shrinking(carried, work.method.target_length(known_length))
     request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)

@@ -42,7 +42,7 @@ from ctxext.methods import (
     method_class,
     saved_class,
 )
-from ctxext.methods.parameters import checked_trained
+from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
 from ctxext.quantities import method_said
 from ctxext.spec import AlibiSpec, Description, RopeSpec
@@ -105,7 +105,7 @@ def known_trained_length(model: nn.Module, given: int | None = None) -> int:
         InvalidParameterError: nothing says so, or ``given`` is no number of tokens.
     """
     if given is not None:
-        return checked_trained(given)
+        return checked_tokens("trained_length", given, least=2)
     known = trained_length_of(Subject.of(model))
     if known is None:
         raise InvalidParameterError(

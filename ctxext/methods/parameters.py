@@ -231,7 +231,7 @@ def is_number(value: object) -> bool:
 
 
 def checked_tokens(name: str, value: object, least: int = 1) -> int:
-    """Return a number of tokens.
+    """Return a number of tokens; formulas divide by the logarithm of a trained length, whose ``least`` is 2.
 
     Raises:
         InvalidParameterError: unless it is a whole number from ``least`` to ``MOST_TOKENS``.
@@ -243,11 +243,6 @@ def checked_tokens(name: str, value: object, least: int = 1) -> int:
     require(tokens >= least, name, value, expected)
     require(tokens <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
     return tokens
-
-
-def checked_trained(value: object, name: str = "trained_length") -> int:
-    """Return a trained length, in tokens: at least 2, because formulas divide by its logarithm."""
-    return checked_tokens(name, value, least=2)
 
 
 def checked_rows(method: str, rows: int) -> int:
