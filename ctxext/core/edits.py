@@ -63,8 +63,9 @@ class Edits:
         """Delete the plain attribute ``owner.name``, if present, and record its old value or its absence."""
         if isinstance(owner, nn.Module) and name in (*owner._buffers, *owner._modules):
             raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
-        self._entries.append((owner, name, self._current(owner, name), False))
-        if self._entries[-1][2] is not _Absent.ABSENT:
+        old = self._current(owner, name)
+        self._entries.append((owner, name, old, False))
+        if old is not _Absent.ABSENT:
             delattr(owner, name)
 
     def replace_weight(self, owner: nn.Module, name: str, weight: nn.Parameter) -> None:
