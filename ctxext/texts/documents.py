@@ -374,11 +374,7 @@ def _is_json_table(path: Path, column: str | None) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        InvalidParameterError: if it is none.
-    """
+    """Return the text of a UTF-8 file; refuse any other."""
     return _decoded(path.read_bytes(), str(path))
 
 

@@ -7,8 +7,9 @@ process sees its own tokens only, and neither engine takes a mask.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,25 @@ def is_sharded(model: nn.Module) -> bool:
 def is_fsdp(model: nn.Module) -> bool:
     """Return whether FSDP 2 holds the weights."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextlib.contextmanager
+def gathering(model: nn.Module) -> Iterator[None]:
+    """Run a model before DeepSpeed's engine does: ZeRO-3 gathers each module's own weights while it computes."""
+    hooks = []
+    if is_zero3(model):
+        from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
+
+        for module in model.modules():
+            if weights := list(module.parameters(recurse=False)):
+                whole = GatheredParameters(weights)
+                hooks.append(module.register_forward_pre_hook(lambda *_, whole=whole: whole.__enter__()))
+                hooks.append(module.register_forward_hook(lambda *_, whole=whole: whole.__exit__()))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def is_ours(base: PreTrainedModel) -> bool:
@@ -180,8 +200,7 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
     text, attention = base.config.get_text_config(decoder=True), _attention_of(base)
     asked = parallelism.sp_handler.sp_attn_implementation
     if patched is not None and is_ours(base):
-        name = patched.method.name
-        return f"it knows transformers' own attention only, and {name!r} is computed by ctxext's. Take {CONTEXT}."
+        return f"it knows transformers' own attention only, not ctxext's for {patched.method.name!r}. Take {CONTEXT}."
     if patched is not None and patched.method.dynamic:
         return (
             f"method {patched.method.name!r} follows the length of the text, of which every process knows its part "
@@ -202,8 +221,7 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
 
 
 def _attention_of(base: PreTrainedModel) -> str:
-    attention: str = base.config.get_text_config(decoder=True)._attn_implementation  # that of images may be another
-    return attention
+    return str(base.config.get_text_config(decoder=True)._attn_implementation)  # that of images may be another
 
 
 def _windows(base: PreTrainedModel) -> list[str]:

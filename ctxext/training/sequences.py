@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.parallel import gathering
 
 IGNORED = -100
 """Label of a token without a loss, as everywhere in transformers."""
@@ -378,7 +379,6 @@ def _fitted(stretches: Sequence[Stretch], length: int) -> list[list[Stretch]]:
     return sequences
 
 
-@torch.no_grad()
 def require_separate(model: nn.Module) -> None:
     """Check that a model keeps packed documents apart, by changing the first and comparing the second.
 
@@ -389,10 +389,11 @@ def require_separate(model: nn.Module) -> None:
     base, known = subject.model, subject.ordinary_tokens
     first, changed, second = known[torch.randint(len(known), (3, 16), generator=generator)].to(base.device)
     positions = torch.arange(16, device=base.device).repeat(2)[None]
-    ours, theirs = (
-        base(torch.cat([before, second])[None], position_ids=positions, use_cache=False).logits[0, 16:]
-        for before in (first, changed)
-    )
+    with torch.no_grad(), gathering(base):
+        ours, theirs = (
+            base(torch.cat([before, second])[None], position_ids=positions, use_cache=False).logits[0, 16:]
+            for before in (first, changed)
+        )
     if not torch.allclose(ours, theirs, rtol=0.0, atol=1e-3 * ours.abs().max().item()):
         raise IncompatibleError(
             f"{type(base).__name__} with attention {base.config._attn_implementation!r} does not keep packed documents "
@@ -400,7 +401,6 @@ def require_separate(model: nn.Module) -> None:
         )
 
 
-@torch.no_grad()
 def require_gaps(model: nn.Module) -> None:
     """Check that a gap between positions, as in skip-wise ones, changes what a model computes.
 
@@ -411,10 +411,11 @@ def require_gaps(model: nn.Module) -> None:
     base, known = subject.model, subject.ordinary_tokens
     ids = known[torch.randint(len(known), (1, 16), generator=torch.Generator().manual_seed(0))].to(base.device)
     whole = torch.ones_like(ids)  # without a mask, transformers takes a gap for the border of two documents
-    plain, apart = (
-        base(ids, attention_mask=whole, position_ids=positions[None].to(base.device), use_cache=False).logits
-        for positions in (places, places + places.ge(8) * 16)
-    )
+    with torch.no_grad(), gathering(base):
+        plain, apart = (
+            base(ids, attention_mask=whole, position_ids=positions[None].to(base.device), use_cache=False).logits
+            for positions in (places, places + places.ge(8) * 16)
+        )
     if torch.allclose(plain, apart, rtol=0.0, atol=1e-6 * plain.abs().max().item()):
         raise IncompatibleError(
             f"This {type(base).__name__} computes the same whatever gaps its positions have, so data.positions=pose "

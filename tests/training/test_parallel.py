@@ -51,9 +51,9 @@ REFUSED: list[tuple[Any, dict[str, int], str]] = [
     (
         lambda: patched("alibi"),
         {"sp_size": 2},
-        "'alibi' is computed by ctxext's. Take recipes/accelerate/fsdp2-context",
+        "not ctxext's for 'alibi'. Take recipes/accelerate/fsdp2-context",
     ),
-    (lambda: patched("self_extend", "qwen2_vl"), {"sp_size": 2}, "'self_extend' is computed by ctxext's"),
+    (lambda: patched("self_extend", "qwen2_vl"), {"sp_size": 2}, "not ctxext's for 'self_extend'"),
     (
         lambda: patched("self_extend", "llava", attention="flex"),
         {"cp_size": 2},
