@@ -27,7 +27,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_038,
+    "lines of ctxext/": 53_035,
     "lines that importing the verb pulls in": 4_206,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_926,

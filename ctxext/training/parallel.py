@@ -56,9 +56,9 @@ def gathering(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def is_ours(base: PreTrainedModel) -> bool:
-    """Return whether text goes through ctxext's attention."""
-    return _attention_of(base) == ATTENTION
+def attention_of(base: PreTrainedModel) -> str:
+    """Return the name of the attention that text goes through; that of images may be another."""
+    return str(base.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def launched_parallelism() -> Any:
@@ -133,7 +133,7 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         )
     base = base_model(model)
     patched = patched_state(base)
-    if patched is None or not (patched.method.dynamic or is_ours(base)):
+    if patched is None or not (patched.method.dynamic or attention_of(base) == ATTENTION):
         return {}
     lengths: list[int] = (positions.amax(dim=-1) + 1).tolist()
     fitted_lengths = {patched.method.fitted_length(patched.extension.trained_length, length) for length in lengths}
@@ -142,7 +142,7 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
             f"{sorted(set(lengths))} tokens long. A shard is given one length only. Set the batch to 1."
         )
-    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if is_ours(base) else {})
+    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if attention_of(base) == ATTENTION else {})
 
 
 def release_attention(model: nn.Module) -> None:
@@ -176,7 +176,7 @@ def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | No
 
 
 def _why_not_context(base: PreTrainedModel) -> str | None:
-    patched, attention = patched_state(base), _attention_of(base)
+    patched, attention = patched_state(base), attention_of(base)
     if attention not in ("sdpa", ATTENTION):
         return (
             f"it replaces torch's scaled_dot_product_attention, and the attention of this model is {attention!r}. Load "
@@ -197,9 +197,9 @@ def _why_not_context(base: PreTrainedModel) -> str | None:
 
 def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
     patched, size = patched_state(base), parallelism.sp_size
-    text, attention = base.config.get_text_config(decoder=True), _attention_of(base)
+    text, attention = base.config.get_text_config(decoder=True), attention_of(base)
     asked = parallelism.sp_handler.sp_attn_implementation
-    if patched is not None and is_ours(base):
+    if patched is not None and attention == ATTENTION:
         return f"it knows transformers' own attention only, not ctxext's for {patched.method.name!r}. Take {CONTEXT}."
     if patched is not None and patched.method.dynamic:
         return (
@@ -218,10 +218,6 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
             if heads % size or ((kv_heads or heads) % size and size % (kv_heads or heads)):
                 return f"{heads} heads and {kv_heads} key heads cannot be shared by {size} processes. Lower sp_size."
     return None
-
-
-def _attention_of(base: PreTrainedModel) -> str:
-    return str(base.config.get_text_config(decoder=True)._attn_implementation)  # that of images may be another
 
 
 def _windows(base: PreTrainedModel) -> list[str]:

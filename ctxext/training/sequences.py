@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
-from ctxext.training.parallel import gathering
+from ctxext.training.parallel import attention_of, gathering
 
 IGNORED = -100
 """Label of a token without a loss, as everywhere in transformers."""
@@ -396,7 +396,7 @@ def require_separate(model: nn.Module) -> None:
         )
     if not torch.allclose(ours, theirs, rtol=0.0, atol=1e-3 * ours.abs().max().item()):
         raise IncompatibleError(
-            f"{type(base).__name__} with attention {base.config._attn_implementation!r} does not keep packed documents "
+            f"{type(base).__name__} with attention {attention_of(base)!r} does not keep packed documents "
             f"apart: the second changes with the first. Use data.positions=consecutive."
         )
 

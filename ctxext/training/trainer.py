@@ -15,9 +15,10 @@ from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ctxext.caches.call import ATTENTION
 from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError
-from ctxext.training.parallel import is_ours, release_attention, require_carried, whole_sequence
+from ctxext.training.parallel import attention_of, release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
 
 
@@ -96,7 +97,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and parallelism.cp_enabled:
             inputs = {**inputs, **whole_sequence(self.model, inputs)}
-            if is_ours(base_model(self.model)):
+            if attention_of(base_model(self.model)) == ATTENTION:
                 # The Trainer would refuse a model with attention other than SDPA; ctxext's is SDPA without a mask here.
                 return super()._prepare_context_parallel_inputs(None, inputs)
         return super()._prepare_context_parallel_inputs(model, inputs)
