@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import jaxtyping
 import pytest
@@ -55,11 +57,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tell-seconds", type=float, help="name the unmarked tests that take more processor time than this"
     )
+    parser.addoption("--times", help="write the tests and the processor time of each test file to this JSON file")
+    parser.addoption("--part", default="1/1", help="run one of several parts of the tests, as 3/8")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of a slow test to the night: the first, the twenty-fifth and so on stay."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave most cases of a slow test to the night: the first, the twenty-fifth and so on stay. Keep the part asked for.
+
+    A test function falls into one part with all of its cases, whatever else the suite holds.
+    """
+    number, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = [item for item in items if crc32(item.nodeid.partition("[")[0].encode()) % parts == number - 1]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         test, bracket, _ = item.nodeid.partition("[")
@@ -88,13 +97,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Note how long a test took: what its processes take counts, the first import of a large package does not."""
     yield
     began, modules = item.stash[BEGAN]
-    if item.config.getoption("--tell-seconds") is not None and len(sys.modules) < modules + 20:
+    if item.config.getoption("--times") or len(sys.modules) < modules + 20:
         item.user_properties.append((TAKEN, _processor_time() - began))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Name the tests that may belong to another tier; none fails, since processors differ."""
     most = config.getoption("--tell-seconds")
+    if config.getoption("--times"):
+        write_times(terminalreporter, Path(config.getoption("--times")))
     if most is None:
         return
     taken = {
@@ -110,6 +121,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"{len(slow)} quick tests took over {most:g} s here. On an idle machine, mark them slow."
         )
+
+
+def write_times(terminalreporter: pytest.TerminalReporter, file: Path) -> None:
+    """Write ``{test file: [tests, seconds of processor time]}``, longest first."""
+    times: dict[str, list[float]] = {}
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for seconds in [seconds for name, seconds in report.user_properties if name == TAKEN and report.when == "call"]:
+            entry = times.setdefault(report.nodeid.partition("::")[0], [0, 0.0])
+            entry[0], entry[1] = entry[0] + 1, round(entry[1] + seconds, 1)
+    file.write_text(json.dumps(dict(sorted(times.items(), key=lambda entry: -entry[1][1])), indent=1), encoding="utf-8")
 
 
 def _processor_time() -> float:
