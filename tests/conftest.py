@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most cases of a slow test to the night: the first, the twenty-fifth and so on stay. Keep the part asked for.
+    """Leave most cases of a slow test to the night: the first, the twenty-fifth and so on stay. Keep one part only.
 
     A test function falls into one part with all of its cases, whatever else the suite holds.
     """
