@@ -1,0 +1,700 @@
+"""Walk one point: do what it says to texts in progress, and hold every number to the truth of the text alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import re
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+
+import ctxext
+from ctxext.caches.records import empty
+from ctxext.errors import CtxextError
+from tests._models import tiny
+from tests.referee.point import REMAPS, Point
+from tests.referee.truth import Decoder, Itself, L, rule_of
+from tests.referee.twin import on_a_gpu
+
+WIDTH, SLOTS = 16, 512
+FORMULAS = ("llama", "qwen2", "qwen3")
+SHAPE = {
+    "max_position_embeddings": L,
+    "head_dim": WIDTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+}
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+SHAPES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(FORMULAS, SHAPE | {"sliding_window": None}),
+    "mixtral": SHAPE | {"sliding_window": None},
+    "glm": SHAPE,
+    "gemma3_text": SHAPE | {"num_hidden_layers": 2} | WINDOWS,
+    "gpt_oss": SHAPE
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    | {"num_hidden_layers": 2}
+    | WINDOWS,
+    "deepseek_v3": {"max_position_embeddings": L},
+    "gpt2": {"n_positions": L},
+    "bloom": {},
+}
+TOLERANCE = {"float64": 2e-4, "float32": 2e-4, "bfloat16": 0.15, "float16": 0.02}
+"""Largest error as a part of the largest logit; transformers itself rotates in float32."""
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 2, "length_penalty": 0.0, "output_scores": True},
+    "static": {"cache_implementation": "static"},
+    "chunks": {"prefill_chunk_size": 7},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "assistant": {},
+    "no cache": {"use_cache": False},
+    "embeds": {},
+}
+
+
+class Wrong(Exception):
+    """A number that differs from the truth, or a refusal whose sentence is not true."""
+
+
+@dataclass(eq=False)
+class Text:
+    """Rows of texts in progress, and the cache that holds them.
+
+    Args:
+        history: tokens of each row.
+        ids: what lies in each slot.
+        keep: slots that hold tokens.
+        declared: length that each row may reach, for ``growth="request"``.
+        stale: True if the cache may not be continued: its extension is another one now.
+    """
+
+    cache: Any
+    history: list[list[int]]
+    ids: Tensor
+    keep: Tensor
+    declared: list[int] | None = None
+    stale: bool = False
+    broken: bool = False
+
+    def pick(self, rows: list[int]) -> None:
+        """Take other rows in place of these."""
+        self.history = [list(self.history[row]) for row in rows]
+        self.ids, self.keep = self.ids[rows], self.keep[rows]
+        if self.declared is not None:
+            self.declared = [self.declared[row] for row in rows]
+
+
+REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
+    (r"other positions than its \d+ cached|changes positions at \d+ tokens", lambda walk, text: walk.outgrows(text)),
+    (r"while the model was extended by|without a record|ctxext.unpatch has undone", lambda walk, text: text.stale),
+    (r"can be cropped by up to \d+ tokens", lambda walk, text: walk.drops),
+    (r"Some layers of this cache hold", lambda walk, text: text.broken),
+    (r"Assisted decoding", lambda walk, text: walk.point.is_dynamic and not walk.point.by_request),
+    (r"Generate from input_ids, with a new cache", lambda walk, text: walk.outgrows(text) and walk.embeds),
+    (
+        r"PagedAttentionCache|continuous batch|paged cache",
+        lambda walk, text: walk.point.is_dynamic or walk.point.how[0] in ("path", "fox", "t5_bias"),
+    ),
+]
+"""What ctxext may refuse, and when its sentence is true."""
+
+
+@dataclass
+class Walk:
+    """The walk of one point."""
+
+    point: Point
+    chance: random.Random = field(default_factory=random.Random)
+    texts: list[Text] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    embeds: bool = False
+    now: int = 0
+
+    def __post_init__(self) -> None:
+        point, dtype = self.point, getattr(torch, self.point.dtype)
+        self.plain = tiny(point.kind, seed=point.seed % 3, **SHAPES[point.kind]).to(dtype)
+        for name, parameter in self.plain.named_parameters():
+            if name.endswith("bias") or "norm" in name:  # what is 0 or 1 at first hides errors
+                torch.manual_seed(len(name))
+                parameter.data += 0.2 * torch.randn_like(parameter)
+        self.plain.generation_config.eos_token_id = None
+        self.plain.config._experts_implementation = "eager"  # the other one has no float64
+        self.name, self.how = point.how
+        self.model: Any = copy.deepcopy(self.plain)
+        if point.adapter == "before":
+            self.model = self._adapted(self.model)
+        self._patch(self.model)
+        if point.adapter in ("after", "merged"):
+            self.model = self._adapted(self.model)
+        if point.adapter == "merged":
+            self.model = self.model.merge_and_unload()
+        self._believe()
+
+    def _adapted(self, model: PreTrainedModel) -> Any:
+        torch.manual_seed(1)
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        return get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=2, init_lora_weights=False)
+        ).eval()
+
+    def _patch(self, model: Any) -> None:
+        torch.manual_seed(2)
+        ctxext.patch(model, self.name, trained_length=L, **self.how)
+        for name, parameter in model.named_parameters():
+            if "ctxext_encoding" in name:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+
+    def _believe(self) -> None:
+        """Choose the truth for the model as it is now."""
+        rule = rule_of(self.name, self.how, WIDTH) if self.point.kind in FORMULAS else None
+        plain = (
+            self.plain if self.point.adapter == "none" else self._adapted(copy.deepcopy(self.plain)).merge_and_unload()
+        )
+        self.truth: Any = Itself(self.model) if rule is None else Decoder.of(plain, rule)
+        self.known: dict[Any, Tensor] = {}
+
+    @property
+    def drops(self) -> bool:
+        """Whether the cache of the method drops keys."""
+        return self.name in ("streaming", "retrieval_heads")
+
+    # What a text is fitted to.
+    def fitted(self, tokens: int, declared: int | None) -> int:
+        if not self.name.startswith("dynamic"):
+            return tokens
+        length, growth = (tokens if declared is None else declared), self.how.get("growth", "exact")
+        if growth != "doubling" or length <= L:
+            return max(length, L)
+        return L * 2 ** (-(-length // L) - 1).bit_length()
+
+    def outgrows(self, text: Text) -> bool:
+        """Whether the call that was refused gives cached tokens other positions."""
+        lengths = [
+            (len(row), declared) for row, declared in zip(text.history, text.declared or [None] * 9, strict=False)
+        ]
+        return any(row and self.fitted(row, said) != self.fitted(row + self.now, said) for row, said in lengths)
+
+    def right(self, tokens: list[int], declared: int | None) -> Tensor:
+        """Return the true logits of a text."""
+        fitted = self.fitted(len(tokens), declared)
+        key = (tuple(tokens), fitted)
+        if key not in self.known:
+            with torch.no_grad(), nullcontext():
+                self.known[key] = self.truth.logits(torch.tensor(tokens), fitted)
+        return self.known[key]
+
+    def compare(self, found: Tensor, right: Tensor, what: str) -> None:
+        """Raise ``Wrong`` unless logits are the true ones."""
+        if not len(right):
+            return
+        scale = float(right.abs().max())
+        error = float((found.detach().double() - right).abs().max())
+        if not error <= TOLERANCE[self.point.dtype] * scale:
+            raise Wrong(f"{what}: off by {error:.2g} of {scale:.2g}")
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """The mode of a call."""
+        modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+        with modes[self.point.mode](), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+            yield
+
+    def go(self) -> list[str]:
+        """Do all operations; return the refusals that were met.
+
+        Raises:
+            Wrong: for a wrong number, and for a refusal that is not true.
+        """
+        for name, seed in self.point.operations:
+            self.chance.seed(seed)
+            torch.manual_seed(seed)
+            self.embeds, self.now = False, 0
+            text = self.texts[-1] if self.texts else None
+            try:
+                getattr(self, f"do_{name}")(text if text is not None else self.begin())
+            except CtxextError as error:
+                self._judge(name, error, self.texts[-1] if self.texts else None)
+        return self.refusals
+
+    def _judge(self, name: str, error: CtxextError, text: Text | None) -> None:
+        sentence = str(error)
+        for pattern, is_true in REFUSALS:
+            if re.search(pattern, sentence):
+                if text is None or not is_true(self, text):
+                    raise Wrong(f"{name}: refused without reason: {sentence[:200]}") from error
+                self.refusals.append(f"{name}: {sentence[:60]}")
+                self.texts.remove(text)  # it is over
+                return
+        raise Wrong(f"{name}: refused by an unlisted sentence: {sentence[:300]}") from error
+
+    # Texts.
+    def begin(self) -> Text:
+        """Begin a text of empty rows."""
+        caches = {"given": DynamicCache, "made": lambda: None}
+        caches["of the config"] = lambda: DynamicCache(config=self.model.config)
+        caches["static"] = lambda: StaticCache(config=self.model.config, max_cache_len=SLOTS)
+        rows = self.point.rows
+        declared = [self.chance.choice([20, 60, 120, 150]) for _ in range(rows)] if self.by_request else None
+        nothing = torch.zeros(rows, 0, dtype=torch.long)
+        self.texts.append(
+            Text(caches[self.point.cache](), [[] for _ in range(rows)], nothing, nothing.bool(), declared)
+        )
+        return self.texts[-1]
+
+    @property
+    def by_request(self) -> bool:
+        return self.how.get("growth") == "request"
+
+    def widths(self, text: Text, width: int) -> list[int]:
+        """Return how many new tokens each row gets in a call of some width; 0 at most where the row is padded."""
+        room = [
+            min(width, (text.declared[row] if text.declared else self.point.limit) - len(tokens))
+            for row, tokens in enumerate(text.history)
+        ]
+        if min(room) <= 0:
+            return []
+        width = min(room) if self.point.padding == "none" else width
+        if self.point.padding == "none" or (self.point.padding == "left" and text.keep.shape[1]):
+            return [min(room)] * len(room)
+        counts = [
+            self.chance.randint(max(0 if tokens else 1, most - 9), most)
+            for tokens, most in zip(text.history, room, strict=True)
+        ]
+        return counts if max(counts) else []
+
+    def slots(self, count: int, width: int) -> list[int]:
+        """Return the slots of a call that hold a row's tokens."""
+        if self.point.padding == "left":
+            return list(range(width - count, width))
+        if self.point.padding == "hole":
+            return sorted(self.chance.sample(range(width), count))
+        return list(range(count))
+
+    def read(self, text: Text, width: int, run: Any = None) -> None:
+        """Read a call of new tokens in each row, and compare the logits of all of them."""
+        counts = self.widths(text, width)
+        if not counts or text.keep.shape[1] + max(counts) > SLOTS:
+            return
+        width = max(counts) if self.point.padding in ("none", "left") else max(width, *counts)
+        ids, keep = torch.zeros(len(counts), width, dtype=torch.long), torch.zeros(len(counts), width, dtype=torch.bool)
+        for row, count in enumerate(counts):
+            at = self.slots(count, width)
+            ids[row, at] = torch.tensor([self.chance.randrange(40, 120) for _ in at], dtype=torch.long)
+            keep[row, at] = True
+        self.now = max(counts)
+        found = self.call(text, ids, keep, run)
+        self.accept(text, ids, keep)
+        for row, count in enumerate(counts):
+            right = self.right(text.history[row], None if text.declared is None else text.declared[row])
+            self.compare(
+                found[row, keep[row]], right[len(right) - count :], f"row {row}, tokens from {len(right) - count}"
+            )
+
+    def accept(self, text: Text, ids: Tensor, keep: Tensor) -> None:
+        """Count what was read to a text."""
+        text.ids, text.keep = torch.cat([text.ids, ids], 1), torch.cat([text.keep, keep], 1)
+        for row, tokens in enumerate(text.history):
+            tokens.extend(ids[row, keep[row]].tolist())
+
+    def call(self, text: Text, ids: Tensor, keep: Tensor, run: Any = None, **more: Any) -> Tensor:
+        """Call the model; the form of its arguments is drawn."""
+        whole = torch.cat([text.keep, keep], 1).long()
+        counted = (whole.cumsum(1) - 1).clamp(min=0)
+        form = self.point.positions
+        if not whole.all() or form not in ("left out",) or self.chance.random() < 0.5:
+            more["attention_mask"] = whole
+        positions = {
+            "counted": counted,
+            "ones": counted.masked_fill(whole == 0, 1),
+            "zeros": counted.masked_fill(whole == 0, 0),
+        }
+        positions["slots"] = torch.arange(whole.shape[1]).expand_as(whole)
+        if form in positions:
+            more["position_ids"] = positions[form][:, text.keep.shape[1] :]
+        if text.declared is not None and (not text.keep.shape[1] or self.chance.random() < 0.5):
+            more["ctxext_length"] = text.declared
+        if text.cache is not None:
+            more["past_key_values"] = text.cache
+        inputs = {"input_ids": ids}
+        if self.chance.random() < 0.15:
+            inputs = {"inputs_embeds": self.model.get_input_embeddings()(ids)}
+        with self.mode():
+            output = (self.model if run is None else run)(**inputs, use_cache=True, **more)
+        if text.cache is None:
+            text.cache = output.past_key_values
+        return output.logits
+
+    def do_read(self, text: Text) -> None:
+        self.read(text, self.chance.choice([3, 9, 24, 30, 60, 100]))
+
+    def do_step(self, text: Text) -> None:
+        self.read(text, self.chance.choice([1, 1, 1, 2, 5, 8]))
+
+    def do_crop(self, text: Text) -> None:
+        """Take back the newest slots, and go on with other tokens."""
+        slots = text.keep.shape[1]
+        if self.point.cache == "static" or slots < 2:
+            return
+        removed = min(self.chance.choice([1, 3, 9, 31, 40, 70]), slots - 1)
+        text.broken = True  # if the crop is refused, some layers may be cropped
+        try:
+            text.cache.crop(-removed)
+        except RuntimeError as error:  # of transformers: a sliding layer that is full cannot
+            if "sliding window size was already reached" not in str(error):
+                raise
+            self.texts.remove(text)
+            return
+        text.broken = False
+        for row, tokens in enumerate(text.history):
+            del tokens[len(tokens) - int(text.keep[row, slots - removed :].sum()) :]
+        text.ids, text.keep = text.ids[:, : slots - removed], text.keep[:, : slots - removed]
+        self.read(text, self.chance.choice([1, 1, 4, 12, 40]))
+
+    def do_reorder(self, text: Text) -> None:
+        rows = [self.chance.randrange(len(text.history)) for _ in text.history]
+        self._rows(text, rows, lambda cache: cache.reorder_cache(torch.tensor(rows)))
+
+    def do_repeat(self, text: Text) -> None:
+        rows = [row for row in range(len(text.history)) for _ in range(2)]
+        if self.point.cache != "static" and len(rows) <= 4:
+            self._rows(text, rows, lambda cache: cache.batch_repeat_interleave(2))
+
+    def do_select(self, text: Text) -> None:
+        rows = sorted(self.chance.sample(range(len(text.history)), self.chance.randint(1, len(text.history))))
+        if self.point.cache != "static":
+            self._rows(text, rows, lambda cache: cache.batch_select_indices(torch.tensor(rows)))
+
+    def _rows(self, text: Text, rows: list[int], change: Callable[[Any], None]) -> None:
+        if not text.keep.shape[1]:
+            return
+        change(text.cache)
+        text.pick(rows)
+        self.read(text, self.chance.choice([1, 2, 12]))
+
+    def do_fork(self, text: Text) -> None:
+        """Go on with a copy, then with the text itself."""
+        if text.keep.shape[1] and self.point.mode != "grad":
+            other = copy.deepcopy(text)
+            self.texts.insert(0, other)
+            self.read(text, 3)
+            self.read(text, 12)
+            self.texts.append(self.texts.pop(0))
+            self.read(other, 3)
+
+    def do_pickle(self, text: Text) -> None:
+        if text.keep.shape[1] and self.point.mode != "grad":
+            text.cache = pickle.loads(pickle.dumps(text.cache))
+            self.read(text, 2)
+
+    def do_empty(self, text: Text) -> None:
+        """Reset a cache, and read another text into it."""
+        if not text.keep.shape[1]:
+            return
+        text.cache.reset()
+        if self.point.cache != "static" and text.cache.get_seq_length():
+            empty(text.cache)
+        text.history = [[] for _ in text.history]
+        text.ids, text.keep, text.stale = text.ids[:, :0], text.keep[:, :0], False
+        self.read(text, self.chance.choice([1, 5, 30, 60]))
+
+    def do_whole(self, text: Text) -> None:
+        """Read one call without a cache, whatever is in progress."""
+        fresh = self.begin()
+        self.texts.remove(fresh)
+        fresh.cache, run = None, lambda **given: self.model(**given | {"use_cache": False})
+        counts = self.widths(fresh, self.chance.choice([5, 40, 100]))
+        if not counts:
+            return
+        width = max(counts)
+        ids, keep = torch.zeros(len(counts), width, dtype=torch.long), torch.zeros(len(counts), width, dtype=torch.bool)
+        for row, count in enumerate(counts):
+            keep[row, self.slots(count, width)] = True
+        ids[keep] = torch.randint(40, 120, (int(keep.sum()),))
+        run.past_key_values = None  # type: ignore[attr-defined]
+        found = self.call(fresh, ids, keep, run)
+        for row in range(len(counts)):
+            right = self.right(ids[row, keep[row]].tolist(), None if fresh.declared is None else fresh.declared[row])
+            self.compare(found[row, keep[row]], right, f"whole, row {row}")
+
+    def do_packed(self, text: Text) -> None:
+        """Read several documents in one row, whose positions begin again."""
+        lengths = [self.chance.choice([1, 7, 40, 50]) for _ in range(3)]
+        if self.point.kind in ("gpt2", "bloom", "gemma3_text", "gpt_oss", "deepseek_v3"):
+            return
+        documents = [[self.chance.randrange(40, 120) for _ in range(length)] for length in lengths]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        with self.mode():
+            found = self.model(torch.tensor([sum(documents, [])]), position_ids=positions, use_cache=False).logits[0]
+        for part, document in zip(found.split(lengths), documents, strict=True):
+            self.compare(part, self.right(document, None), "packed")
+
+    def do_train(self, text: Text) -> None:
+        """Compare gradients, with activations kept or computed again."""
+        if (
+            not isinstance(self.truth, Decoder)
+            or self.point.dtype not in ("float32", "float64")
+            or self.point.adapter != "none"
+        ):
+            return
+        ids = torch.randint(40, 120, (1, self.chance.choice([20, 50])))
+        names = [
+            "model.embed_tokens.weight",
+            "model.layers.0.self_attn.k_proj.weight",
+            "model.layers.1.self_attn.q_proj.weight",
+        ]
+        if self.chance.random() < 0.5:
+            self.model.gradient_checkpointing_enable()
+        self.model.train()
+        with torch.enable_grad(), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+            self.model(ids, labels=ids, use_cache=False).loss.backward()
+        self.model.eval()
+        self.model.gradient_checkpointing_disable()
+        parameters = dict(self.model.named_parameters())
+        for name, right in zip(
+            names, self.truth.gradients(ids[0], self.fitted(ids.shape[1], None), names), strict=True
+        ):
+            self.compare(parameters[name].grad, right, f"gradient of {name}")
+        self.model.zero_grad()
+
+    def _layer(self) -> nn.Module:
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len)[1]
+
+    def do_thread(self, text: Text) -> None:
+        """Read another text in another thread, in the middle of this one."""
+        failures: list[str] = []
+
+        def beside() -> None:
+            ids = [random.Random(1).randrange(40, 120) for _ in range(45)]
+            try:
+                with self.mode():
+                    found = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+                self.compare(found, self.right(ids, None), "beside")
+            except Exception:
+                failures.append(traceback.format_exc())
+
+        def hook(*_: Any) -> None:
+            handle.remove()
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+
+        handle = self._layer().register_forward_pre_hook(hook)
+        self.read(text, self.chance.choice([1, 12]))
+        handle.remove()
+        if failures:
+            raise Wrong(f"in a thread: {failures[0][-300:]}")
+
+    def do_raise(self, text: Text) -> None:
+        """Fail in the middle of a call; texts that begin after it are right."""
+
+        def hook(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = self._layer().register_forward_pre_hook(hook)
+        with torch.no_grad():
+            try:
+                self.model(torch.randint(40, 120, (len(text.history), 50)), past_key_values=text.cache, use_cache=True)
+            except (KeyboardInterrupt, CtxextError):
+                pass
+        handle.remove()
+        self.texts.remove(text)
+        self.read(self.begin(), 40)
+
+    # Models.
+    def _base(self) -> Any:
+        return self.model
+
+    def _again(self, text: Text, name: str, how: dict[str, Any], stale: bool) -> None:
+        """Go on under another extension; rows of caches that hold nothing may."""
+        self.name, self.how = name, how
+        for each in self.texts:
+            each.stale = each.stale or (stale and bool(each.keep.shape[1]))
+            each.declared = None if not self.by_request else each.declared or [150] * len(each.history)
+        self._believe()
+        self.read(text, self.chance.choice([1, 12]))
+
+    def do_unpatch(self, text: Text) -> None:
+        if self.name != "none" and self.point.kind in FORMULAS and self.point.adapter == "none":
+            ctxext.unpatch(self.model)
+            self._again(text, "none", {}, stale=True)
+
+    def do_repatch(self, text: Text) -> None:
+        """Unpatch and patch by the same: the cache is right, or refused."""
+        if self.name != "none" and self.point.adapter == "none":
+            ctxext.unpatch(self.model)
+            self._patch(self.model)
+            self._again(text, self.name, self.how, stale=True)
+
+    def do_other(self, text: Text) -> None:
+        """Extend by another method."""
+        if self.point.kind not in FORMULAS or self.point.adapter != "none":
+            return
+        if self.name != "none":
+            ctxext.unpatch(self.model)
+        name, how = self.chance.choice(
+            [
+                ("pi", {"factor": 3}),
+                ("self_extend", {"factor": 6, "window": 10}),
+                ("rerope", {"factor": 6, "window": 9}),
+            ]
+        )
+        self.name, self.how = name, how
+        self._patch(self.model)
+        self._again(text, name, how, stale=True)
+
+    def do_twin(self, text: Text) -> None:
+        """Go on with a copy of the model, perhaps unpatched, and perhaps with a copy of the cache."""
+        if self.point.adapter != "none" or self.point.mode == "grad":
+            return
+        by_file, plain = (
+            self.chance.random() < 0.5,
+            self.chance.random() < 0.6 and self.point.kind in FORMULAS and self.name != "none",
+        )
+        self.model = pickle.loads(pickle.dumps(self.model)) if by_file else copy.deepcopy(self.model)
+        if self.chance.random() < 0.5 and text.cache is not None:
+            text.cache = copy.deepcopy(text.cache)
+        if plain:
+            ctxext.unpatch(self.model)
+        self._again(text, *(("none", {}) if plain else (self.name, self.how)), stale=True)
+
+    def do_reload(self, text: Text) -> None:
+        """Go on with the saved and loaded model."""
+        if self.name == "none" or self.point.adapter != "none":
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            ctxext.save(self.model, f"{folder}/saved")
+            self.model = ctxext.load(f"{folder}/saved", dtype=getattr(torch, self.point.dtype)).eval()
+        self._again(text, self.name, self.how, stale=True)
+
+    # Ways to generate.
+    def do_generate(self, text: Text) -> None:
+        """Generate from a new text or from one in progress, and compare all logits that were used."""
+        way, new = self.chance.choice(list(WAYS)), self.chance.choice([2, 6, 12])
+        goes_on = way in ("greedy", "chunks") and text.cache is not None and bool(self.texts) and not text.stale
+        if not goes_on or text.declared is not None:
+            text, goes_on = self.begin(), False
+            self.texts.remove(text)
+        if way == "lookup" or way == "assistant":
+            text.history, text.ids, text.keep = text.history[:1], text.ids[:1], text.keep[:1]
+        rows, width = len(text.history), self.chance.choice([4, 26, 40, 90])
+        most = max(map(len, text.history), default=0)
+        width = min(width, self.point.limit - most - new)
+        if width < 2:
+            return
+        ids, keep = torch.randint(40, 120, (rows, width)), torch.ones(rows, width, dtype=torch.bool)
+        if self.point.padding != "none" and not goes_on:
+            for row in range(rows):
+                holes = (
+                    range(self.chance.randrange(width - 1))
+                    if self.point.padding in ("left", "right")
+                    else self.chance.sample(range(width - 1), width // 4)
+                )
+                keep[row, list(holes)] = False
+        ids = ids.masked_fill(~keep, 0)
+        prompt, mask = torch.cat([text.ids, ids], 1), torch.cat([text.keep, keep], 1)
+        histories = [[*tokens, *ids[row, keep[row]].tolist()] for row, tokens in enumerate(text.history)]
+        options = GREEDY | {"max_new_tokens": new, "attention_mask": mask.long()} | WAYS[way]
+        options |= {"past_key_values": text.cache} if goes_on else {}
+        if way == "assistant":
+            options["assistant_model"] = self.plain
+        self.now, self.embeds = new + width, way == "embeds"
+        inputs = (
+            {"input_ids": prompt} if way != "embeds" else {"inputs_embeds": self.model.get_input_embeddings()(prompt)}
+        )
+        if way == "embeds" and self.fitted(1, None) != self.fitted(most + self.now, None):
+            text.history = [[0] for _ in text.history]  # refused once it outgrows the window
+        self.texts.append(text) if text not in self.texts else None
+        with torch.no_grad(), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+            out = self.model.generate(**inputs, **options)
+        self._generated(out, way, histories, new)
+        self.texts.remove(text)
+        if goes_on and way == "greedy":
+            answer = out.sequences[:, prompt.shape[1] :]
+            self.accept(
+                text, torch.cat([ids, answer[:, :-1]], 1), torch.cat([keep, torch.ones_like(answer[:, :-1]).bool()], 1)
+            )
+            self.texts.append(text)
+            self.now = 0
+            self.read(text, 1)
+
+    def _generated(self, out: Any, way: str, histories: list[list[int]], new: int) -> None:
+        each = len(out.sequences) // len(histories)
+        for row, sequence in enumerate(out.sequences):
+            prompt, answer = histories[row // each], sequence[-new:].tolist()
+            whole = [*prompt, *answer]
+            declared = len(prompt) + new if self.by_request else None
+            if way == "beams":
+                rights = torch.stack([self.right(whole[: len(prompt) + at], declared)[-1] for at in range(new)])
+                score = rights.log_softmax(-1)[range(new), answer].sum()
+                self.compare(out.sequences_scores[row][None], score[None], "score of a beam")
+                continue
+            for at in range(new):
+                right = self.right(whole[: len(prompt) + at], declared)[-1]
+                self.compare(out.logits[at][row], right, f"generated by {way}, row {row}, token {at}")
+
+    def do_batches(self, text: Text) -> None:
+        """Continuous batches: the probabilities of what they generate."""
+        if self.point.kind not in ("llama", "qwen3") or self.point.dtype == "float16":
+            return
+        prompts = [[self.chance.randrange(40, 120) for _ in range(length)] for length in (70, 12, 40)]
+        settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, page_size=32, return_logprobs=True)
+        with on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+            results = self.model.generate_batch(
+                prompts, generation_config=settings, continuous_batching_config=sizes, warmup=False
+            )
+        for prompt, result in zip(prompts, results.values(), strict=True):
+            if result.error is not None:
+                raise Wrong(f"a batch: {result.error[:200]}")
+            new, declared = result.generated_tokens, len(prompt) + 6 if self.by_request else None
+            rights = [self.right([*prompt, *new[:at]], declared)[-1] for at in range(len(new))]
+            right = torch.stack(rights).log_softmax(-1)[range(len(new)), new]
+            self.compare(torch.tensor(result.logprobs), right, "a continuous batch")
+
+    def do_compiled(self, text: Text) -> None:
+        """Read a step by a compiled model."""
+        torch._dynamo.reset()
+        try:
+            self.read(text, 1, torch.compile(self.model, backend="eager"))
+        finally:
+            torch._dynamo.reset()
+
+
+def verdict(point: Point) -> str | None:
+    """Return why a point fails; None if all is right, or refused with reason."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        Walk(point).go()
+    except Wrong as error:
+        return str(error)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {str(error)[:300]} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+    finally:
+        torch.set_num_threads(threads)
+    return None
+
+
+__all__ = ["REMAPS", "Walk", "Wrong", "verdict"]
