@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention.attend import Backends, as_autocast_wants, attend_as_before
-from ctxext.caches.bounded import BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
+from ctxext.caches.bounded import SETTLED, BoundedLayer, Reach, SplitLayer, is_worth_dropping, reach_of
 from ctxext.caches.call import cache_layer_of, change_later, current, replace_cache_layer
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import pads_little
@@ -29,9 +29,6 @@ NOT_ONE_GRAPH = (
     "do; a step of up to 8 tokens on a static cache can. Compile with fullgraph=False: the rest of each layer is "
     "compiled. Use torch.export with fixed lengths only; torch.jit.trace does not work."
 )
-
-# Attribute of a cache layer: the number of its leading slots whose keys have the rotation of the farthest piece.
-SETTLED = "_ctxext_settled"
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +260,7 @@ class RemapAttend:
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = heads.turned(layout, precise, form=self.form)
         if by_kernel:  # it rotates keys as it reads them
-            settled = 0 if cached is None else settled_before(cached, layout)
+            k, settled = settled_for_kernel(cached, k, layout, pieces)
         else:  # settle before autocast, which hands a copy of the cached keys to attention; keys seen ahead never are
             k, settled = _settle(cached, k, layout, pieces) if heads.reach is None and not heads.ahead else (k, 0)
         q, k, v = as_autocast_wants(heads.sharpened(q, layout, precise), k, v)
@@ -354,20 +351,30 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     turn = pieces[-1].key
     if turn is None or not isinstance(cached, DynamicLayer):  # a graph may go on with a static one
         return k, 0
-    done = settled_before(cached, layout)
+    done, now = settled_before(cached, layout), int(cached.get_seq_length()) - layout.query_length
     first = layout.memo("first query", lambda: _first_query(layout))
     wanted = _far_for_good(pieces, int(cached.get_seq_length()), *first)
     if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
         if done:  # the cached keys must not change: rotate a copy back
             near = turn(k[:, :, :done], (0, k.shape[0]), (0, done), back=True)
             k = torch.cat([near, k[:, :, done:]], 2)
-        setattr(cached, SETTLED, done)
         return k, 0
     start, stop = sorted((done, wanted))
     if start < stop:
         k[:, :, start:stop] = turn(k[:, :, start:stop], (0, k.shape[0]), (start, stop), back=wanted < done)
-    setattr(cached, SETTLED, wanted)
+    setattr(cached, SETTLED, (wanted, now))
     return k, wanted
+
+
+def settled_for_kernel(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece]) -> tuple[Tensor, int]:
+    """Return the keys for the kernel of a step, and the number of settled slots among them.
+
+    The kernel settles nothing, but a cache that was cropped past the call that did may have settled near keys.
+    """
+    settled = 0 if cached is None else settled_before(cached, layout)
+    if settled and int(cached.get_seq_length()) - layout.query_length < getattr(cached, SETTLED)[1]:
+        return _settle(cached, k, layout, pieces)
+    return k, settled
 
 
 def _holds_all(cached: Any) -> bool:
@@ -379,10 +386,10 @@ def _holds_all(cached: Any) -> bool:
 
 def settled_before(cached: Any, layout: Layout) -> int:
     """Return the number of settled slots that were filled before this call, and record it: the cache may be cropped."""
-    settled: int = getattr(cached, SETTLED, 0)
+    settled, first = getattr(cached, SETTLED, (0, 0))
     if settled:
         settled = min(settled, int(cached.get_seq_length()) - layout.query_length)
-        setattr(cached, SETTLED, settled)
+        setattr(cached, SETTLED, (settled, first))
     return settled
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention.attend import Tried, as_autocast_wants
-from ctxext.attention.remap import SETTLED, HeadPieces, RemapAttend, settled_before
-from ctxext.caches.bounded import Reach, SplitLayer
+from ctxext.attention.remap import HeadPieces, RemapAttend, settled_for_kernel
+from ctxext.caches.bounded import SETTLED, Reach, SplitLayer
 from ctxext.errors import InvalidParameterError
 from ctxext.kernels import Layout
 from ctxext.kernels.groups import SplitGroups
@@ -72,8 +72,8 @@ class SplitAttend(RemapAttend):
         precise, held = torch.promote_types(k.dtype, torch.float32), cached.near.held(layout)
         far, near = (heads.turned(at, precise, form=self.form) for heads, at in ((self.far, layout), (self.near, held)))
         plan = layout.memo(("step", self.far, self.near), lambda: plan_split(layout, far, held, near, q))
+        k, how["settled"] = settled_for_kernel(cached, k, layout, far)
         q, *kv = as_autocast_wants(self._sharpened(q, layout, precise), k, v, cached.near.keys, cached.near.values)
-        how |= {"settled": settled_before(cached, layout)}
         return attend_split(q, (kv[0], kv[1]), (kv[2], kv[3], self.heads.places(q.device)), plan, **how)
 
     def _apart(
@@ -84,7 +84,7 @@ class SplitAttend(RemapAttend):
         bounded = cached.near if isinstance(cached, SplitLayer) else None
         if bounded is None:  # k and v are those of all heads, and stay as the model rotated them
             if cached is not None:
-                setattr(cached, SETTLED, 0)
+                vars(cached).pop(SETTLED, None)
             far_kv, near_kv, settling = (far.of(k), far.of(v)), (near.of(k), near.of(v)), None
         else:
             far_kv, near_kv, settling = (k, v), (bounded.keys, bounded.values), cached

@@ -26,7 +26,10 @@ from ctxext.kernels.groups import HeadGroups, SplitGroups
 from ctxext.methods.remap import Band, Region, Sinks
 
 # Attribute of a tensor with room for more tokens: the number of tokens written to it.
-FILLED = "_ctxext_filled"
+WRITTEN = "_ctxext_written"
+# Attribute of a layer: the number of its leading slots whose keys have the rotation of the farthest piece, and the slot
+# of the first query for which they have it.
+SETTLED = "_ctxext_settled"
 
 
 class Reach(NamedTuple):
@@ -248,6 +251,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
+        self.__dict__.pop(SETTLED, None)  # a text that follows is read by all heads at first
         self.keys = self.values = self.near = None
         self.is_initialized = False
 
@@ -324,12 +328,12 @@ def _appended(held: Tensor, heads: HeadGroups, new: Tensor, spare: int) -> Tenso
     Room belongs to the tensor that was returned last: any other, as after a crop, is copied to a new place.
     """
     length, stop, room = held.shape[2], held.shape[2] + new.shape[2], held._base
-    if room is None or getattr(room, FILLED, None) != length or room.shape[2] < stop:
+    if room is None or getattr(room, WRITTEN, None) != length or room.shape[2] < stop:
         with torch.inference_mode(False):  # also later, outside of this mode, tokens are written to it
             room = held.new_empty(*held.shape[:2], stop + spare, held.shape[3])
         room[:, :, :length] = held
     heads.of(new, room[:, :, length:stop])
-    setattr(room, FILLED, stop)
+    setattr(room, WRITTEN, stop)
     with torch.inference_mode(False):
         return room[:, :, :stop]
 

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from ctxext.caches.bounded import BoundedLayer, SplitLayer
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import PagedBatch
-from ctxext.caches.records import cache_in, returned
+from ctxext.caches.records import cache_in, plain_class, returned
 from ctxext.core.override import ForwardOverride
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.kernels import Layout
@@ -202,7 +202,9 @@ def cache_layer_of(keys: Tensor | None) -> Any:
     """Return the plain cache layer whose storage ``keys`` is; None if the keys are a copy, or new."""
     cache = None if current.call is None else current.call.cache
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys is not None), None)
+    return next(
+        (layer for layer in layers if plain_class(layer) in PLAIN_LAYERS and layer.keys is keys is not None), None
+    )
 
 
 def replace_cache_layer(old: Any, new: Any) -> None:

@@ -37,18 +37,48 @@ class CountedForward(PositionedForward):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
-        mask, cache = given.get("attention_mask"), cache_in(given)
+        cache, positions = cache_in(given), given.get("position_ids")
         new = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if new is not None:
             of_row(declared_length(), 0, new.shape[0])  # here, as rotary modules may be given positions of one row
-        if new is None or given.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
-            return super().run(*args, **kwargs)
-        start = 0 if cache is None else int(cache.get_seq_length())
-        stop = start + new.shape[1]
-        if mask.shape[1] >= stop and not bool(mask[:, :stop].all()):
-            positions = (mask[:, :stop].long().cumsum(1) - 1).clamp(min=0)
-            kwargs = kwargs | {"position_ids": positions[:, start:].to(new.device)}
+            start = 0 if cache is None else int(cache.get_seq_length())
+            in_graph = torch.compiler.is_compiling() and positions is not None  # which reads no length from positions
+            real, counted = (None, None) if in_graph else _tokens_of(given.get("attention_mask"), start, new.shape[1])
+            if real is not None and not bool(real.all()):
+                positions = counted if positions is None else _without_padding(positions, real, counted)
+                kwargs = kwargs if positions is None else kwargs | {"position_ids": positions.to(new.device)}
         return super().run(*args, **kwargs)
+
+
+def _tokens_of(mask: Any, start: int, width: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the slots of a call that hold tokens, and their positions, both ``[rows, width]``; None where unknown.
+
+    The first is of all slots so far where some earlier one is padding: positions differ from slots then.
+    """
+    mask = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < start + width:
+        return None, None
+    if mask.ndim == 4:  # generate() has prepared it: a token sees itself, and nothing sees padding
+        seen = mask if mask.dtype is torch.bool else mask == 0
+        return seen[:, 0].diagonal(start, 1, 2)[:, :width], None
+    real = mask[:, : start + width].bool()
+    return real, (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
+
+
+def _without_padding(positions: Tensor, real: Tensor, counted: Tensor | None) -> Tensor:
+    """Give padding the positions of the tokens beside it, as any other ones would begin or lengthen a text.
+
+    Args:
+        positions: positions of the slots of a call, ``[rows, slots]``, perhaps with axes in front.
+        real: slots that hold tokens, ``[rows, slots]``, perhaps after those of earlier calls.
+        counted: positions of rows in which no slot of the call holds a token.
+    """
+    real = real[:, -positions.shape[-1] :].to(positions.device)
+    slots, rows = torch.arange(real.shape[1], device=real.device), torch.arange(len(real), device=real.device)
+    before = torch.where(real, slots, -1).cummax(1).values
+    nearest = torch.where(before < 0, real.int().argmax(1, keepdim=True), before)
+    moved = positions.expand(*positions.shape[:-2], *real.shape)[..., rows[:, None], nearest]
+    return moved if counted is None else torch.where(real.any(1, keepdim=True), moved, counted.to(moved))
 
 
 class GraphRotary:

@@ -119,7 +119,8 @@ def fit_to_lengths(
             f"tokens{'' if known is None else description}. model.generate() recomputes the cache, unless PEFT put a "
             f"learned prompt into it; in your own loop, call the model on the whole sequence without a cache.{more}"
         )
-    note_fitted_lengths(row, [max(fitted_lengths, default=rule.trained_length)])
+    cached_as = None if known is None else known.of(row, rows)  # what a row keeps that has padding alone in this call
+    note_fitted_lengths(row, [max(fitted_lengths, default=rule.trained_length if cached_as is None else cached_as)])
     return fitted_lengths
 
 

@@ -12,13 +12,13 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
 
@@ -31,6 +31,7 @@ from ctxext.errors import IncompatibleError, PatchStateError
 # Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
 PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
+PLAIN, ROWS = "_ctxext_plain", "_ctxext_rows"  # of a cache layer: its class without an owner, where its rows come from
 
 NOT_ONE_GRAPH = (
     "ctxext: a dynamic method reads the length of each sequence from the values of position_ids. One compiled, "
@@ -68,8 +69,14 @@ class Filled:
     tokens: Tensor | None = None
     expected: Tensor | None = None
 
+    def pick(self, rows: list[int]) -> Filled:
+        """Return the record of some of the rows, in this order."""
+        lengths, tokens = self.fitted_lengths, None if self.tokens is None else self.tokens[rows]
+        lengths = lengths[:1] if len(set(lengths)) == 1 else tuple(lengths[row] for row in rows)
+        return replace(self, fitted_lengths=lengths, tokens=tokens)
+
     def of(self, row: int, rows: int) -> int | None:
-        """Return the fitted length of one of ``rows``; None if rows were picked, so that their order is unknown."""
+        """Return the fitted length of one of ``rows``; None if the cache has another number of rows."""
         if len(set(self.fitted_lengths)) == 1:
             return self.fitted_lengths[0]
         return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
@@ -91,11 +98,6 @@ def _halves(cache: Any) -> list[Any]:
     return [half for half in halves if half is not None]
 
 
-def _parts(half: Any) -> list[Any]:
-    """Return a cache and those of its layers that hold keys, which other caches may hold as well."""
-    return [half, *(layer for layer in getattr(half, "layers", ()) if hasattr(layer, "update"))]
-
-
 def _held(cache: Any) -> str:
     """Begin a sentence about a cache that may hold keys; return "" for an empty one."""
     if isinstance(cache, PagedAttentionCache):
@@ -111,13 +113,25 @@ def filled(cache: Any) -> Filled | None:
     if cache is None or not int(cache.get_seq_length()):
         return None
     record: Filled | None = getattr(_keys_of(cache), FILLED, None)
-    return record if record is None or record.fitted_lengths else None
+    if record is None or not record.fitted_lengths:
+        return None
+    rows = getattr(_first_layer(cache), ROWS, None)
+    return record if rows is None or torch.compiler.is_compiling() else record.pick(rows.tolist())
 
 
 def remember(cache: Any, **changes: Any) -> None:
-    """Change fields of the record of a cache."""
+    """Change fields of the record of a cache; fitted lengths are those of its rows as they lie now."""
     holder = _keys_of(cache)
     setattr(holder, FILLED, replace(getattr(holder, FILLED, None) or Filled(), **changes))
+    lengths, layer = changes.get("fitted_lengths", ()), _first_layer(cache)
+    if lengths and layer is not None:
+        keys = getattr(layer, "keys", None)
+        setattr(layer, ROWS, torch.arange(len(lengths) if keys is None else len(keys), device="cpu"))
+
+
+def _first_layer(cache: Any) -> Any:
+    """Return the first layer of a cache; None if there is none yet."""
+    return next(iter(getattr(_keys_of(cache), "layers", ())), None)
 
 
 def returned(output: Any) -> Any:
@@ -183,26 +197,30 @@ class CacheGuard:
     """Hooks around a decoder's forward pass that refuse a cache filled under another extension.
 
     A stale cache causes no error by itself: attention would silently mix its keys with keys of other positions.
-    ``before`` compares records, ``after`` writes one. ``_filled`` holds weak references, through which ``release``
-    disables the caches that are still in use.
+    ``before`` compares records, ``after`` writes one. In other models a cache refuses by itself: ``owned``.
 
     Args:
         takes_made: True to accept a cache without a record, as a learned prefix is.
+        released: True once the model is unpatched; another thread may still be reading a text.
     """
 
     extension: FilledUnder
     names: tuple[str, ...]
     takes_made: bool = False
-    _filled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
     released: bool = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_filled"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _filled=weakref.WeakSet())  # a copy of the model has filled no cache yet
-
     def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Begin a call under this extension; refuse a cache of another one, and documents that see each other."""
+        current_pass.under = (self.extension, current_pass.under)
+        self._check(module, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """End a call, and record on its cache the extension that filled it; a call that failed has no output."""
+        current_pass.under = current_pass.under and current_pass.under[1]
+        if output is not None:
+            self._record(args, kwargs, output)
+
+    def _check(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache that was not filled under this extension, and documents that would see each other."""
         if torch.compiler.is_compiling():
             return
@@ -223,18 +241,21 @@ class CacheGuard:
             f"(PEFT's prefix tuning), pass the PEFT model to ctxext.patch, not the model inside it."
         )
 
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _record(self, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record on the cache the extension that filled it."""
         if not torch.compiler.is_exporting():
             self.claim(self.cache_of(args, kwargs, output))
 
     def claim(self, cache: Any) -> None:
-        """Record on a cache, or on each half of one, that this extension fills it."""
+        """Record on a cache, or on each half of one, and on its layers that this extension fills them."""
         for half in _halves(cache):
             if hasattr(half, "update"):
                 setattr(half, EXTENSION, self.extension)
-                if not torch.compiler.is_compiling():
-                    self._filled.add(half)
+            for layer in getattr(half, "layers", ()) if not torch.compiler.is_compiling() else ():
+                if isinstance(layer, CacheLayerMixin):
+                    setattr(layer, EXTENSION, self.extension)
+                    kind: Any = type(layer)
+                    layer.__class__ = owned(kind)
 
     def stands(self, cache: Any) -> bool:
         """Return whether a cache may be continued."""
@@ -243,16 +264,8 @@ class CacheGuard:
     def _stands(self, half: Any) -> bool:
         recorded = getattr(half, EXTENSION, None)
         if recorded == self.extension and not self.released:
-            for part in _parts(half):  # the model is extended as it was when this cache was filled
-                vars(part).pop("update", None)
-            return True
+            return True  # the model is extended as it was when this cache was filled
         return (recorded is None and self.takes_made) or not _held(half)
-
-    def release(self) -> None:
-        """Make every cache that this extension filled refuse to grow, before the model is unpatched."""
-        self.released = True  # another thread may be reading a text
-        for part in [part for cache in list(self._filled) for part in _parts(cache)]:
-            part.update = StaleUpdate(part, self.extension.said)
 
     def _given(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self.names, args, strict=False)) | kwargs
@@ -296,9 +309,15 @@ FittedModules = dict[tuple[str, str | None], list[Any]]
 
 
 class _CurrentPass(threading.local):
-    """The running pass of a dynamic method's decoder in this thread: outside of graphs, or with fitted modules."""
+    """The running pass of a decoder in this thread.
+
+    Args:
+        under: the extension of the decoder that runs, and ``under`` of the call around it.
+        filling: of a dynamic method, outside of graphs; ``fitted`` has the modules of a graph.
+    """
 
     def __init__(self) -> None:
+        self.under: tuple[FilledUnder, Any] | None = None
         self.filling: Filling | None = None
         self.fitted: FittedModules | None = None
 
@@ -316,18 +335,18 @@ class DynamicGuard(CacheGuard):
     """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
 
     @_unless_fitted
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
-        super().before(module, args, kwargs)
+        super()._check(module, args, kwargs)
         current_pass.filling = Filling(self.cache_of(args, kwargs))
 
     @_unless_fitted
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Record on the cache the extension that filled it."""
+    def _record(self, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record on the cache the extension that filled it, and the lengths to which its rows are fitted."""
         filling, current_pass.filling = current_pass.filling, None
-        super().after(module, args, kwargs, output)
+        super()._record(args, kwargs, output)
         cache = self.cache_of(args, kwargs, output)
         if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):
             return
@@ -335,23 +354,74 @@ class DynamicGuard(CacheGuard):
         remember(cache, fitted_lengths=tuple(filling.fitted_lengths), tokens=known.expected, expected=None)
 
 
-@dataclass
-class StaleUpdate:
-    """Replacement of ``update``, which every attention layer calls, for a cache or a layer that became stale."""
+@functools.cache
+def owned(kind: Any) -> Any:
+    """Return the subclass of a class of cache layers whose objects take keys only from models that filled them.
 
-    cache: Any
-    said: str
+    A copy of a patched model may be unpatched, and knows none of the caches that the model filled; other caches may
+    hold their layers. So each layer refuses to grow outside of a call of a model with the extension that filled it.
+    """
+    if hasattr(kind, PLAIN):
+        return kind
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to add keys to a stale cache; update an emptied one as transformers does."""
-        cache = self.cache
-        if held := _held(cache):
-            raise PatchStateError(
-                f"{held} while the model was extended by {self.said}. ctxext.unpatch has undone that, so the model "
-                f"gives other positions now. Start with a new cache."
-            )
-        vars(cache).pop("update", None)  # the cache has been emptied since
-        return cache.update(*args, **kwargs)
+    class Owned(kind):  # type: ignore[misc]
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            under = current_pass.under and current_pass.under[0]
+            if not torch.compiler.is_compiling() and under != getattr(self, EXTENSION):
+                _leave(self)
+                return self.update(*args, **kwargs)
+            return super().update(*args, **kwargs)
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            super().reorder_cache(beam_idx)
+            _move(self, lambda rows: rows[beam_idx.to(rows.device)])
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            super().batch_select_indices(indices)
+            _move(self, lambda rows: rows[indices.to(rows.device)])
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            super().batch_repeat_interleave(repeats)
+            _move(self, lambda rows: rows.repeat_interleave(repeats))
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _reclaimed, (kind,), vars(self)
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Owned, name, getattr(kind, name))
+    setattr(Owned, PLAIN, kind)
+    return Owned
+
+
+def plain_class(layer: Any) -> Any:
+    """Return the class of a cache layer without an owner."""
+    return getattr(layer, PLAIN, type(layer))
+
+
+def _reclaimed(kind: Any) -> Any:
+    """Return a layer without its attributes, which unpickling or a copy adds."""
+    return object.__new__(owned(kind))
+
+
+def _leave(layer: Any) -> None:
+    """Give a layer that was emptied its plain class again.
+
+    Raises:
+        PatchStateError: if it holds keys.
+    """
+    if held := _held(layer):
+        raise PatchStateError(
+            f"{held} while a model was extended by {getattr(layer, EXTENSION).said}. The model of this call is not, as "
+            f"after ctxext.unpatch, and gives other positions. Start with a new cache."
+        )
+    vars(layer).pop(EXTENSION)
+    layer.__class__ = plain_class(layer)
+
+
+def _move(layer: Any, order: Callable[[Tensor], Tensor]) -> None:
+    """Keep the numbers that the rows had when the cache was recorded."""
+    if (rows := getattr(layer, ROWS, None)) is not None:
+        setattr(layer, ROWS, order(rows))
 
 
 def _guard_caches(work: Work) -> None:
@@ -394,9 +464,10 @@ def guards_of(model: nn.Module) -> list[CacheGuard]:
 
 
 def _release(model: PreTrainedModel) -> None:
-    """Make the caches that a model has filled refuse to grow, before the model is unpatched."""
+    """End the guards of a model before it is unpatched."""
     for guard in guards_of(model):
-        guard.release()
+        guard.released = True
+    current_pass.under = None  # a call that Ctrl-C ended did not end its record
 
 
 register(Step(Moment.CACHES, _guard_caches, undo=_release))

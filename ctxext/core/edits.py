@@ -15,7 +15,7 @@ HOOKS = "forward hooks"
 EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names that torch keeps in the dictionary of every module."""
 BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs")
+AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class _Absent(Enum):
@@ -105,12 +105,14 @@ class Edits:
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
         """Call ``before`` and ``after`` around each forward pass of a module, as torch hooks with keywords.
 
-        An object in place of ``forward`` is bound to one module; a hook receives the replica that runs.
+        An object in place of ``forward`` is bound to one module; a hook receives the replica that runs. ``after`` gets
+        None for the output of a pass that failed.
         """
         self._entries.append((module, HOOKS, _Absent.ABSENT, False))
-        for (called, with_kwargs), function in ((BEFORE, before), (AFTER, after)):
+        for (called, *settings), function in ((BEFORE, before), (AFTER, after)):
             getattr(module, called)[HOOK] = function
-            getattr(module, with_kwargs)[HOOK] = True
+            for setting in settings:
+                getattr(module, setting)[HOOK] = True
 
     def undo(self, *, keep: int = 0) -> None:
         """Restore old values, newest first, but for the ``keep`` oldest; after an interrupt, call this again."""

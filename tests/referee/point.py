@@ -83,6 +83,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 OPERATIONS = {
     "read": 10,
     "step": 8,
+    "answer": 2,
     "crop": 6,
     "generate": 3,
     "reorder": 2,
@@ -157,7 +158,7 @@ class Point:
         plain = self.adapter == "none" or (
             self.kind in ("llama", "qwen3", "qwen2", "mixtral") and self.dtype == "float32"
         )
-        narrow = self.dtype != "float16" or self.kind in ("llama", "qwen3", "gpt2")
+        narrow = self.dtype not in ("float16", "bfloat16") or self.kind in ("llama", "qwen3", "gpt2")
         windows = self.padding in ("none", "left") or self.kind not in ("gemma3_text", "gpt_oss")  # which count slots
         return windows and self.method in KINDS[self.kind] and counts and slots and plain and narrow
 

@@ -132,16 +132,19 @@ def _mixed(
     mix: Float[Tensor, "kv_heads head_dim width"],
     pairs: Pairs,
 ) -> Float[Tensor, "batch kv_heads key head_dim"]:
-    """Mix each token's direction with those of the tokens before it in its document."""
-    mixed = directions * mix[:, None, :, -1]
-    for back in range(1, min(WIDTH, directions.shape[2])):
-        before = F.pad(directions, (0, 0, back, 0))[:, :, :-back]
-        if pairs.key_documents is not None:
-            same = F.pad(pairs.key_documents.diff(n=1, dim=1) == 0, (1, 0), value=False)
-            for more in range(1, back):
-                same = same & F.pad(same, (more, 0), value=False)[:, :-more]
-            before = before * same[:, None, :, None]
-        mixed = mixed + before * mix[:, None, :, -1 - back]
+    """Mix each token's direction with those of the tokens before it in its document, between which padding may lie."""
+    mixed, documents = directions * mix[:, None, :, -1], pairs.key_documents
+    slots = torch.arange(directions.shape[2], device=directions.device).expand(len(directions), -1)
+    last = slots if documents is None else torch.where(documents >= 0, slots, -1).cummax(1).values
+    previous = F.pad(last[:, :-1], (1, 0), value=-1)  # the slot of the token before each one; -1 for none
+    before = slots
+    for back in range(1, WIDTH):
+        before = torch.where(before >= 0, previous.gather(1, before.clamp(min=0)), -1)
+        same = before >= 0
+        if documents is not None:
+            same = same & (documents.expand_as(slots).gather(1, before.clamp(min=0)) == documents)
+        at = before.clamp(min=0)[:, None, :, None].expand_as(directions)
+        mixed = mixed + directions.gather(2, at) * same[:, None, :, None] * mix[:, None, :, -1 - back]
     return mixed
 
 
