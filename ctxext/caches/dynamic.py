@@ -24,6 +24,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.rope_types import ROPE_TYPE
 
+NO_TOKEN = -1
+"""Position of the slots of a row that has padding alone in a call."""
 # Rotary modules cached per model, one for each recent length: a few kilobytes each.
 KEPT = 64
 
@@ -44,9 +46,9 @@ class CountedForward(PositionedForward):
             start = 0 if cache is None else int(cache.get_seq_length())
             in_graph = torch.compiler.is_compiling() and positions is not None  # which reads no length from positions
             real, counted = (None, None) if in_graph else _tokens_of(given.get("attention_mask"), start, new.shape[1])
-            if real is not None and not bool(real.all()):
-                positions = counted if positions is None else _without_padding(positions, real, counted)
-                kwargs = kwargs if positions is None else kwargs | {"position_ids": positions.to(new.device)}
+            positions = counted if positions is None else positions
+            if real is not None and positions is not None and not bool(real.all()):
+                kwargs = kwargs | {"position_ids": _without_padding(positions, real).to(new.device)}
         return super().run(*args, **kwargs)
 
 
@@ -65,20 +67,20 @@ def _tokens_of(mask: Any, start: int, width: int) -> tuple[Tensor | None, Tensor
     return real, (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
 
 
-def _without_padding(positions: Tensor, real: Tensor, counted: Tensor | None) -> Tensor:
+def _without_padding(positions: Tensor, real: Tensor) -> Tensor:
     """Give padding the positions of the tokens beside it, as any other ones would begin or lengthen a text.
 
     Args:
         positions: positions of the slots of a call, ``[rows, slots]``, perhaps with axes in front.
-        real: slots that hold tokens, ``[rows, slots]``, perhaps after those of earlier calls.
-        counted: positions of rows in which no slot of the call holds a token.
+        real: slots that hold tokens, ``[rows, slots]``, perhaps after those of earlier calls. In a row without any,
+            all positions are ``NO_TOKEN``.
     """
     real = real[:, -positions.shape[-1] :].to(positions.device)
     slots, rows = torch.arange(real.shape[1], device=real.device), torch.arange(len(real), device=real.device)
     before = torch.where(real, slots, -1).cummax(1).values
     nearest = torch.where(before < 0, real.int().argmax(1, keepdim=True), before)
     moved = positions.expand(*positions.shape[:-2], *real.shape)[..., rows[:, None], nearest]
-    return moved if counted is None else torch.where(real.any(1, keepdim=True), moved, counted.to(moved))
+    return torch.where(real.any(1, keepdim=True), moved, NO_TOKEN)
 
 
 class GraphRotary:
@@ -244,6 +246,10 @@ class DynamicForward:
             return [[((0, width), fitted)]] * batch
         lengths = []
         for index, row in enumerate(planes.amax(dim=0).tolist()):
+            if max(row) == NO_TOKEN:
+                fit_to_lengths(site.rule, index, batch, [], [], declared)
+                lengths.append([((0, width), site.rule.trained_length)])
+                continue
             cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
             spans = list(pairwise(cuts))
             before, now = [min(row[slice(*span)]) for span in spans], [max(row[slice(*span)]) + 1 for span in spans]
