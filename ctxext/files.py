@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 from ctxext.errors import CheckpointError
 
 NAME_BYTES = 255  # the longest file name, on every file system in use
+LFS = b"version https://git-lfs.github.com/spec/"  # begins what lies in place of a file until Git LFS fetches it
 LEVELS = 100  # of lists and objects within each other; programs that walk deeper ones end in a RecursionError
 
 
@@ -70,6 +71,13 @@ def refuse_missing(place: str) -> None:
             f"There is no directory {place}, though there is one {local.parent}.{nearest_name(local)} A checkpoint of "
             f"this name on the hub is fetched first: hf download {place} --local-dir {place}."
         )
+
+
+def lfs_advice(path: Path) -> str:
+    """Return how to get a file of which Git LFS left a pointer only; nothing for any other file."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS)) == LFS
+    return " It is a pointer of Git LFS: run `git lfs pull` where it was cloned." if is_pointer else ""
 
 
 def nearest_name(path: Path) -> str:

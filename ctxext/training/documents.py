@@ -133,17 +133,17 @@ def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
     """Compute a hash of the files, the options of reading, the tokenizer, and the columns that are kept."""
     files = []
     for source in asked["sources"]:
-        for file in _files(Path(source), asked["column"]):
+        for file in _files(Path(source), asked["column"], asked["split"]):
             files.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     said = [type(tokenizer).__name__, tokenizer.chat_template, str(tokenizer.special_tokens_map)]  # templates use them
-    content = json.dumps([asked, files, vocabulary, *said, "weighed"])
+    content = json.dumps([asked, files, vocabulary, *said, "as written"])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _files(path: Path, column: str | None) -> list[Path]:
+def _files(path: Path, column: str | None, split: str | None) -> list[Path]:
     if not path.is_dir():
         return [path] if path.exists() else []
     if is_saved(path):
         return sorted(path.rglob("*"))
-    return files_of(path, column).files
+    return files_of(path, column, split).files

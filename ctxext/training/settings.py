@@ -109,7 +109,7 @@ class Data(Section):
     Args:
         train: text, PDF, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a
             list. Rows with ``messages`` are conversations, of which answers alone are learned, with ``packed``.
-        split: the split of a data set to read.
+        split: the split of a data set to read, also of a folder with ``train.jsonl`` and ``test.jsonl``.
         column: the column that holds the text or the messages.
         tokens: number of tokens at which reading documents ends; None reads all. Data sets are streamed, so that no
             more of a large data set is fetched.
@@ -261,7 +261,7 @@ class Evaluation(Section):
 
     Args:
         text: files, folders or data sets, as ``data.train``; other documents than those.
-        split: the split of a data set to read.
+        split: the split of a data set to read, also of a folder with ``train.jsonl`` and ``test.jsonl``.
         column: the column that holds the text.
         documents: number of documents to read, the first that are long enough; None reads all of these.
         skip: tokens left out at the start of each document.

@@ -288,7 +288,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "header only": (weights(lambda whole: whole[: 8 + int.from_bytes(whole[:8], "little")]), "unfinished download"),
     "garbage": (weights(lambda whole: whole[:9] + b"x" * 191 + whole[200:]), "not a whole safetensors file"),
     "broken index": (put(INDEX, "{"), "not valid JSON"),
-    "LFS pointer": (put(WEIGHTS, LFS), "Git LFS pointer"),
+    "LFS pointer": (put(WEIGHTS, LFS), "Git LFS"),
     "truncated": (weights(lambda whole: whole[:100]), "unfinished download"),
     "tokenizer": (put("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
 }

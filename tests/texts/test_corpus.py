@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib.util
 import io
@@ -59,7 +60,7 @@ def test_text_files_folders_and_standard_input(folder: Path, monkeypatch: pytest
 
 LONG = "the long text " * 9
 ORDINARY_DAMAGE = {
-    "a row without the column": [{"text": LONG}, {"content": "other"}, {}],
+    "a row without anything": [{"text": LONG}, {}, {"text": None}],
     "half of an emoji": [{"text": LONG + "\ud83d"}],
 }
 
@@ -70,6 +71,71 @@ def test_ordinary_damage_is_read_around(damage: str, tmp_path: Path, tokenizer: 
     path.write_text("".join(json.dumps(row) + "\n" for row in ORDINARY_DAMAGE[damage]), encoding="utf-8")
     [found] = corpus_of(read_documents([path]), tokenizer, tokens=100).documents
     assert tokenizer.decode(found.input_ids[0]) == LONG[:100]
+
+
+WORDS = ["NA", "N/A", "null", "NULL", "nan", "NaN", "#N/A", "<NA>", "None", "True", "007", "1e5", " a, b; c ", '"q"']
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.tsv", "table.csv.gz", "table.tsv.xz"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("columns", [("text",), ("id", "text"), ("nr", "words")])
+def test_a_table_of_words_holds_them_as_they_are_written(
+    name: str, delimiter: str, columns: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In the first column lie numbers, in the last texts; a table of one column has none to be told by."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, delimiter=delimiter if len(columns) > 1 else "\t" if ".tsv" in name else ",")
+    writer.writerows([columns, *([*map(str, range(len(columns) - 1)), word] for word in ["word", *WORDS])])
+    open_ = gzip.open if name.endswith("gz") else lzma.open if name.endswith("xz") else open
+    with open_(tmp_path / name, "wt", encoding="utf-8-sig", newline="") as file:
+        file.write(lines.getvalue())
+    assert [document.text for document in read_documents([tmp_path / name])] == ["word", *WORDS]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text\nfirst, and more\n", r"line 2 has 2 fields, and its first line 1, delimited by ','"),
+        ("text; all of it\nplain\n", r"line 2 has 1 fields, and its first line 2, delimited by ';'"),
+        ("id,text\n1,a\n2,b,c\n", "line 3 has 3 fields"),
+        ("id;text, whole\n1;a, b\n", "',' and ';', either of which may be the delimiter"),
+        ("text,text\na,b\n", "two of its columns are named 'text'"),
+        ('text\n"a\n', "line 2: unexpected end"),
+    ],
+)
+def test_a_table_whose_form_is_in_doubt_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(content)
+    with pytest.raises(InvalidParameterError, match=f"Cannot read documents from 'table': .*{message}"):
+        list(read_documents([tmp_path / "table.csv"]))
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+ALIKE = [
+    ([{"text": "a"}, {"text": "b"}, {"messages": CHAT}], ["a", "b", "hi"]),
+    ([{"text": None, "messages": CHAT}, {"text": "a", "messages": None}], ["hi", "a"]),
+    ([{"conversations": json.dumps(CHAT)}, {"conversations": CHAT}], ["hi", "hi"]),
+    ([{"text": "a"}, {"txet": "b"}], "Row 1 of 'rows' has no column 'text'"),
+    ([{"content": "a"}, {"content": "b"}, {"contents": "c"}], "Row 2 of 'rows' has no column 'content'"),
+    ([{"messages": CHAT, "id": "x"}, {"id": "y"}], "Row 1 of 'rows' has no column 'messages'"),
+]
+
+
+@pytest.mark.parametrize(("rows", "expected"), ALIKE)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows"])
+def test_each_row_is_looked_at(name: str, rows: list[dict[str, Any]], expected: Any, tmp_path: Path) -> None:
+    if name == "rows.jsonl":
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif isinstance(expected, str) or any(isinstance(row.get("conversations"), str) for row in rows):
+        return  # a column of one type, which all rows have
+    else:
+        keys = dict.fromkeys(key for row in rows for key in row)
+        table = pytest.importorskip("datasets").Dataset.from_list([{key: row.get(key) for key in keys} for row in rows])
+        table.to_parquet(str(tmp_path / name)) if name == "rows.parquet" else table.save_to_disk(str(tmp_path / name))
+    if isinstance(expected, str):
+        with pytest.raises(InvalidParameterError, match=expected):
+            list(read_documents([tmp_path / name]))
+    else:
+        assert [document.text for document in read_documents([tmp_path / name])] == expected
 
 
 @pytest.mark.parametrize("ending", ["gz", "xz"])
@@ -88,7 +154,7 @@ def test_a_column_that_begins_empty_may_be_the_one_of_texts(rows: list[dict[str,
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "content": LONG}]), encoding="utf-8")
     if "title" in rows[0]:
-        with pytest.raises(InvalidParameterError, match="say which holds the text with --column"):
+        with pytest.raises(InvalidParameterError, match="say which column holds the texts with --column"):
             list(read_documents([path]))
     else:
         assert [document.text for document in read_documents([path])] == [LONG]

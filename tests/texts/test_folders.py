@@ -99,7 +99,7 @@ def test_tables_without_a_column_of_text_stop_nothing_else(tmp_path: Path) -> No
     (tmp_path / "numbers.csv").write_text("a,b,c\nx,y,1\n")
     with pytest.raises(InvalidParameterError, match=r"'numbers' has no column 'text'.*Found: a, b, c"):
         list(read_documents([tmp_path]))
-    with pytest.raises(UnknownNameError, match="column of 'numbers' 'd'"):
+    with pytest.raises(UnknownNameError, match="column of row 0 of 'numbers' 'd'"):
         list(read_documents([tmp_path], column="d"))
     (tmp_path / "book.txt").write_text("words")
     with pytest.warns(LeftOutWarning, match=r"1 without a column of text \(numbers\.csv\)"):
@@ -138,6 +138,65 @@ def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
         LeftOutWarning, match=r"7 behind symbolic links that lead out of the folder or to nothing \(gone"
     ):
         assert [document.text for document in read_documents([tmp_path / "texts"])] == ["one"]
+
+
+ROW = '{"text": "rows"}\n'
+SPLIT_FOLDERS = {
+    "lines": {f"{name}.jsonl": ROW.replace("rows", name) for name in ("train", "test", "validation")},
+    "shards": {f"data/{name}-00000-of-00001.jsonl": ROW.replace("rows", name) for name in ("train", "test")},
+    "folders": {f"{name}/a.txt": name for name in ("train", "test")},
+    "other words": {"my_train_1.csv": "text\ntrain\n", "my.dev.tsv": "text\ndev\n", "README.md": "about"},
+}
+
+
+@pytest.mark.parametrize("files", SPLIT_FOLDERS)
+def test_files_named_after_splits_are_read_by_split(files: str, tmp_path: Path) -> None:
+    for name, content in SPLIT_FOLDERS[files].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidParameterError, match=r"several splits; choose one: --split \S*train"):
+        list(read_documents([tmp_path]))
+    with pytest.warns(LeftOutWarning, match=r"not of the split train \("):
+        assert [document.text for document in read_documents([tmp_path], split="train")] == ["train"]
+    with pytest.raises(UnknownNameError, match=r"Unknown split .*'trian'\. Did you mean 'train'"):
+        list(read_documents([tmp_path], split="trian"))
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "rows.jsonl", "book.txt"):
+        (tmp_path / name).write_text(ROW)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train.py").write_text("a")
+    (tmp_path / "code/test.py").write_text("b")
+    (tmp_path / "code/dev-requirements.txt").write_text("c")
+    (tmp_path / "code/test.txt").write_text("d")
+    assert [document.text for document in read_documents([tmp_path / "train.jsonl"], split="train")] == ["rows"]
+    assert len(list(read_documents([tmp_path / "code"]))) == 4
+    (tmp_path / "code/test.txt").unlink()
+    (tmp_path / "code/dev-requirements.txt").unlink()
+    for name in ("rows.jsonl", "book.txt", "code", "-"):
+        with pytest.raises(InvalidParameterError, match="has no splits; leave out --split train"):
+            list(read_documents([tmp_path / name if name != "-" else name], split="train"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl.gz", "a.csv", "a.parquet", "a.pdf", "a.py", "saved"])
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "folder"])
+def test_a_pointer_of_git_lfs_is_no_text(name: str, inside: bool, tmp_path: Path) -> None:
+    path = tmp_path / "texts" / name
+    path.parent.mkdir()
+    if name == "saved":
+        path.mkdir()
+        (path / "dataset_info.json").write_text("{}")
+        path /= "data-00000-of-00001.arrow"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    (tmp_path / "texts/b.md").write_text("fine")
+    source = tmp_path / "texts" / ("" if inside and name != "saved" else name)
+    if inside and name == "a.py":
+        with pytest.warns(LeftOutWarning, match="Git LFS.*`git lfs pull`"):
+            assert [document.text for document in read_documents([source])] == ["fine"]
+        return
+    with pytest.raises(InvalidParameterError, match="Git LFS: run `git lfs pull`"):
+        list(read_documents([source]))
 
 
 def test_a_data_set_in_the_hub_cache(tmp_path: Path) -> None:
