@@ -35,6 +35,9 @@ Target = Literal["attention", "mlp"]
 TIED_NAME = "embed_tokens"
 # Decoder layers are numbered: model.layers.0.self_attn.q_proj
 IN_A_LAYER = re.compile(r"\.\d+\.")
+# What the linear layers of an expert were called before all experts became one tensor. Of a mixture of experts PEFT takes
+# every target of these names for the experts, and so leaves out shared experts and dense layers, also when it loads.
+EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 # A weight that is handed over or multiplied whole; BLOOM's slices are for a setting that stands for exactness, off.
 WEIGHT_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight(?=\s*[,)@\n])")
 
@@ -91,6 +94,12 @@ def attach_lora(
     if whole:
         endings = tuple(f".{ending}" for ending in layers)
         trained |= {n for n, module in causal.named_modules() if _is_linear(module) and f".{n}".endswith(endings)}
+    named_so = [name for name in layers if experts and name.rpartition(".")[2] in EXPERT_LAYERS]
+    if named_so and getattr(causal, "is_quantized", False):
+        raise IncompatibleError(
+            f"{type(causal).__name__} is quantised: PEFT adapts {named_so[0]} beside experts that are one tensor in "
+            f"floating point only. Leave 'mlp' out of targets."
+        )
     if experts and dropout:
         raise IncompatibleError(
             f"dropout={dropout}: PEFT adapts experts that are one tensor ({experts[0]}) without dropout only. Set it "
@@ -102,8 +111,8 @@ def attach_lora(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=DUMMY_TARGET_MODULES if whole else layers,
-        target_parameters=experts or None,
+        target_modules=DUMMY_TARGET_MODULES if whole else [name for name in layers if name not in named_so],
+        target_parameters=[*experts, *(f"{name}.weight" for name in named_so)] or None,
         modules_to_save=sorted({*_endings(causal, trained), *([TIED_NAME] if tied else [])}) or None,
         ensure_weight_tying=tied,
     )

@@ -134,19 +134,31 @@ def test_an_attention_layer_of_the_same_name_is_adapted() -> None:
     assert "out_proj" in adapted(attach_lora(tiny("lfm2"), embeddings=False))
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "llama4_text", "deepseek_v3", "glm4_moe", "qwen2_moe"],
+)
 def test_experts_that_are_one_tensor_are_adapted_and_routers_are_not(model_type: str) -> None:
     model = attach_lora(tiny(model_type), rank=2, embeddings=False)
     names = [name for name, _ in model.named_parameters() if "lora_B" in name]
     assert any("experts" in name for name in names)
     assert not any(part in name for name in names for part in ("router", ".gate."))
+    linear = [n for n, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in n]
+    assert not [
+        n
+        for n in linear
+        if "router" not in n
+        and "lora_" not in n
+        and n.rpartition(".base_layer")[0] not in {name.rpartition(".lora_B")[0] for name in names}
+    ]
     model(tokens(rows=2), labels=tokens(rows=2), use_cache=False).loss.backward()
     assert not [name for name, weight in model.named_parameters() if name in names and not weight.grad.any()]
 
 
 @pytest.mark.nightly
-def test_adapted_experts_are_saved_loaded_and_merged(tmp_path: Path) -> None:
-    base = tiny("mixtral")
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+def test_adapted_experts_are_saved_loaded_and_merged(model_type: str, tmp_path: Path) -> None:
+    base = tiny(model_type)
     base.save_pretrained(tmp_path / "base")
     model = trained(attach_lora(ctxext.patch(base, "yarn", factor=2), rank=2))
     ours = logits(model, tokens())
