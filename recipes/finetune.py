@@ -211,7 +211,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
             lines = (f"* {when} training: {summary(found)}" for when, found in report["evaluation"].items() if found)
             ctxext.save(merged(whole), output / "merged", tokenizer=tokenizer, results="\n".join(lines))
     for when, found in report["evaluation"].items():
-        say(f"{when} training: {summary(found)}" if found else f"{when} training nothing was measured")
+        if found:
+            say(f"{when} training: {summary(found)}")
     kept = "model" if table else f"adapter{' and merged' if settings.merge else ''}"
     say(f"Saved in {output}: {kept}, run.json, loss.png")
 

@@ -79,7 +79,7 @@ SHOWN = re.compile(
 NOT_RUN = {
     r"^(make|pip|python -m venv) ": "it installs",
     r"^ctxext (choose|eval)": "it takes half an hour",
-    r"^ctxext (ask|export runs)|^accelerate launch": "it takes minutes",
+    r"^ctxext (ask|export runs)|^accelerate launch|^python recipes/finetune": "it takes minutes",
     r"^ctxext serve|^from openai": "a server runs until it is stopped",
     r"sentence_transformers|sentence-transformers|SentenceTransformer": "embedding models are on the hub",
     r"^from (trl|peft) |ctxext\.training\.reference": "it goes on with a run of yours",

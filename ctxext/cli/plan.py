@@ -227,6 +227,7 @@ def _show(console: Console, plans: Mapping[str, Breakdown | str], title: str, si
             over = (plan.total - size) / 2**30
             console.print(f"{name}: {plan.length:,} tokens take {over:.2f} GiB more than there is.", style="yellow")
     console.print(
-        "\nA layer and the loss are at work in turn: the larger counts. A CUDA context takes up to 1 GiB more.",
+        "\nA layer and the loss are at work in turn: the larger counts. A CUDA context takes up to 1 GiB more. On a "
+        "CPU, training with memory.return_freed: null may take several times as much.",
         style="dim",
     )

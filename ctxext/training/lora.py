@@ -35,8 +35,8 @@ Target = Literal["attention", "mlp"]
 TIED_NAME = "embed_tokens"
 # Decoder layers are numbered: model.layers.0.self_attn.q_proj
 IN_A_LAYER = re.compile(r"\.\d+\.")
-# What the linear layers of an expert were called before all experts became one tensor. Of a mixture of experts PEFT takes
-# every target of these names for the experts, and so leaves out shared experts and dense layers, also when it loads.
+# Names of an expert's linear layers before all experts became one tensor. PEFT takes targets of these names for the
+# experts of a mixture, when it loads too, and so leaves out shared experts and dense layers.
 EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 # A weight that is handed over or multiplied whole; BLOOM's slices are for a setting that stands for exactness, off.
 WEIGHT_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight(?=\s*[,)@\n])")

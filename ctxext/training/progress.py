@@ -27,7 +27,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     def __init__(self, tokens_of: Callable[[int], int]) -> None:
         self.tokens_of = tokens_of
         self.tokens = 0
-        self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
+        self.steps, self.seconds = 0, 0.0
         self._started = 0.0
         self._earlier_seconds = 0.0  # of the parts of the run before it was resumed
         self._bar: Progress | None = None
@@ -66,15 +66,17 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.steps, self.seconds = self.steps + 1, time.monotonic() - self._started
         self.tokens += self.tokens_of(state.global_step - 1)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=state.global_step, state=self._line(state))
+            self._bar.update(self._bar.task_ids[0], completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Write a line with the state of training, where no bar shows it."""
+        """Show the state of training: the loss of a step is known only now, after the end of the step."""
         if logs is None or "loss" not in logs:
             return
-        self.loss = logs["loss"]
-        if self._bar is None and state.is_world_process_zero:
-            sys.stderr.write(f"{self._line(state)}  learning rate {logs['learning_rate']:.2e}\n")
+        line = self._line(state, logs["loss"])
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], state=line, refresh=True)
+        elif state.is_world_process_zero:
+            sys.stderr.write(f"{line}  learning rate {logs['learning_rate']:.2e}\n")
             sys.stderr.flush()
 
     def close(self) -> None:
@@ -83,10 +85,10 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bar.stop()
             self._bar = None
 
-    def _line(self, state: Any) -> str:
+    def _line(self, state: Any, loss: float) -> str:
         left = (state.max_steps - state.global_step) * self.seconds / self.steps if self.steps else 0.0
         time_left = datetime.timedelta(seconds=round(left))
         return (
-            f"step {state.global_step}/{state.max_steps}  loss {self.loss:.4f}  "
+            f"step {state.global_step}/{state.max_steps}  loss {loss:.4f}  "
             f"{self.tokens_per_second:,.0f} tokens/s  {time_left} left"
         )
