@@ -13,6 +13,7 @@ from ctxext.files import parse_json
 
 BYTES = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+LARGEST = 2**40  # of any number that a user gives, so that no product of two of them overflows
 LEAST_PASSES = 4  # of a choice: one candidate reads a text, and three readings another
 
 
@@ -23,7 +24,7 @@ def parse_bytes(text: str) -> int:
         InvalidParameterError: anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|b)?b?\s*", text, flags=re.IGNORECASE)
-    if match is None or not float(match[1]):
+    if match is None or not 0 < float(match[1]) < LARGEST:
         raise InvalidParameterError(f"An amount of memory is written like 2GiB or 800MB; found {text!r}.")
     if not match[2]:
         raise InvalidParameterError(f"An amount of memory needs a unit, such as {match[1]}GiB; found {text!r}.")
@@ -47,12 +48,12 @@ def parse_budget(given: str | float | None) -> Budget:
         return Budget()
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
     value, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    if value and unit in ("pass", "passes"):
+    if 0 < value < LARGEST and unit in ("pass", "passes"):
         if value < LEAST_PASSES:
             least = f"Any choice takes more than {LEAST_PASSES}; allow them (--budget)."
             raise InvalidParameterError(f"The budget is too small: it comes to {value:.1f} passes. {least}")
         return Budget(passes=value)
-    if value and unit in SECONDS:
+    if 0 < value < LARGEST and unit in SECONDS:
         return Budget(seconds=value * SECONDS[unit])
     raise InvalidParameterError(
         f"A budget is written like 30min, 2h or 90s, or in passes over the target length, like '25 passes'; found "

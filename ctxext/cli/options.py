@@ -21,7 +21,7 @@ from ctxext.errors import CtxextError, InvalidParameterError, require_package
 from ctxext.files import refuse_read_only, whole_file, write_whole
 from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
-from ctxext.quantities import parameters_said
+from ctxext.quantities import LARGEST, parameters_said
 from ctxext.registry import method_names
 from ctxext.texts.documents import require_sources
 
@@ -51,6 +51,11 @@ class StrictCommand(TyperCommand):
             if order.count(option) > 1 and not repeatable and not getattr(option, "is_flag", False):
                 raise typer.BadParameter("given more than once; this command takes one.", ctx=ctx, param=option)  # type: ignore[arg-type]
         rest: list[str] = super().parse_args(ctx, args)
+        for option in self.params:
+            value = ctx.params.get(option.name)
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(number, int | float) and abs(number) > LARGEST:
+                    raise typer.BadParameter(f"out of range. Give {LARGEST:,} at most.", ctx=ctx, param=option)  # type: ignore[arg-type]
         return rest
 
     def _with_target(self, args: list[str]) -> list[str]:

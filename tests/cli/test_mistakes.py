@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config
+from typer.main import get_command
 from typer.testing import Result
 
 import ctxext
 from ctxext.checkpoints import write
+from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError
 from tests._checkpoints import TRAINED
 from tests._models import tiny
@@ -106,6 +108,30 @@ def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, 
 def test_a_number_of_tokens_may_be_written_as_it_is_printed(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
     assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens).exit_code == 0
     assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
+
+
+def numbers() -> list[list[str]]:
+    """Return a command line for each option of each command that takes a number, to be followed by the number."""
+    lines, groups = [], [([], get_command(app))]
+    for path, command in groups:
+        groups += [([*path, name], below) for name, below in getattr(command, "commands", {}).items()]
+        for option in command.params:
+            if option.type_descriptor.annotation in (int, float):
+                others = [other for other in command.params if other.required and other is not option]
+                words = [word for other in others for word in (other.opts[0], "1") if word == "1" or word[0] == "-"]
+                lines.append([*path, *words, option.opts[0]])
+    return lines
+
+
+@pytest.mark.parametrize("number", ["1" * 400, "1" * 4299, "9" * 14])
+def test_no_number_is_too_large_for_its_sentence(cli: Cli, number: str) -> None:
+    assert len(numbers()) > 60
+    for line in numbers():
+        result = cli(*line, number)
+        assert result.exit_code == 2, (line, result.output, result.exception)
+        assert "Invalid value" in result.stderr
+    for line in ("plan x --memory {}GiB", "choose x -t x --target 16K --budget {}h"):
+        assert "is written like" in refused(cli(*line.format(number).split()))
 
 
 def test_options_that_repeat_may_be_repeated(cli: Cli, llama: Path, tmp_path: Path) -> None:
