@@ -10,7 +10,7 @@ import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -26,19 +26,23 @@ from ctxext.kernels.columns import COLUMNS, with_columns
 from ctxext.kernels.layout import Layout
 
 
-def _has_distribution(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def _says(name: str, file: str, word: str) -> bool:
+    """Return whether a file of an installed package, which is not imported, holds a word."""
+    spec = importlib.util.find_spec(name)
+    folders = [] if spec is None else spec.submodule_search_locations or [str(Path(spec.origin or "").parent)]
+    return any(word in path.read_text() for folder in folders if (path := Path(folder, file)).is_file())
 
 
+# A build of one's own, or the wheel of PyPI, which holds no more than the forward pass in bfloat16 without windows.
+FORWARD_ONLY = "fa3_fwd_interface"
+FLASH3 = next(filter(importlib.util.find_spec, ("flash_attn_interface", FORWARD_ONLY)), "flash_attn_interface")
 INSTALLED: dict[str, bool] = {
     # The compiled extension, not the Python package: version 4 installs into the same package without it.
     "flash": importlib.util.find_spec("flash_attn_2_cuda") is not None,
-    "flash3": importlib.util.find_spec("flash_attn_interface") is not None,
-    "flash4": _has_distribution("flash-attn-4"),
+    # Before 2025-08-29 it returned the log-sum-exp always, and took no such argument.
+    "flash3": _says(FLASH3, f"{FLASH3}.py", "return_attn_probs"),
+    # Version 2 overwrites these files by older ones if it is installed after version 4, and pip does not say so.
+    "flash4": _says("flash_attn", "cute/interface.py", "return_lse"),
 }
 """Availability of the three packages, looked up once, so that ``why_not`` is cheap and can be compiled."""
 
@@ -131,17 +135,23 @@ class _FlashFamily(AttentionBackend):
 class Flash(_FlashFamily):
     """flash-attn 2: ALiBi inside the kernel, in float32, at almost no cost.
 
-    Pick it on CUDA whenever it is installed. It counts distance by index, so positions must step by one.
+    Pick it on CUDA whenever it is installed. It counts distance by index, so positions must step by one. Where tokens
+    see the past only, it adds slope times position, not times distance (csrc/flash_attn/src/alibi.h of 2.8.3): of the
+    steepest slopes a weight is off by 4e-3 at 128K tokens, and by 5e-2 at 1M.
     """
 
     name: ClassVar[str] = "flash"
     summary: ClassVar[str] = "flash-attn 2 with native float32 ALiBi slopes"
     module: ClassVar[str] = "flash_attn.flash_attn_interface"
     install: ClassVar[str] = install_line("flash")
+    # Version 2.6 brought them.
+    softcaps: ClassVar[bool] = not INSTALLED["flash"] or _says("flash_attn", "flash_attn_interface.py", "softcap")
     reads_cache: ClassVar[bool] = True
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
 
     def lacks(self, need: Need) -> str | None:
+        if torch.version.hip is not None and (need.softcap is not None or need.window is not None):
+            return "on ROCm some of its kernels pass over soft caps and windows without a word. 'flex' has both."
         if need.width > 256 or need.width % 8:
             return f"head_dim must be a multiple of 8 up to 256, found {need.width}."
         if need.biased and need.order != "consecutive":
@@ -184,10 +194,15 @@ class Flash3(_Columned):
 
     name: ClassVar[str] = "flash3"
     summary: ClassVar[str] = "flash-attn 3 (Hopper), ALiBi as columns"
-    module: ClassVar[str] = "flash_attn_interface"
-    install: ClassVar[str] = "flash-attn 3 has no PyPI release; build the hopper folder of Dao-AILab/flash-attention"
+    module: ClassVar[str] = FLASH3
+    install: ClassVar[str] = f"{install_line('flash3')}, or build today's hopper folder of Dao-AILab/flash-attention"
     reads_cache: ClassVar[bool] = True
     major: ClassVar[tuple[int, ...]] = (9,)
+
+    def lacks(self, need: Need) -> str | None:
+        if self.module == FORWARD_ONLY and (need.window or need.training or need.dtype != torch.bfloat16):
+            return "the build of PyPI (fa3-fwd) has no windows, float16 or gradients. Build flash-attn 3 itself."
+        return super().lacks(need)
 
     def widest_for(self, need: Need) -> int:
         return 256
@@ -199,7 +214,7 @@ class Flash4(_Columned):
     name: ClassVar[str] = "flash4"
     summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
     module: ClassVar[str] = "flash_attn.cute.interface"
-    install: ClassVar[str] = "pip install --pre flash-attn-4"  # only pre-releases so far
+    install: ClassVar[str] = "pip install --pre flash-attn-4, after flash-attn"  # only pre-releases so far
     reads_cache: ClassVar[bool] = False
     asks_lse: ClassVar[str] = "return_lse"
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
@@ -210,7 +225,9 @@ class Flash4(_Columned):
         return super().lacks(need)
 
     def widest_for(self, need: Need) -> int:
-        return 256 if need.capability is not None and need.capability[0] == 9 else 128
+        major = need.capability[0] if need.capability is not None else 0
+        is_latent = need.lse and (need.head_dim, need.value_dim) == (192, 128)
+        return 256 if major == 9 else 192 if is_latent and major in (10, 11) else 128
 
 
 def _from_cache(

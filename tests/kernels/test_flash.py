@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import BackendUnavailableError
-from ctxext.kernels import Call, Layout, Need
+from ctxext.kernels import Call, Layout, Need, flash
 from ctxext.kernels.blocks import PartRule
-from ctxext.kernels.flash import INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
+from ctxext.kernels.flash import FORWARD_ONLY, INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
 from ctxext.kernels.reference import Reference
 from tests.kernels.cases import LAYOUTS, case, error, naive, truth
 
@@ -185,6 +186,56 @@ def test_cache_lengths() -> None:
     assert cache_lengths(Layout.padded(keep, query=1)) is None
 
 
+LATENT = {"head_dim": 192, "value_dim": 128, "lse": True}
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (11, 0), (9, 0)])
+def test_latent_attention_has_a_kernel(capability: tuple[int, int]) -> None:
+    assert Flash4().refuses(Need(**(vars(READY) | LATENT | {"capability": capability}))) is None
+
+
+OLD, NEW = (
+    "def flash_attn_func(q, k, v): ...",
+    "def flash_attn_func(q, k, v, softcap, return_attn_probs, return_lse): ...",
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, (False, False, False, True, "flash_attn_interface")),
+        ({"flash_attn_2_cuda.py": "", "flash_attn/flash_attn_interface.py": OLD}, (True, False, False, False, None)),
+        (
+            {
+                "flash_attn_2_cuda.py": "",
+                "flash_attn/flash_attn_interface.py": NEW,
+                "flash_attn/cute/interface.py": OLD,
+            },
+            (True, False, False, True, None),  # version 2 installed after version 4
+        ),
+        ({"flash_attn/cute/interface.py": NEW}, (False, False, True, True, None)),
+        ({"flash_attn/__init__.py": "1 / 0", "flash_attn/cute/interface.py": NEW}, (False, False, True, True, None)),
+        ({"flash_attn_interface.py": NEW}, (False, True, False, True, "flash_attn_interface")),
+        ({"flash_attn_interface.py": OLD}, (False, False, False, True, "flash_attn_interface")),
+        ({"fa3_fwd_interface.py": NEW}, (False, True, False, True, FORWARD_ONLY)),
+    ],
+)
+def test_which_packages_are_seen(files: dict, found: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their files, none of which is imported."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name in [name for name in sys.modules if name.startswith(("flash_attn", "fa3_fwd"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.spec_from_file_location("ctxext.kernels.another_flash", flash.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    *seen, name = found
+    assert [*module.INSTALLED.values(), module.Flash.softcaps] == seen
+    assert name is None or module.Flash3.module == name
+
+
 @pytest.mark.parametrize(
     ("backend", "change", "reason"),
     [
@@ -205,9 +256,20 @@ def test_cache_lengths() -> None:
         (Flash3, {"dropout": 0.1}, "no attention dropout"),
         (Flash4, {"capability": (8, 0), "training": True}, "backward needs compute capability 9.0"),
         (Flash4, {"capability": (10, 0), "head_dim": 128, "biased": True}, "up to 128, found 136"),
+        (Flash4, {**LATENT, "capability": (10, 0), "lse": False}, "up to 128, found 192"),
+        (Flash4, {**LATENT, "capability": (10, 0), "biased": True}, "up to 192, found 200"),
+        (Flash4, {**LATENT, "capability": (8, 0)}, "up to 128, found 192"),
+        (Flash, {"hip": "6.3", "softcap": 50.0, "capability": (9, 4)}, "on ROCm"),
+        (Flash, {"hip": "6.3", "window": 8, "capability": (9, 0)}, "on ROCm"),
+        (Flash3, {"module": FORWARD_ONLY, "window": 8}, "fa3-fwd"),
+        (Flash3, {"module": FORWARD_ONLY, "training": True}, "fa3-fwd"),
+        (Flash3, {"module": FORWARD_ONLY, "dtype": torch.float16}, "fa3-fwd"),
     ],
 )
-def test_why_not(backend, change: dict, reason: str) -> None:
+def test_why_not(backend, change: dict, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = dict(change)
+    monkeypatch.setattr(torch.version, "hip", change.pop("hip", None))
+    monkeypatch.setattr(backend, "module", change.pop("module", backend.module))
     assert backend().why_not(READY) is None
     with pytest.raises(AssertionError, match=reason):
         assert backend().why_not(Need(**(vars(READY) | change))) is None
@@ -215,7 +277,11 @@ def test_why_not(backend, change: dict, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "install"),
-    [(Flash, r"pip install -e '\.\[flash\]'"), (Flash3, "hopper"), (Flash4, "pip install --pre flash-attn-4")],
+    [
+        (Flash, r"pip install -e '\.\[flash\]'"),
+        (Flash3, r"\[flash3\].*hopper"),
+        (Flash4, "pip install --pre flash-attn-4"),
+    ],
 )
 def test_what_is_not_installed_says_how_to(backend, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INSTALLED, backend.name, False)
