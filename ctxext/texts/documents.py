@@ -349,7 +349,9 @@ def _split_of(data: Any, split: str | None, source: str) -> Iterable[Mapping[str
 def _chosen_split(known: Collection[str], split: str | None, source: str) -> str | None:
     """Return the split to read, None where there are none."""
     if split is None and len(known) > 1:
-        raise InvalidParameterError(f"{source!r} has several splits; choose one: --split {'|'.join(known)}.")
+        raise InvalidParameterError(
+            f"{source!r} has several splits; choose one, or give its files: --split {'|'.join(known)}."
+        )
     if split is not None and not known:
         raise InvalidParameterError(f"{source!r} has no splits; leave out --split {split}.")
     if split is not None and split not in known:

@@ -154,7 +154,7 @@ def test_files_named_after_splits_are_read_by_split(files: str, tmp_path: Path) 
     for name, content in SPLIT_FOLDERS[files].items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    with pytest.raises(InvalidParameterError, match=r"several splits; choose one: --split \S*train"):
+    with pytest.raises(InvalidParameterError, match=r"several splits; choose one, or give its files: --split \S*train"):
         list(read_documents([tmp_path]))
     with pytest.warns(LeftOutWarning, match=r"not of the split train \("):
         assert [document.text for document in read_documents([tmp_path], split="train")] == ["train"]
