@@ -121,7 +121,7 @@ class AlibiAttend:
         starts = _extremes(layout.query_positions, layout.query_documents, "amin")
         rows = []
         for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
-            before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
+            before, now = [first.get(d, last[d] + 1) for d in last], [place + 1 for place in last.values()]
             fitted_lengths = fit_to_lengths(rule, row, len(ends), before, now, mask.length)
             rows.append(dict(zip(last, fitted_lengths, strict=True)) or {0: rule.trained_length})
         return rows

@@ -190,35 +190,47 @@ def drawn(seed: int) -> Point:
             return point
 
 
-def covering(seed: int = 0, tries: int = 30) -> list[Point]:
+def covering(seed: int = 0, tries: int = 60) -> list[Point]:
     """Return points in which each pair of values that fit together meets, and each two operations follow one another.
 
     Greedy: each point is the one of several drawn ones in which most pairs are new.
     """
     chance = random.Random(seed)
-    quick = [name for name in OPERATIONS if name not in SLOW]
-    twos = [pair for pair in itertools.product(quick, quick) if pair != ("read", "read")]
-    missing = set(_pairs_that_fit())
-    points: list[Point] = []
-    while missing or twos:
-        drafts = [_draft(chance, sorted(missing), tuple(twos[:3])) for _ in range(tries if missing else 1)]
-        best = max(drafts, key=lambda point: len(missing & set(_pairs_in(point))))
+    missing, points = set(_pairs_that_fit()), list[Point]()
+    while missing:
+        wanted = sorted(missing)
+        best = max((_draft(chance, wanted) for _ in range(tries)), key=lambda point: len(missing & {*_pairs_in(point)}))
         missing -= set(_pairs_in(best))
-        del twos[:3]
         points.append(best)
-    return points
+    names = _all_pairs([name for name in OPERATIONS if name not in SLOW])
+    size = -(-len(names) // len(points))
+    return [
+        replace(
+            point, operations=tuple((name, chance.randrange(10**6)) for name in ["read", *names[at : at + size + 1]])
+        )
+        for point, at in zip(points, itertools.count(0, size), strict=False)
+    ]
 
 
-def _draft(chance: random.Random, missing: list[Any], twos: tuple[tuple[str, str], ...]) -> Point:
-    """Draw a point that has one of the missing pairs, in the dtype that shows small errors if it may."""
-    names = [name for first, second in twos for name in (first, second, "step")] or ["step", "crop", "step"]
-    operations = tuple((name, chance.randrange(10**6)) for name in ["read", *names, "read"])
+def _all_pairs(names: list[str]) -> list[str]:
+    """Return a sequence in which each name follows each, itself too, once: a walk over all edges of their graph."""
+    left = {name: list(names) for name in names}
+    path, sequence = [names[0]], list[str]()
+    while path:
+        if left[path[-1]]:
+            path.append(left[path[-1]].pop())
+        else:
+            sequence.append(path.pop())
+    return sequence[::-1]
+
+
+def _draft(chance: random.Random, missing: list[Any]) -> Point:
+    """Draw the values of a point that has one of the missing pairs, in a dtype that shows small errors if it may."""
     while True:
         values = {name: chance.choice(axis) for name, axis in AXES.items()}
         values["dtype"] = chance.choice(("float64", "float32", values["dtype"]))
         values["adapter"] = chance.choice(("none", "none", values["adapter"]))
-        values |= dict(chance.choice(missing)) if missing else {}
-        point = Point(chance.randrange(10**6), operations, **values)
+        point = Point(chance.randrange(10**6), (), **values | dict(chance.choice(missing)))
         if point.fits:
             return point
 
