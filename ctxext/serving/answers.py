@@ -356,8 +356,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         ids = torch.tensor([prompt[:-1]], device=self.model.device)
         for first, logits in logits_in_chunks(self.model, ids) if len(prompt) > 1 else ():
             for at, row in enumerate(logits[0], first):
-                start = told[-1].start + len(told[-1].text)
-                told.append(reader.told(row, prompt[at], prompt[at + 1], start, tops))
+                written.add(prompt[at])
+                told.append(reader.told(row, prompt[at], prompt[at + 1], len(written.text), tops))
         return told
 
 
@@ -376,6 +376,7 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         return super().prepare_tensor_args(requests_in_batch, arg_storage)  # type: ignore[no-any-return]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
+        written = AnswerText(reader, [], {})
         """Return logits of which only those of the drawn tokens are finite."""
         scores = super().__call__(input_ids, scores, logits_processor_args)
         rows = []

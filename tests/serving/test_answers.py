@@ -247,6 +247,22 @@ def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> N
     whole = server.text(prompt=PROMPT, max_tokens=12, temperature=0)
     token = server.tokenizer.convert_tokens_to_ids(whole[4])
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stop_token_ids": [token]}
+@pytest.mark.parametrize(
+    "prompt", ["abc", "日本語 x", "😀😀x", "<s>a<|user|>b</s>", "é€\ufffdx", [200, 60, 61], "ab" * 450]
+)
+def test_offsets_of_an_echoed_prompt_point_into_the_text(of_bytes: Asking, prompt: Any) -> None:
+    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = of_bytes.choices(**asked)
+    text, told = choice["text"], choice["logprobs"]
+    for token, start in zip(told["tokens"], told["text_offset"], strict=True):
+        assert text.startswith(token, start) or token in SPECIAL or "\ufffd" in token, (token, start, text)
+    assert told["text_offset"] == sorted(told["text_offset"])
+    assert max(told["text_offset"]) <= len(text)
+    (streamed,) = of_bytes.choices(**asked, stream=True)
+    parts = [part for part in streamed["logprobs"] if part["tokens"]]
+    assert (streamed["text"], [start for part in parts for start in part["text_offset"]]) == (text, told["text_offset"])
+
+
     (choice,) = server.choices(**asked)
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(whole[4]) + 1], "stop")
     assert whole[4] not in server.text(**asked, min_tokens=12)
