@@ -462,8 +462,9 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
 
     waited, began = set(range(len(draws))), time.perf_counter()
     engine.running |= {*draws}
-    prompts = " and ".join(f"{len(draw.prompt):,}" for draw in draws if draw.number == 0)
-    LOG.info("A prompt of %s tokens is read; %d answers are under way.", prompts, len(engine.running))
+    prompts = [len(draw.prompt) for draw in draws if draw.number == 0]
+    what = "a prompt" if len(prompts) == 1 else f"{len(prompts):,} prompts"
+    LOG.info("Reading %s of %s tokens; answers under way: %d.", what, f"{sum(prompts):,}", len(engine.running))
     try:
         for number, draw in enumerate(draws):
             draw.emit = into(number)
@@ -471,7 +472,7 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
         while waited:
             number, item = await queue.get()
             if began and isinstance(item, AnswerPiece):
-                LOG.info("The prompt of %s tokens was read in %.1f s.", prompts, time.perf_counter() - began)
+                LOG.info("Read %s of %s tokens in %.1f s.", what, f"{sum(prompts):,}", time.perf_counter() - began)
                 began = 0.0
             if isinstance(item, BaseException):
                 LOG.error("An answer failed.", exc_info=item)

@@ -240,7 +240,9 @@ def test_the_log_and_health_say_which_prompts_are_read(served: Served, caplog: p
     client = TestClient(application(served))
     with caplog.at_level("INFO", "uvicorn.error"):
         assert client.post("/v1/completions", json={"prompt": "一丁", "max_tokens": 1}).status_code == 200
-    assert [line.partition(" tokens ")[0] for line in caplog.messages] == ["A prompt of 2", "The prompt of 2"]
+    begun, read = caplog.messages
+    assert begun == "Reading a prompt of 2 tokens; answers under way: 1."
+    assert read.startswith("Read a prompt of 2 tokens in ")
     assert client.get("/health").json()["requests"] == []
 
 
