@@ -264,7 +264,7 @@ class Templates(Endpoint):
         tools = request.shown
         environment = _compile_jinja_template(template := self.tokenizer.get_chat_template(tools=tools)).environment
         read = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
-        if tools and "tools" not in read and not request.forced:
+        if tools and "tools" not in read:
             raise refusal("tools: this model's chat template does not show them. Leave them out.")
         variables = (request.chat_template_kwargs or {}) | (
             {} if request.effort is None else {"reasoning_effort": request.effort}

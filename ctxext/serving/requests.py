@@ -383,8 +383,6 @@ def _clash(request: Sampling) -> str | None:
         return "tool_choice: a call of a tool has no other format." if request.schema_asked is not None else None
     if request.functions and request.parallel_tool_calls is False:
         return "parallel_tool_calls: false is served only where tool_choice is 'required' or a name."
-    if any(tool.strict for tool in request.functions):
-        return "tools: strict is served only where tool_choice is 'required' or a name."
     return None
 
 

@@ -113,6 +113,7 @@ def application(
         return error_response(400, f"The body is not a JSON object: {error.errors()[0]['msg']}.")
 
     @app.exception_handler(HTTPException)
+        status |= {"strict_tools": "kept where tool_choice is 'required' or a name"}
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail))
 

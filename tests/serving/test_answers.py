@@ -313,7 +313,9 @@ def test_what_a_template_does_not_show_is_refused() -> None:
     with asking(letters(SILENT), together=False) as server:
         messages: Any = [{"role": "user", "content": "hi"}]
         asked = {"messages": messages, "max_tokens": 1}
-        assert "tools" in server.refused(CHAT, **asked, tools=TOOLS)
+        named = {"type": "function", "function": {"name": "time"}}
+        for choice in (None, "auto", "required", named):
+            assert "does not show them" in server.refused(CHAT, **asked, tools=TOOLS, tool_choice=choice)
         assert "reasoning_effort" in server.refused(CHAT, **asked, reasoning_effort="low")
         assert "reasoning_effort" in server.refused(RESPONSES, input="hi", reasoning={"effort": "low"})
         assert server.raw(CHAT, asked | {"tools": TOOLS, "tool_choice": "none"})[0] == 200
@@ -372,6 +374,38 @@ def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
     called = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
     for item in (called, {"type": "function_call_output", "call_id": "1", "output": "12"}):
         assert "Begin with a message" in of_bytes.refused(RESPONSES, input=[item, called])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"k{n}": {"type": "string"} for n in range(600)}, "minProperties": 1},
+        {"anyOf": [{"type": "object", "properties": {"a": {}}, "required": ["a"]}] * 4000},
+        {"enum": ["x" * 4_000_000]},
+        {"type": "string", "pattern": "(ab|c)*" * 20_000},
+    ],
+    ids=["properties", "anyOf", "enum", "pattern"],
+)
+def test_a_schema_that_is_too_large_is_refused_and_not_left_unkept(of_bytes: Asking, schema: Any) -> None:
+    """A matcher in error says that the JSON is complete."""
+    pytest.importorskip("llguidance", reason="forced formats need llguidance")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for stream in (False, True):
+        status, answer = of_bytes.raw(CHAT, asked | {"response_format": named, "stream": stream, "n": 2})
+        error = (answer if status == 400 else answer[-2])["error"]
+        assert "schema cannot be kept" in error["message"], answer
+
+
+def test_tools_that_have_to_be_strict_are_served(of_bytes: Asking) -> None:
+    """As agents of pydantic-ai ask by default."""
+    tools = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    messages = [{"role": "user", "content": "hi"}]
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert of_bytes.choices(CHAT, messages=messages, max_tokens=3, tools=tools, **choice)
+    flat = [tool["function"] | {"type": "function"} for tool in tools]
+    assert of_bytes.raw(RESPONSES, {"input": "hi", "max_output_tokens": 3, "tools": flat})[0] == 200
+    assert "tool_choice" in of_bytes.client.get("/health").json()["strict_tools"]
+
+
 
 
 def test_a_forced_format_names_the_extra_that_it_needs(of_bytes: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
