@@ -7,6 +7,7 @@ means the same in both, whatever runs beside it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import math
@@ -15,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -83,12 +85,22 @@ class AnswerPiece:
 
 
 class TokenText:
-    """Text of tokens, as a tokenizer writes it."""
+    """Text of tokens, as a tokenizer writes it.
 
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+    Args:
+        vocabulary: Number of tokens that the model knows.
+        ends: Tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
+        self.tokenizer, self.vocabulary, self.ends = tokenizer, vocabulary, ends
         self.special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self._guide: Any = None
+        self.guide: Any = None
+        if find_spec("llguidance"):  # now: while it reads the vocabulary, it lets no other thread run
+            from llguidance.hf import from_tokenizer
+
+            with contextlib.suppress(ValueError):  # grammars are refused then
+                self.guide = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends) or None)
 
     def behind(self, before: int | None, token: int) -> str:
         """Return the text of a token behind another."""
@@ -103,21 +115,18 @@ class TokenText:
         named = [(self.behind(before, other), float(logprobs[other])) for other in likeliest]
         return Told(self.behind(before, token), start, float(logprobs[token]), named, token in self.special)
 
-    def grammar(self, schema: dict[str, Any], ends: frozenset[int]) -> Grammar:
+    def grammar(self, schema: dict[str, Any]) -> Grammar:
         """Return the grammar of JSON that keeps a schema, or refuse."""
         require_package("llguidance", "json", f"{FORCED} need")
         from llguidance import LLMatcher
-        from llguidance.hf import from_tokenizer
 
+        if self.guide is None:
+            raise refusal(f"{FORCED} are impossible with this tokenizer.")
         try:
-            if self._guide is None:
-                self._guide = from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=sorted(ends) or None)
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         except ValueError as error:
-            raise refusal(f"{FORCED} are impossible with this tokenizer or schema: {error}.") from error
-        if fault := LLMatcher.validate_grammar(grammar, self._guide):
-            raise refusal(f"{FORCED}: the JSON schema cannot be kept: {fault}.")
-        return Grammar(LLMatcher(self._guide, grammar), bool(ends))
+            raise refusal(f"{FORCED} are impossible with this schema: {error}.") from error
+        return Grammar(LLMatcher(self.guide, grammar, log_level=0), bool(self.ends))
 
 
 class Grammar:
@@ -129,15 +138,27 @@ class Grammar:
 
     def __init__(self, matcher: Any, ends: bool) -> None:
         self.matcher, self.ends = matcher, ends
+        self._require()
+
+    def copy(self) -> Grammar:
+        """Return a grammar for another answer, which has not begun."""
+        return Grammar(self.matcher.deep_copy(), self.ends)
+
+    def _require(self) -> None:
+        """Refuse JSON that the schema leaves too many ways to write, of which a matcher in error would allow none."""
+        if fault := self.matcher.get_error():
+            raise InvalidParameterError(f"{FORCED}: the JSON schema cannot be kept: {fault.splitlines()[0]}.")
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Return the logits with the tokens left out that the JSON cannot go on with."""
         kept = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[: logits.shape[-1]] > 0
+        self._require()
         return torch.where(kept.to(logits.device), logits[: len(kept)], -math.inf)
 
     def take(self, token: int) -> bool:
         """Go on by a token; return whether the JSON is complete."""
         self.matcher.consume_token(token)
+        self._require()
         return bool(self.matcher.is_stopped() or (not self.ends and self.matcher.is_accepting()))
 
 
@@ -173,12 +194,16 @@ class AnswerText:
         if found:
             self.text, self.cut = self.text[: min(found)], True
 
+    def _held(self, stop: str) -> int:
+        """Return the place in the text from which on it may be the beginning of a stop sequence."""
+        places = range(max(0, len(self.text) + 1 - len(stop)), len(self.text))
+        return next((at for at in places if stop.startswith(self.text[at:])), len(self.text))
+
     def release(self, ended: bool) -> str:
         """Give out the text that no stop sequence can take back."""
         safe = len(self.text)
         if not ended:  # it may end with the beginning of one
-            held = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-            safe -= max(held, default=0)
+            safe = min((self._held(stop) for stop in self.stops), default=safe)
         parts = []
         while self.names and self.names[0][0] <= safe:
             at, name = self.names.pop(0)
@@ -209,7 +234,7 @@ class Draw:
         *,
         number: int = 0,
         names: dict[int, str] | None = None,
-        schema: dict[str, Any] | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         sampled = usual if usual.do_sample else GenerationConfig()
 
@@ -220,12 +245,10 @@ class Draw:
 
         self.id, self.number = uuid.uuid4().hex, number
         self.prompt, self.limit, self.tops, self.reader = prompt, limit, tops, reader
-        ends = usual.eos_token_id
-        self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        self.grammar = None if schema is None else reader.grammar(schema, self.ends)
-        self.ends |= frozenset(asked.stop_token_ids or ())
+        self.grammar = grammar
+        self.ends = reader.ends | frozenset(asked.stop_token_ids or ())
         self.least = asked.min_tokens or 0
-        self.bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
+        self.bias = asked.bias
         self.frequency, self.presence = asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
         self.repetition, temperature = chosen("repetition_penalty", 1.0), chosen("temperature", float(sampled is usual))
         self.temperature = temperature if temperature >= COLDEST else 0.0
@@ -353,6 +376,7 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
     @torch.no_grad()
     def _read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
         told = [Told(reader.behind(None, prompt[0]), 0, None, [])]
+        written = AnswerText(reader, [], {})
         ids = torch.tensor([prompt[:-1]], device=self.model.device)
         for first, logits in logits_in_chunks(self.model, ids) if len(prompt) > 1 else ():
             for at, row in enumerate(logits[0], first):
@@ -376,7 +400,6 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         return super().prepare_tensor_args(requests_in_batch, arg_storage)  # type: ignore[no-any-return]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
-        written = AnswerText(reader, [], {})
         """Return logits of which only those of the drawn tokens are finite."""
         scores = super().__call__(input_ids, scores, logits_processor_args)
         rows = []
@@ -475,6 +498,8 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
                 LOG.info("Read %s of %s tokens in %.1f s.", what, f"{sum(prompts):,}", time.perf_counter() - began)
                 began = 0.0
             if isinstance(item, BaseException):
+                if isinstance(item, InvalidParameterError):
+                    raise refusal(str(item))
                 LOG.error("An answer failed.", exc_info=item)
                 raise HTTPException(500, f"{type(item).__name__}: {item}")
             if item.finish is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError, meta
 from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from starlette.exceptions import HTTPException
@@ -26,8 +28,7 @@ from transformers.cli.serving.utils import (
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from ctxext.core.subject import base_model
-from ctxext.serving.answers import AnswerPiece, Draw, OneByOne, Together, TokenText, pieces_of
+from ctxext.serving.answers import AnswerPiece, Draw, OneByOne, Together, TokenText, Told, pieces_of
 from ctxext.serving.gate import unknown_model
 from ctxext.serving.load import Served
 from ctxext.serving.requests import (
@@ -42,8 +43,21 @@ from ctxext.serving.requests import (
 )
 
 ANSWER = 1024  # tokens of an answer whose request does not say how many; as many as transformers' own server gives
+ANSWERS = 2048  # answers to all prompts of a request
+LONG = 1 << 20  # bytes of a request that waits for others of its size, so that it makes no short one wait
+SHORT_WORK, LONG_WORK = ThreadPoolExecutor(2, "short request"), ThreadPoolExecutor(1, "long request")
+WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+TOLD = 1024  # tokens of an echoed prompt in one event
 # What a chat template may raise, given values that it was not written for.
 OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
+
+Returned = TypeVar("Returned")
+
+
+async def in_thread(work: Callable[..., Returned], *given: Any, long: bool = False) -> Returned:
+    """Run work beside the event loop, which answers others meanwhile and notices a client that leaves."""
+    return await asyncio.get_running_loop().run_in_executor(LONG_WORK if long else SHORT_WORK, work, *given)
 
 
 def fit(prompt: int, asked: int | None, window: int | None) -> int:
@@ -73,18 +87,19 @@ class Endpoint:
     objects: ClassVar[tuple[str, str]]  # names of an answer, and of a piece of it in a stream
     lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
-    def __init__(self, served: Served, engine: OneByOne | Together) -> None:
-        self.served, self.engine = served, engine
+    def __init__(self, served: Served, engine: OneByOne | Together, reader: TokenText) -> None:
+        self.served, self.engine, self.reader = served, engine, reader
         self.model: Any = served.checkpoint.model
         self.tokenizer: Any = served.checkpoint.tokenizer
-        self.reader = TokenText(self.tokenizer, base_model(self.model).config.get_text_config().vocab_size)
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+    async def handle_request(self, body: bytes, request_id: str) -> Any:
         """Answer a request, or refuse it."""
-        request: Any = checked(self.asked, body, self.reader.vocabulary)
+        long = len(body) > LONG
+        request: Any = await in_thread(checked, self.asked, body, self.reader.vocabulary, long=long)
         if request.model not in (None, self.served.name):
             return unknown_model(request.model, self.served.name)
-        return await self.answer(request, self.draws(request), request_id)
+        draws = await in_thread(self.draws, request, long=long)
+        return await self.answer(request, draws, request_id)
 
     def draws(self, request: Any) -> list[Draw]:
         """Return the answers that a request asks for, before the first token of each."""
@@ -113,8 +128,14 @@ class Endpoint:
             whole = [AnswerPiece() for _ in draws]
             async for number, piece in self.pieces(request, draws):
                 whole[number] += piece
-            choices = [self.choice(request, number, piece, "message") for number, piece in enumerate(whole)]
-            return JSONResponse(head | {"object": self.objects[0], "choices": choices, "usage": usage(draws)})
+
+            def written() -> Response:
+                choices = [self.choice(request, number, piece, "message") for number, piece in enumerate(whole)]
+                answer = head | {"object": self.objects[0], "choices": choices, "usage": usage(draws)}
+                # json.dumps, which is written in C, would let no other thread run.
+                return Response("".join(WRITER.iterencode(answer)), media_type="application/json")
+
+            return await in_thread(written)
         counted = request.stream_options is not None and request.stream_options.include_usage
         head |= {"object": self.objects[1]} | ({"usage": None} if counted else {})
 
@@ -165,6 +186,11 @@ class Completions(Endpoint):
         """Return the answers that a request asks for: ``n`` to each of its prompts."""
         prompt: Any = request.prompt
         prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        if len(prompts) * (request.n or 1) > ANSWERS:
+            raise refusal(
+                f"prompt, n: {len(prompts):,} prompts and n = {request.n or 1} are more than {ANSWERS:,} answers. "
+                f"Send several requests."
+            )
         rows = [self.tokenizer(row).input_ids if isinstance(row, str) else row for row in prompts]
         if request.echo and request.logprobs is not None and isinstance(self.engine, Together):
             raise refusal("echo: with logprobs, it is not served in continuous batches.")
@@ -174,11 +200,15 @@ class Completions(Endpoint):
         """Yield the pieces of answers as they come, behind their prompts where the request asks for these."""
         shift = [0] * len(draws)
         for number, draw in enumerate(draws) if request.echo else ():
-            text, told = self.tokenizer.decode(draw.prompt, skip_special_tokens=True), []
-            if request.logprobs is not None and isinstance(self.engine, OneByOne):
-                told = await self.engine.read(draw.prompt, self.reader, request.logprobs)
+            if draw.number == 0:  # others of the same prompt say the same
+                text = await in_thread(self.tokenizer.decode, draw.prompt, True)  # without special tokens
+                told: list[Told] = []
+                if request.logprobs is not None and isinstance(self.engine, OneByOne):
+                    told = await self.engine.read(draw.prompt, self.reader, request.logprobs)
             shift[number] = len(text)
-            yield number, AnswerPiece(text, told=told)
+            for first in range(0, len(told) or 1, TOLD):
+                yield number, AnswerPiece("" if first else text, told=told[first : first + TOLD])
+                await asyncio.sleep(0)  # others are answered in between
         async for number, piece in super().pieces(request, draws):
             moved = [replace(told, start=told.start + shift[number]) for told in piece.told]
             yield number, replace(piece, told=moved)
@@ -293,10 +323,13 @@ class Templates(Endpoint):
             _call_schema(name, place, parameters) for place, (name, parameters) in enumerate(request.forced.items())
         ]
         schema = {"anyOf": calls} if calls else request.schema_asked
-        names = self._names() if schema is None else {}
         tops = (request.top_logprobs or 0) if getattr(request, "logprobs", None) else None
         numbers = range(getattr(request, "n", None) or 1)
-        return [self.draw(request, prompt, number, tops, names=names, schema=schema) for number in numbers]
+        if schema is None:
+            names = self._names()
+            return [self.draw(request, prompt, number, tops, names=names) for number in numbers]
+        grammar = self.reader.grammar(schema)
+        return [self.draw(request, prompt, number, tops, grammar=grammar.copy()) for number in numbers]
 
     def _names(self) -> dict[int, str]:
         """Return the names of special tokens by which reasoning and calls of tools are found."""
@@ -317,7 +350,9 @@ class Templates(Endpoint):
 
     async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """Yield the pieces of answers as they come: words, reasoning, calls of tools."""
-        speeches = [Speech(self._parser(request, draw.prompt), request.forced) for draw in draws]
+        speeches = await in_thread(
+            lambda: [Speech(self._parser(request, draw.prompt), request.forced) for draw in draws]
+        )
         async for number, raw in super().pieces(request, draws):
             yield number, speeches[number].piece(raw)
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from functools import cached_property
+from json.decoder import JSONArray  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
-Token = Annotated[int, Field(ge=0)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Answers = Annotated[int, Field(ge=1, le=128)]
-Several = Field(min_length=1)
+First = Field(fail_fast=True)  # one error is told: millions of them would be collected without a thread's switch
+Several = Field(min_length=1, fail_fast=True)
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Tokens = Annotated[list[Token], Several]
 Prompts = Text | Annotated[list[Text], Several] | Tokens | Annotated[list[Tokens], Several]
 SURROGATE = re.compile("[\ud800-\udfff]")
 DEEPEST = 64  # levels of lists and objects in a request
+PARTS, VALUES = 1 << 15, 1 << 21  # lists, objects and names of fields in a request; values in its lists
 NOT_SERVED = "this server does not serve it. Leave it out."
 Asked = TypeVar("Asked", bound="Sampling")
 
@@ -52,6 +59,56 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 OF_SERVER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
+class Reader(json.JSONDecoder):
+    """Reader of JSON in Python's own steps, between which other threads run; the usual one, in C, stops them."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self.parse_array = self._list
+        self.scan_once = py_make_scanner(self)
+        self.parts = self.values = 0
+
+    def _count(self, parts: int, values: int = 0) -> None:
+        self.parts, self.values = self.parts + parts, self.values + values
+        if self.parts > PARTS or self.values > VALUES:
+            raise ValueError(f"more than {PARTS:,} lists, objects and names, or than {VALUES:,} values in lists")
+
+    def _list(self, *rest: Any) -> tuple[list[Any], int]:
+        self._count(1)
+        values, end = JSONArray(*rest)
+        self._count(0, len(values))
+        return values, end
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._count(1 + len(pairs))
+        return dict(pairs)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Read JSON in UTF-8.
+
+    Raises:
+        ValueError: it is none, or has too many parts.
+    """
+    try:
+        return Reader().decode(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
+
+
+def _arguments(sent: Any) -> Any:
+    """Return the arguments of a call of a tool, which are sent as JSON in a text."""
+    if not isinstance(sent, str):
+        raise ValueError("a text of JSON is expected")
+    value = read_json(sent)
+    if problem := _unreadable(value):
+        raise ValueError(problem)
+    return value
+
+
+Arguments = Annotated[Any, BeforeValidator(_arguments)]
+
+
 class Sent(BaseModel):
     """Part of a request; fields that are not named here are handed to the chat template."""
 
@@ -68,7 +125,7 @@ class Function(Sent):
     """A call of a tool that the model made before."""
 
     name: str
-    arguments: Json[Any] | dict[str, Any]
+    arguments: dict[str, Any] | Arguments
 
 
 class FunctionCall(Sent):
@@ -94,8 +151,8 @@ class Message(Sent):
     """A turn of a conversation."""
 
     role: Text
-    content: str | list[TextPart] | None = None
-    tool_calls: list[FunctionCall] | None = None
+    content: str | Annotated[list[TextPart], First] | None = None
+    tool_calls: Annotated[list[FunctionCall], First] | None = None
     tool_call_id: str | None = None
     audio: None = None
     function_call: None = None
@@ -105,7 +162,7 @@ class Thoughts(Sent):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    content: list[dict[Literal["text", "type"], str]] | None = None
+    content: Annotated[list[dict[Literal["text", "type"], str]], First] | None = None
 
 
 class CalledFunction(Sent):
@@ -114,7 +171,7 @@ class CalledFunction(Sent):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Json[Any]
+    arguments: Arguments
 
 
 class FunctionOutput(Sent):
@@ -225,8 +282,8 @@ class Sampling(Exactly):
     presence_penalty: Penalty | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=1024, fail_fast=True)] | None = None
     min_tokens: Token | None = None
     # These change no answer, by OpenAI's own definition: labels of a request, and wishes about a cache.
     metadata: dict[str, Any] | None = None
@@ -235,6 +292,11 @@ class Sampling(Exactly):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+
+    @cached_property
+    def bias(self) -> dict[int, float]:
+        """What is added to the logits of tokens."""
+        return {int(token): value for token, value in (self.logit_bias or {}).items()}
 
 
 class Completion(Sampling):
@@ -252,7 +314,7 @@ class Completion(Sampling):
 class Templated(Sampling):
     """Fields of requests that a chat template turns into a prompt."""
 
-    tools: list[Tool | FlatTool] | None = None
+    tools: Annotated[list[Tool | FlatTool], First] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | FlatChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -323,7 +385,7 @@ class Answered(Templated):
     stream_options: Obfuscation | None = None
 
 
-def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
+def checked(kind: type[Asked], text: bytes, vocabulary: int) -> Asked:
     """Read a request, and refuse one that could not be answered as it asks.
 
     ``vocabulary`` counts the tokens that the model knows.
@@ -331,12 +393,18 @@ def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
     Raises:
         HTTPException: 400, with a sentence that names the field.
     """
+    try:
+        body = read_json(text)
+    except ValueError as error:
+        raise refusal(f"The body is not JSON that is read: {error}.") from None
+    if not isinstance(body, dict):
+        raise refusal("The body is not a JSON object.")
     sent = {name: value for name, value in body.items() if value is not None}
     for name, value in sent.items():
         if problem := _unreadable(value):
             raise refusal(f"{name}: {problem}.")
-    for name in NEUTRAL.keys() & sent.keys():
-        if sent.pop(name) not in NEUTRAL[name]:
+    for name in sent.keys() - kind.model_fields.keys():
+        if name not in NEUTRAL or sent.pop(name) not in NEUTRAL[name]:
             raise refusal(f"{name}: {NOT_SERVED}")
     try:
         request = kind.model_validate(sent)
@@ -347,8 +415,11 @@ def checked(kind: type[Asked], body: dict[str, Any], vocabulary: int) -> Asked:
     prompt: Any = getattr(request, "prompt", ())
     rows = prompt if isinstance(prompt, list) else []
     flat = [token for row in rows for token in (row if isinstance(row, list) else [row])]
-    bias = [int(token) for token in request.logit_bias or ()]
-    for name, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or []), ("prompt", flat)):
+    for name, tokens in (
+        ("logit_bias", request.bias),
+        ("stop_token_ids", request.stop_token_ids or []),
+        ("prompt", flat),
+    ):
         if any(isinstance(token, int) and token >= vocabulary for token in tokens):
             raise refusal(f"{name}: the model has {vocabulary} tokens; give smaller ids.")
     return request
@@ -394,13 +465,20 @@ def _unreadable(value: Any, level: int = 1) -> str | None:
         return "text that is not Unicode (half of a surrogate pair)"
     if isinstance(value, float) and not math.isfinite(value):
         return "not a finite number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return "a whole number of more than 64 bits"
     parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next((fault for part in parts if (fault := _unreadable(part, level + 1))), None)
 
 
 def _sentence(error: ValidationError, sent: dict[str, Any]) -> str:
     """Return a sentence about the innermost of a request's errors: a union has one for each of its types."""
-    worst = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
+    faults = error.errors(include_url=False, include_input=False)
+
+    def progress(fault: Any) -> tuple[int, bool, list[int]]:
+        return len(fault["loc"]), not fault["type"].endswith("_type"), [n for n in fault["loc"] if isinstance(n, int)]
+
+    worst = max(faults, key=progress)
     path: list[str] = []
     value: Any = sent
     for step in worst["loc"]:

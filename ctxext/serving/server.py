@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
+import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -17,19 +19,22 @@ from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import CBWorkerDeadError
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ctxext.caches.continuous import ContinuousBatching
 from ctxext.caches.records import PAGED_IN_LAYERS
+from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
-from ctxext.serving.answers import OneByOne, Together
+from ctxext.serving.answers import OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
+from ctxext.serving.requests import refusal
 
+JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {"/v1/chat/completions": Chats, "/v1/completions": Completions, "/v1/responses": Responses}
 
 
@@ -68,6 +73,9 @@ def application(
     if cached_tokens is None and model.device.type == "cpu":
         cached_tokens = 8 * (served.window or ANSWER)
     engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model)
+    ends = model.generation_config.eos_token_id
+    ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    reader = TokenText(served.checkpoint.tokenizer, base_model(model).config.get_text_config().vocab_size, ends)
     facts = served.facts
     listed = {"id": served.name, "object": "model", "created": 0, "owned_by": "ctxext"}
     listed |= {"max_model_len": served.window, "ctxext": facts}
@@ -80,11 +88,14 @@ def application(
     app = FastAPI(lifespan=running, openapi_url=None)
 
     def offer(path: str, kind: type[Endpoint]) -> None:
-        endpoint = kind(served, engine)
+        endpoint = kind(served, engine, reader)
 
         @app.post(path)
-        async def answer(body: dict[str, Any]) -> Any:
-            return await endpoint.handle_request(body, str(uuid.uuid4()))
+        async def answer(request: Request) -> Any:
+            kind = request.headers.get("content-type", "")
+            if not JSON.match(kind):  # any web page may send other types, unasked
+                raise refusal(f"Content-Type {kind!r} is not JSON. Send application/json.")
+            return await endpoint.handle_request(await request.body(), str(uuid.uuid4()))
 
     for path, kind in ENDPOINTS.items():
         offer(path, kind)
@@ -98,22 +109,18 @@ def application(
         return JSONResponse(listed) if name == served.name else unknown_model(name, served.name)
 
     @app.get("/health")
-    def health() -> JSONResponse:
+    async def health() -> JSONResponse:
         alive = isinstance(engine, OneByOne) or engine.is_alive()
         status = {"status": "ok" if alive else "the worker of continuous batching has died", "model": served.name}
         runs = [{"prompt_tokens": len(draw.prompt), "answer_tokens": len(draw.tokens)} for draw in [*engine.running]]
+        status |= {"strict_tools": "kept where tool_choice is 'required' or a name"}
         return JSONResponse(status | facts | {"requests": runs}, status_code=200 if alive else 503)
 
     @app.exception_handler(CBWorkerDeadError)
     async def ended(_: Request, error: CBWorkerDeadError) -> JSONResponse:
         return error_response(503, str(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(400, f"The body is not a JSON object: {error.errors()[0]['msg']}.")
-
     @app.exception_handler(HTTPException)
-        status |= {"strict_tools": "kept where tool_choice is 'required' or a name"}
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail))
 
@@ -144,13 +151,23 @@ def bound(host: str, port: int) -> socket.socket:
     return taken
 
 
+class SmallPieces(H11Protocol):
+    """Connection that is read in small pieces: all chunks of a piece are read without a look at other connections."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to read."""
+        transport.max_size = 1 << 12  # of asyncio's transports
+        super().connection_made(transport)
+
+
 def serve(gate: Gate, listening: socket.socket) -> NoReturn:
     """Answer requests until Ctrl-C or SIGTERM, and end this process; a second one drops the requests that run.
 
     Threads may still be within a step of an answer that nobody waits for. No thread can be ended from outside, and an
     interpreter that ends in the usual way meanwhile aborts.
     """
-    server = uvicorn.Server(uvicorn.Config(gate, log_level="info", lifespan="on"))
+    settings: Any = {"log_level": "info", "lifespan": "on", "loop": "asyncio", "http": SmallPieces}
+    server = uvicorn.Server(uvicorn.Config(gate, **settings))
     status = 0
 
     def end(number: int) -> None:
@@ -169,5 +186,7 @@ def serve(gate: Gate, listening: socket.socket) -> NoReturn:
         asyncio.get_running_loop().call_soon_threadsafe(end, number)  # not within any step of this thread
 
     server.handle_exit = signalled  # type: ignore[assignment,method-assign]
+    gc.collect()
+    gc.freeze()  # each collection would go over all that was imported, and let no request run meanwhile
     server.run(sockets=[listening])
     os._exit(status)

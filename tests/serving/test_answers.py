@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,19 @@ import torch
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 from ctxext.caches.records import PAGED_IN_LAYERS
-from tests.serving._asking import CHAT, CHECKPOINT_SAYS, RESPONSES, SILENT, TEXT, Asking, asking, bytewise, letters
+from ctxext.serving.answers import AnswerText, TokenText
+from tests.serving._asking import (
+    CHAT,
+    CHECKPOINT_SAYS,
+    RESPONSES,
+    SILENT,
+    SPECIAL,
+    TEXT,
+    Asking,
+    asking,
+    bytewise,
+    letters,
+)
 
 PROMPT = "once upon a time"
 pytestmark = pytest.mark.slow
@@ -86,6 +99,21 @@ def test_the_text_ends_before_the_stop_sequence(server: Asking, stream: bool) ->
             assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
     (choice,) = server.choices(**SEVEN | {"max_tokens": 24, "stop": ["nowhere", whole[-3:] + "x"], "stream": stream})
     assert (choice["text"], choice["finish_reason"]) == (whole, "length")
+
+
+def test_what_may_begin_a_stop_sequence_is_held_back(of_bytes: Asking) -> None:
+    reader, chance = TokenText(of_bytes.tokenizer, 300, frozenset()), random.Random(0)
+    for _ in range(300):
+        stops = ["".join(chance.choices("ab", k=chance.randint(1, 5))) for _ in range(chance.randint(0, 3))]
+        written, given, text = AnswerText(reader, stops, {}), "", "".join(chance.choices("abc", k=9))
+        for end in range(1, 10):
+            written._grow(text[end - 1])
+            given += written.release(written.cut)
+            whole = next((text[:n] for n in range(end) if any(text[:end].startswith(s, n) for s in stops)), text[:end])
+            tails = [n for n in range(end) for s in stops if len(s) > end - n and s.startswith(whole[n:])]
+            assert given == (whole if written.cut else whole[: min(tails, default=end)])
+            if whole != text[:end]:
+                break
 
 
 def test_a_stop_sequence_is_not_found_in_the_name_of_a_hidden_token(server: Asking) -> None:
@@ -219,6 +247,22 @@ def test_prompts_are_echoed_with_their_log_probabilities(server: Asking) -> None
     assert server.text(prompt=PROMPT, max_tokens=0) == ""
 
 
+@pytest.mark.parametrize(
+    "prompt", ["abc", "日本語 x", "😀😀x", "<s>a<|user|>b</s>", "é€\ufffdx", [200, 60, 61], "ab" * 450]
+)
+def test_offsets_of_an_echoed_prompt_point_into_the_text(of_bytes: Asking, prompt: Any) -> None:
+    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = of_bytes.choices(**asked)
+    text, told = choice["text"], choice["logprobs"]
+    for token, start in zip(told["tokens"], told["text_offset"], strict=True):
+        assert text.startswith(token, start) or token in SPECIAL or "\ufffd" in token, (token, start, text)
+    assert told["text_offset"] == sorted(told["text_offset"])
+    assert max(told["text_offset"]) <= len(text)
+    (streamed,) = of_bytes.choices(**asked, stream=True)
+    parts = [part for part in streamed["logprobs"] if part["tokens"]]
+    assert (streamed["text"], [start for part in parts for start in part["text_offset"]]) == (text, told["text_offset"])
+
+
 @pytest.mark.parametrize("server", [BATCHES], indirect=True, ids=["together"])
 def test_batches_echo_prompts_without_log_probabilities(server: Asking) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "echo": True}
@@ -247,22 +291,6 @@ def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> N
     whole = server.text(prompt=PROMPT, max_tokens=12, temperature=0)
     token = server.tokenizer.convert_tokens_to_ids(whole[4])
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stop_token_ids": [token]}
-@pytest.mark.parametrize(
-    "prompt", ["abc", "日本語 x", "😀😀x", "<s>a<|user|>b</s>", "é€\ufffdx", [200, 60, 61], "ab" * 450]
-)
-def test_offsets_of_an_echoed_prompt_point_into_the_text(of_bytes: Asking, prompt: Any) -> None:
-    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
-    (choice,) = of_bytes.choices(**asked)
-    text, told = choice["text"], choice["logprobs"]
-    for token, start in zip(told["tokens"], told["text_offset"], strict=True):
-        assert text.startswith(token, start) or token in SPECIAL or "\ufffd" in token, (token, start, text)
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert max(told["text_offset"]) <= len(text)
-    (streamed,) = of_bytes.choices(**asked, stream=True)
-    parts = [part for part in streamed["logprobs"] if part["tokens"]]
-    assert (streamed["text"], [start for part in parts for start in part["text_offset"]]) == (text, told["text_offset"])
-
-
     (choice,) = server.choices(**asked)
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(whole[4]) + 1], "stop")
     assert whole[4] not in server.text(**asked, min_tokens=12)
@@ -346,34 +374,6 @@ def test_a_json_schema_is_kept(of_bytes: Asking, stream: bool) -> None:
         assert "schema" in of_bytes.refused(CHAT, **asked, response_format=named)
 
 
-@pytest.mark.nightly
-def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
-    pytest.importorskip("llguidance", reason="forced formats need llguidance")
-    messages: Any = [{"role": "user", "content": "hi"}]
-    asked: dict[str, Any] = {"messages": messages, "max_tokens": 99, "tools": TOOLS, "parallel_tool_calls": False}
-    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
-        (answer,) = of_bytes.choices(CHAT, **asked, tool_choice=choice)
-        (call,) = answer["message"]["tool_calls"]
-        assert call["function"]["name"] in (("weather", "time") if choice == "required" else ("time",))
-        assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Ulm")
-        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
-    flat = [{"type": "function"} | tool["function"] for tool in TOOLS]
-    body = {"input": "hi", "tools": flat, "tool_choice": {"type": "function", "name": "time"}}
-    _, answer = of_bytes.raw(RESPONSES, body)
-    (item,) = answer["output"]
-    assert (item["type"], item["name"]) == ("function_call", "time")
-    named = {"type": "object", "properties": {"place": {"$ref": "#/$defs/City"}}, "required": ["place"]}
-    named |= {"$defs": {"City": {"enum": ["Bonn"]}}, "additionalProperties": False}
-    tools = [*TOOLS, {"type": "function", "function": {"name": "where", "parameters": named}}]
-    choice = {"type": "function", "function": {"name": "where"}}
-    (answer,) = of_bytes.choices(CHAT, **asked | {"tools": tools, "tool_choice": choice})
-    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"place":"Bonn"}'
-    assert "tool_choice" in of_bytes.refused(CHAT, **asked, tool_choice={"type": "function", "function": {"name": "x"}})
-    assert "parallel_tool_calls" in of_bytes.refused(CHAT, **asked)
-    assert "Leave stop out" in of_bytes.refused(CHAT, **asked, tool_choice="required", stop="}")
-    called = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
-    for item in (called, {"type": "function_call_output", "call_id": "1", "output": "12"}):
-        assert "Begin with a message" in of_bytes.refused(RESPONSES, input=[item, called])
 @pytest.mark.parametrize(
     "schema",
     [
@@ -406,6 +406,34 @@ def test_tools_that_have_to_be_strict_are_served(of_bytes: Asking) -> None:
     assert "tool_choice" in of_bytes.client.get("/health").json()["strict_tools"]
 
 
+@pytest.mark.nightly
+def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
+    pytest.importorskip("llguidance", reason="forced formats need llguidance")
+    messages: Any = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"messages": messages, "max_tokens": 99, "tools": TOOLS, "parallel_tool_calls": False}
+    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
+        (answer,) = of_bytes.choices(CHAT, **asked, tool_choice=choice)
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"]["name"] in (("weather", "time") if choice == "required" else ("time",))
+        assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Ulm")
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+    flat = [{"type": "function"} | tool["function"] for tool in TOOLS]
+    body = {"input": "hi", "tools": flat, "tool_choice": {"type": "function", "name": "time"}}
+    _, answer = of_bytes.raw(RESPONSES, body)
+    (item,) = answer["output"]
+    assert (item["type"], item["name"]) == ("function_call", "time")
+    named = {"type": "object", "properties": {"place": {"$ref": "#/$defs/City"}}, "required": ["place"]}
+    named |= {"$defs": {"City": {"enum": ["Bonn"]}}, "additionalProperties": False}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "where", "parameters": named}}]
+    choice = {"type": "function", "function": {"name": "where"}}
+    (answer,) = of_bytes.choices(CHAT, **asked | {"tools": tools, "tool_choice": choice})
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"place":"Bonn"}'
+    assert "tool_choice" in of_bytes.refused(CHAT, **asked, tool_choice={"type": "function", "function": {"name": "x"}})
+    assert "parallel_tool_calls" in of_bytes.refused(CHAT, **asked)
+    assert "Leave stop out" in of_bytes.refused(CHAT, **asked, tool_choice="required", stop="}")
+    called = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
+    for item in (called, {"type": "function_call_output", "call_id": "1", "output": "12"}):
+        assert "Begin with a message" in of_bytes.refused(RESPONSES, input=[item, called])
 
 
 def test_a_forced_format_names_the_extra_that_it_needs(of_bytes: Asking, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -250,6 +251,56 @@ NO_MESSAGES: list[Any] = [
     *([{"role": role, "content": "x"}] for role in (3, "nobody")),
 ]
 NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once upon", "max_to']
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" + "[]," * 40_000 + "1]"}}]}
+WHOLE = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "top_k", "seed", "min_tokens")
+WHOLE += ("logprobs", "top_logprobs", "temperature", "metadata", "prompt", "stop_token_ids", "logit_bias")
+DIGITS = [
+    (path, {name: shape(10**4299)}, name)
+    for path, name in itertools.product(KINDS, WHOLE)
+    for shape in ((lambda n: n), (lambda n: [n]), (lambda n: {"5": n}))
+    if name in fields(path) | read(path)
+]
+# Requests that cost much before their first token or at each, and what their refusals say.
+COSTLY: list[tuple[str, dict[str, Any], str]] = [
+    (TEXT, {"prompt": [[5]] * 2000, "n": 128}, "2,000 prompts and n = 128 are more than 2,048 answers"),
+    (TEXT, {"prompt": ["a"] * 2049}, "2,049 prompts and n = 1"),
+    (TEXT, {"prompt": [[]] * 40_000}, "more than 32,768 lists, objects and names"),
+    (TEXT, {f"{n:x}": 1 for n in range(40_000)}, "more than 32,768"),
+    (TEXT, {"prompt": [5] * (2**21 + 1)}, "2,097,152 values in lists"),
+    (TEXT, {"metadata": {"a": [{}] * 40_000}}, "more than 32,768"),
+    (CHAT, {"messages": [*MESSAGES, CALL]}, "arguments: more than 32,768"),
+    (RESPONSES, {"input": [{"role": "user", "content": 3}] * 8000}, "input.0.content: "),
+    (TEXT, {"stop": "a" * 1025}, "stop: String should have at most 1024"),
+    (CHAT, {"stop": ["a", "a" * 1025]}, "stop.1: String should have at most 1024"),
+    (TEXT, {"stop": ["a"] * 129}, "stop: List should have at most 128"),
+    (TEXT, {"stop_token_ids": [5] * 1025}, "stop_token_ids: List should have at most 1024"),
+    (TEXT, {"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),
+    (TEXT, {"prompt": [3, -1]}, "prompt.1: Input should be greater"),
+    (TEXT, {"prompt": [[3], [-1]]}, "prompt.1.0: Input should be greater"),
+    (TEXT, {"prompt": [3, "a"]}, "prompt.1: Input should be a valid integer"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True)
+def test_requests_without_bounds_are_refused(server: Asking) -> None:
+    for path, more, sentence in COSTLY:
+        assert sentence in server.refused(path, **BASE[path] | more), more.keys()
+    sys.set_int_max_str_digits(5000)  # Python reads 4,300 digits, and writes no more
+    written = [(path, json.dumps(BASE[path] | more), name) for path, more, name in DIGITS]
+    sys.set_int_max_str_digits(4300)
+    for path, body, name in written:
+        answer = server.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, name in answer.text) == (400, True), (path, name, answer.text)
+    for kind in ("text/plain", "multipart/form-data", "application/jsonp", ""):
+        answer = server.client.post(TEXT, content=json.dumps(BASE[TEXT]), headers={"content-type": kind})
+        assert (answer.status_code, "application/json" in answer.text) == (400, True)
+    answer = server.client.post(
+        TEXT, content=json.dumps(BASE[TEXT]), headers={"content-type": "Application/JSON; charset=utf-8"}
+    )
+    assert answer.status_code == 200
 
 
 @pytest.mark.slow

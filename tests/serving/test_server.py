@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 import ctxext
 from ctxext.caches.records import PAGED_IN_LAYERS
-from ctxext.serving.endpoints import fit
+from ctxext.serving.endpoints import Completions, fit
 from ctxext.serving.load import load_served
 from tests._models import byte_model, trained_for
 from tests._programs import command
@@ -107,6 +107,32 @@ def test_answers_are_those_of_generate(server: Reached, model: Any, prompt: str)
     stopped = client.completions.create(prompt=prompt, max_tokens=24, stop=expected[5], **sampled)
     assert stopped.choices[0].text == expected[: expected.index(expected[5])]
     assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
+def test_work_before_the_first_token_stops_no_other(server: Reached, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health is told, and what a client waited for in vain is not begun."""
+    prompts, free, usual = [], threading.Event(), Completions.draws
+
+    def slow(endpoint: Any, request: Any) -> Any:
+        prompts.append(request.prompt)
+        assert free.wait(60)
+        return usual(endpoint, request)
+
+    monkeypatch.setattr(Completions, "draws", slow)
+    with ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(asked, server, PROMPT[:3], 1) for _ in range(2)]
+        while len(prompts) < 2:
+            time.sleep(0.01)
+        impatient = server.client.with_options(timeout=0.5)
+        with pytest.raises(openai.APITimeoutError):
+            impatient.completions.create(model=server.name, prompt="left", max_tokens=1)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=60) as answer:
+            assert json.loads(answer.read())["requests"] == []
+        free.set()
+        assert len({answer.result() for answer in first}) == 1
+    assert asked(server, PROMPT, 1)
+    assert "left" not in prompts
 
 
 @pytest.mark.slow
