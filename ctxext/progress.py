@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from rich.progress import (
 from rich.table import Column
 
 from ctxext.errors import LeftOutWarning
+
+MINUTE = 60.0  # seconds between two lines about a stage that lasts
 
 
 def terminal(**options: Any) -> Console:
@@ -89,7 +92,7 @@ class DelayedBar:
 class StageBar:
     """Progress bar to call with (stage, work done since the last call): shows stage, time and time left.
 
-    Where no terminal can show a bar, each finished stage is a line with its seconds.
+    Where no terminal can show a bar, each finished stage is a line with its seconds, and a long one a line a minute.
     """
 
     def __init__(self, console: Console, total: float) -> None:
@@ -97,7 +100,10 @@ class StageBar:
         name = Column(min_width=24, max_width=max(24, console.width - 45), no_wrap=True, overflow="ellipsis")
         stage = TextColumn("{task.description}", markup=False, table_column=name)
         times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
-        self._bar = Progress(SpinnerColumn(), stage, BarColumn(20), *times, console=console, transient=True)
+        columns = (SpinnerColumn(), stage, BarColumn(20), *times)
+        # Speed is that of all work so far: a step may last longer than the 30 seconds that rich looks back.
+        self._bar = Progress(*columns, console=console, transient=True, speed_estimate_period=math.inf)
+        self._told = time.perf_counter()
         self._task = self._bar.add_task("", total=total)
         self._report = not console.is_terminal
         self._stage: tuple[str, float] | None = None
@@ -119,6 +125,10 @@ class StageBar:
             self._finish()
             self._stage = (stage, time.perf_counter())
         self._bar.update(self._task, description=stage, advance=done)
+        if self._report and time.perf_counter() - self._told >= MINUTE:
+            self._told, task = time.perf_counter(), self._bar.tasks[0]
+            left = "" if task.time_remaining is None else f", some {task.time_remaining:,.0f} s left"
+            self._bar.console.print(f"  {stage:<24}{task.percentage:6.0f} %{left}", style="dim")
 
     def _finish(self) -> None:
         if self._report and self._stage is not None:

@@ -58,7 +58,10 @@ def ask(
     [bold]Example[/]: ctxext ask demo -t src/ "Which function parses the command line?"
     """
     replace(extension, sliding_window=None).require_method()  # the method that is advised may need that choice
-    questions = [one for one in (question, *(asked.more or ())) if one is not None]
+    # A space at the end would be a token that no text has there.
+    questions = [one.rstrip() for one in (question, *(asked.more or ())) if one is not None]
+    if "" in questions:
+        raise InvalidParameterError("A question is empty. Leave it out.")
     if not questions and (as_json or "-" in asked.text):
         why = "--json prints answers to questions that are given" if as_json else "-t - reads all that is typed as text"
         raise InvalidParameterError(f"{why}. Give a question.")
@@ -110,10 +113,12 @@ def ask(
             continue
         if as_json:
             typer.echo(json.dumps({"question": one, "answer": answer}))
+        elif not answer:
+            notes.print("(no answer)", style="dim")
 
 
 def typed() -> Iterator[str]:
     """Yield the questions that are typed, up to an empty line or the end of the input."""
     with contextlib.suppress(EOFError):
-        while question := input("? " if sys.stdin.isatty() else "").strip():
+        while question := input("? " if sys.stdin.isatty() else "").rstrip():
             yield question

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -81,6 +82,8 @@ class StrictCommand(TyperCommand):
 
         try:
             with saying_what_is_left_out(note):
+                if ctx.params.get("question", "") is None and is_sentence(given := str(ctx.params["checkpoint"])):
+                    ctx.params |= {"question": given, "checkpoint": None}
                 self._name_bundled(ctx)
                 refuse_mistakes(ctx.params)
                 if texts := ctx.params.get("text"):
@@ -93,6 +96,11 @@ class StrictCommand(TyperCommand):
             # Built here, not at import: tests and programs exchange sys.stderr.
             terminal(stderr=True).print(f"Error: {message}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
+
+
+def is_sentence(given: str) -> bool:
+    """Return True for words that can be no checkpoint, such as a question without one before it."""
+    return bool(re.fullmatch(r"(?s)(?![/~]|\.+/)(.*\s.*|.*\?)(?<!\.gguf)", given)) and not os.path.exists(given)
 
 
 def run_script(command: Callable[..., None]) -> None:

@@ -186,6 +186,26 @@ def test_a_bar_keeps_its_times_beside_a_long_name(width: int) -> None:
     assert ("…" in line) is (width < 120)
 
 
+@pytest.mark.parametrize("seconds", [7, 45, 400])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_time_left_is_told_however_long_a_step_lasts(
+    seconds: int, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    console = terminal(file=io.StringIO(), width=100, force_terminal=is_terminal, color_system=None)
+    monkeypatch.setattr(console, "get_time", lambda: now)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    with StageBar(console, 8.0) as bar:
+        for done in range(1, 8):
+            now += seconds
+            bar("reading", 1.0)
+            assert done == 1 or bar._bar.tasks[0].time_remaining == pytest.approx((8 - done) * seconds, abs=1)
+    written: Any = console.file
+    lines = [line for line in written.getvalue().splitlines() if " %" in line]
+    assert len(lines) == (0 if is_terminal else {7: 0, 45: 3, 400: 7}[seconds])
+    assert all("s left" in line for line in lines[1:])
+
+
 def test_a_table_does_not_part_a_number_from_its_error() -> None:
     rows = [["YaRN (attention_factor=1.020273, divisor=1.5)", "-0.044 ± 0.006", "0.051 ± 0.016", NONE, "worse here"]]
     console = terminal(record=True, width=60)

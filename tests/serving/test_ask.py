@@ -204,6 +204,34 @@ def test_at_the_command_line(cli: Cli, tmp_path: Path, tokenizer: PreTrainedToke
     assert "finds what is written, and understands little" in found.stderr
 
 
+@pytest.mark.parametrize(
+    "given", [["What is this? "], ["Explain src/app.py"], ["Why?"], ["-q", "x = \t "], ["Who", "-q", "What is it? "]]
+)
+def test_a_sentence_alone_is_the_question(
+    given: list[str], cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked of the checkpoint that is asked without one, and without the space at its end."""
+    for part in (model(), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(TEXT[:50])
+    monkeypatch.setattr("ctxext.measuring.checkpoint.default_checkpoint", lambda: tmp_path / "model")
+    monkeypatch.setattr(ReadText, "answer", lambda text, question, streamer=None: asked.append(question) or "")
+    asked: list[str] = []
+    checkpoint = [tmp_path / "model"] if given[0] == "Who" else []
+    told = cli("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW)
+    assert told.exit_code == 0, told.stderr
+    assert asked == [words.rstrip() for words in given if words != "-q"]
+    assert told.stderr.count("(no answer)") == len(asked)
+
+
+@pytest.mark.parametrize("given", ["./my model", "a b.gguf", "smolm2", "/no such/place", "../no such"])
+def test_a_path_alone_is_no_question(given: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    told = cli("ask", given, "-t", tmp_path / "a.txt")
+    assert (told.exit_code, given.split("/")[-1] in told.stderr) == (1, True), told.stderr
+    assert "A question is empty" in cli("ask", tmp_path, "  ", "-t", tmp_path / "a.txt").stderr
+
+
 def test_a_text_without_words_is_refused(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "folder").mkdir()
