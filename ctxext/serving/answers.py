@@ -141,7 +141,7 @@ class Grammar:
         self._require()
 
     def copy(self) -> Grammar:
-        """Return a grammar for another answer, which has not begun."""
+        """Return a grammar for one answer."""
         return Grammar(self.matcher.deep_copy(), self.ends)
 
     def _require(self) -> None:
@@ -245,7 +245,7 @@ class Draw:
 
         self.id, self.number = uuid.uuid4().hex, number
         self.prompt, self.limit, self.tops, self.reader = prompt, limit, tops, reader
-        self.grammar = grammar
+        self.grammar = grammar and grammar.copy()
         self.ends = reader.ends | frozenset(asked.stop_token_ids or ())
         self.least = asked.min_tokens or 0
         self.bias = asked.bias

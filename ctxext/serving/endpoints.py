@@ -11,7 +11,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError, meta
@@ -52,10 +53,7 @@ TOLD = 1024  # tokens of an echoed prompt in one event
 OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
-Returned = TypeVar("Returned")
-
-
-async def in_thread(work: Callable[..., Returned], *given: Any, long: bool = False) -> Returned:
+async def in_thread(work: Callable[..., Any], *given: Any, long: bool = False) -> Any:
     """Run work beside the event loop, which answers others meanwhile and notices a client that leaves."""
     return await asyncio.get_running_loop().run_in_executor(LONG_WORK if long else SHORT_WORK, work, *given)
 
@@ -104,6 +102,14 @@ class Endpoint:
     def draws(self, request: Any) -> list[Draw]:
         """Return the answers that a request asks for, before the first token of each."""
         raise NotImplementedError
+
+    def tokens(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a text; refuse early one whose beginning is far beyond the window."""
+        read, window = partial(self.tokenizer, add_special_tokens=special), self.served.window
+        # Few tokens of the beginning would join otherwise in the whole text.
+        if window and len(text) > 32 * window and len(read(text[: 32 * window]).input_ids) > 2 * window:
+            raise refusal(f"The prompt has more than {window} tokens, the window of this model. Shorten it.")
+        return list(read(text).input_ids)
 
     def draw(self, request: Any, prompt: list[int], number: int, tops: int | None, **more: Any) -> Draw:
         """Return an answer to a prompt, if both fit the window."""
@@ -191,7 +197,7 @@ class Completions(Endpoint):
                 f"prompt, n: {len(prompts):,} prompts and n = {request.n or 1} are more than {ANSWERS:,} answers. "
                 f"Send several requests."
             )
-        rows = [self.tokenizer(row).input_ids if isinstance(row, str) else row for row in prompts]
+        rows = [self.tokens(row) if isinstance(row, str) else row for row in prompts]
         if request.echo and request.logprobs is not None and isinstance(self.engine, Together):
             raise refusal("echo: with logprobs, it is not served in continuous batches.")
         return [self.draw(request, row, number, request.logprobs) for row in rows for number in range(request.n or 1)]
@@ -305,12 +311,12 @@ class Templates(Endpoint):
             content = message.get("content") or ""
             message["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
         try:
-            prompt: list[int] = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, return_dict=True, **variables
-            )["input_ids"]
+            prompt: str = self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **variables
+            )
         except OF_TEMPLATES as error:
             raise refusal(f"The model's chat template refuses the messages: {error}") from error
-        return prompt
+        return self.tokens(prompt, special=False)
 
     def conversation(self, request: Any) -> list[dict[str, Any]]:
         """Return the messages of a request."""
@@ -325,11 +331,8 @@ class Templates(Endpoint):
         schema = {"anyOf": calls} if calls else request.schema_asked
         tops = (request.top_logprobs or 0) if getattr(request, "logprobs", None) else None
         numbers = range(getattr(request, "n", None) or 1)
-        if schema is None:
-            names = self._names()
-            return [self.draw(request, prompt, number, tops, names=names) for number in numbers]
-        grammar = self.reader.grammar(schema)
-        return [self.draw(request, prompt, number, tops, grammar=grammar.copy()) for number in numbers]
+        form = {"names": self._names()} if schema is None else {"grammar": self.reader.grammar(schema)}
+        return [self.draw(request, prompt, number, tops, **form) for number in numbers]
 
     def _names(self) -> dict[int, str]:
         """Return the names of special tokens by which reasoning and calls of tools are found."""

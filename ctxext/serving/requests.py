@@ -11,7 +11,7 @@ from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
@@ -96,17 +96,15 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
 
 
-def _arguments(sent: Any) -> Any:
+def _arguments(sent: str) -> Any:
     """Return the arguments of a call of a tool, which are sent as JSON in a text."""
-    if not isinstance(sent, str):
-        raise ValueError("a text of JSON is expected")
     value = read_json(sent)
     if problem := _unreadable(value):
         raise ValueError(problem)
     return value
 
 
-Arguments = Annotated[Any, BeforeValidator(_arguments)]
+Arguments = Annotated[str, AfterValidator(_arguments)]
 
 
 class Sent(BaseModel):
