@@ -59,7 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 OF_SERVER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-class Reader(json.JSONDecoder):
+class JsonReader(json.JSONDecoder):
     """Reader of JSON in Python's own steps, between which other threads run; the usual one, in C, stops them."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def read_json(text: str | bytes) -> Any:
         ValueError: it is none, or has too many parts.
     """
     try:
-        return Reader().decode(text if isinstance(text, str) else text.decode())
+        return JsonReader().decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
 
@@ -293,7 +293,7 @@ class Sampling(Exactly):
 
     @cached_property
     def bias(self) -> dict[int, float]:
-        """What is added to the logits of tokens."""
+        """Summands of the logits of tokens."""
         return {int(token): value for token, value in (self.logit_bias or {}).items()}
 
 
