@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from types import FrameType
@@ -188,5 +189,6 @@ def serve(gate: Gate, listening: socket.socket) -> NoReturn:
     server.handle_exit = signalled  # type: ignore[assignment,method-assign]
     gc.collect()
     gc.freeze()  # each collection would go over all that was imported, and let no request run meanwhile
+    sys.setswitchinterval(0.001)  # seconds that the event loop waits for a thread, some ten times a request
     server.run(sockets=[listening])
     os._exit(status)
