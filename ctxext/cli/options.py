@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 METHOD = ("--method", "-m")
 # How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
 TARGET = ("--target", "--length", "--target-length")
+SENTENCE = re.compile(r"(?s)(?![/~]|\.+/)(.*\s.*|.*\?)(?<!\.gguf)")  # can be no checkpoint
 
 
 class StrictCommand(TyperCommand):
@@ -68,7 +69,10 @@ class StrictCommand(TyperCommand):
         return ["".join((spelled if spelled and flag in others else flag, *rest)) for flag, *rest in words]
 
     def _name_bundled(self, ctx: Any) -> None:
-        """Put the bundled checkpoint in the place of the word ``demo``."""
+        """Put the bundled checkpoint in the place of the word ``demo``, and of none before a question."""
+        given = str(ctx.params.get("checkpoint"))
+        if ctx.params.get("question", "") is None and SENTENCE.fullmatch(given) and not os.path.exists(given):
+            ctx.params |= {"question": given, "checkpoint": None}
         for argument in self.params:
             given = ctx.params.get(argument.name)
             if argument.name in ("checkpoint", "source") and given is not None and is_bundled(str(given)):
@@ -82,8 +86,6 @@ class StrictCommand(TyperCommand):
 
         try:
             with saying_what_is_left_out(note):
-                if ctx.params.get("question", "") is None and is_sentence(given := str(ctx.params["checkpoint"])):
-                    ctx.params |= {"question": given, "checkpoint": None}
                 self._name_bundled(ctx)
                 refuse_mistakes(ctx.params)
                 if texts := ctx.params.get("text"):
@@ -96,11 +98,6 @@ class StrictCommand(TyperCommand):
             # Built here, not at import: tests and programs exchange sys.stderr.
             terminal(stderr=True).print(f"Error: {message}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
-
-
-def is_sentence(given: str) -> bool:
-    """Return True for words that can be no checkpoint, such as a question without one before it."""
-    return bool(re.fullmatch(r"(?s)(?![/~]|\.+/)(.*\s.*|.*\?)(?<!\.gguf)", given)) and not os.path.exists(given)
 
 
 def run_script(command: Callable[..., None]) -> None:

@@ -108,12 +108,15 @@ class TokenText:
         both = self.tokenizer.decode([token] if before is None else [before, token])
         return str(both[len(head) :] if both.startswith(head) else self.tokenizer.decode([token]))
 
-    def told(self, logits: Tensor, before: int | None, token: int, start: int, tops: int) -> Told:
-        """Return what is told about a token that was drawn from these logits."""
+    def told(self, logits: Tensor, before: int | None, token: int, written: AnswerText, tops: int) -> Told:
+        """Return what is told about the last token of a text, which was drawn from these logits."""
         logprobs = logits.float().log_softmax(-1)
         likeliest = logprobs.topk(min(tops, logprobs.shape[-1])).indices.tolist()
         named = [(self.behind(before, other), float(logprobs[other])) for other in likeliest]
-        return Told(self.behind(before, token), start, float(logprobs[token]), named, token in self.special)
+        text, start = self.behind(before, token), written.start
+        if text and written.text.endswith(text, start):  # behind half a letter, which nothing completes
+            start = len(written.text) - len(text)
+        return Told(text, start, float(logprobs[token]), named, token in self.special)
 
     def grammar(self, schema: dict[str, Any]) -> Grammar:
         """Return the grammar of JSON that keeps a schema, or refuse."""
@@ -152,7 +155,6 @@ class Grammar:
     def allowed(self, logits: Tensor) -> Tensor:
         """Return the logits with the tokens left out that the JSON cannot go on with."""
         kept = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[: logits.shape[-1]] > 0
-        self._require()
         return torch.where(kept.to(logits.device), logits[: len(kept)], -math.inf)
 
     def take(self, token: int) -> bool:
@@ -177,6 +179,7 @@ class AnswerText:
 
     def add(self, token: int) -> None:
         """Add the text of a token."""
+        self.start = len(self.text)
         if token in self.shown:
             self.names.append((len(self.text), self.shown[token]))
         self._grow(self.stream.step(self.reader.tokenizer.backend_tokenizer, token) or "")
@@ -301,11 +304,11 @@ class Draw:
     def _take(self, token: int, scores: Tensor) -> None:
         """Write a token down, see whether it is the last, and give out what is certain."""
         written = self.written
+        written.add(token)
         if self.tops is not None:
             before = (self.tokens or self.prompt)[-1]
-            self.told.append(self.reader.told(scores, before, token, len(written.text), self.tops))
+            self.told.append(self.reader.told(scores, before, token, written, self.tops))
         self.tokens.append(token)
-        written.add(token)
         complete = self.grammar is not None and self.grammar.take(token)
         if written.cut or token in self.ends or complete:
             self.finish = "stop"
@@ -377,11 +380,12 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
     def _read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
         told = [Told(reader.behind(None, prompt[0]), 0, None, [])]
         written = AnswerText(reader, [], {})
+        written.add(prompt[0])
         ids = torch.tensor([prompt[:-1]], device=self.model.device)
         for first, logits in logits_in_chunks(self.model, ids) if len(prompt) > 1 else ():
             for at, row in enumerate(logits[0], first):
-                written.add(prompt[at])
-                told.append(reader.told(row, prompt[at], prompt[at + 1], len(written.text), tops))
+                written.add(prompt[at + 1])
+                told.append(reader.told(row, prompt[at], prompt[at + 1], written, tops))
         return told
 
 

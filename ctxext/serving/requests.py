@@ -84,14 +84,14 @@ class JsonReader(json.JSONDecoder):
         return dict(pairs)
 
 
-def read_json(text: str | bytes) -> Any:
-    """Read JSON in UTF-8.
+def read_json(text: str) -> Any:
+    """Read JSON.
 
     Raises:
         ValueError: it is none, or has too many parts.
     """
     try:
-        return JsonReader().decode(text if isinstance(text, str) else text.decode())
+        return JsonReader().decode(text)
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
 
@@ -392,7 +392,7 @@ def checked(kind: type[Asked], text: bytes, vocabulary: int) -> Asked:
         HTTPException: 400, with a sentence that names the field.
     """
     try:
-        body = read_json(text)
+        body = read_json(text.decode())
     except ValueError as error:
         raise refusal(f"The body is not JSON that is read: {error}.") from None
     if not isinstance(body, dict):
@@ -472,11 +472,14 @@ def _unreadable(value: Any, level: int = 1) -> str | None:
 def _sentence(error: ValidationError, sent: dict[str, Any]) -> str:
     """Return a sentence about the innermost of a request's errors: a union has one for each of its types."""
     faults = error.errors(include_url=False, include_input=False)
-
-    def progress(fault: Any) -> tuple[int, bool, list[int]]:
-        return len(fault["loc"]), not fault["type"].endswith("_type"), [n for n in fault["loc"] if isinstance(n, int)]
-
-    worst = max(faults, key=progress)
+    worst = max(  # the one that came furthest
+        faults,
+        key=lambda fault: (
+            len(fault["loc"]),
+            not fault["type"].endswith("_type"),
+            [step for step in fault["loc"] if isinstance(step, int)],
+        ),
+    )
     path: list[str] = []
     value: Any = sent
     for step in worst["loc"]:

@@ -167,8 +167,8 @@ def serve(gate: Gate, listening: socket.socket) -> NoReturn:
     Threads may still be within a step of an answer that nobody waits for. No thread can be ended from outside, and an
     interpreter that ends in the usual way meanwhile aborts.
     """
-    settings: Any = {"log_level": "info", "lifespan": "on", "loop": "asyncio", "http": SmallPieces}
-    server = uvicorn.Server(uvicorn.Config(gate, **settings))
+    config = uvicorn.Config(gate, log_level="info", lifespan="on", loop="asyncio", http=SmallPieces)
+    server = uvicorn.Server(config)
     status = 0
 
     def end(number: int) -> None:
