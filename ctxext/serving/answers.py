@@ -373,7 +373,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
 
     async def read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
         """Return what is told about the tokens of a prompt."""
-        told: list[Told] = await self.async_submit(self._read, prompt, reader, tops)
+        # Shielded: transformers writes the result into a future that a client who left would have cancelled.
+        told: list[Told] = await asyncio.shield(self.async_submit(self._read, prompt, reader, tops))
         return told
 
     @torch.no_grad()
