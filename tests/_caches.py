@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ctxext.caches.records import empty
-from tests._models import logits, tokens
+from tests._models import logits
 
 
 @torch.no_grad()
@@ -29,64 +25,19 @@ def read(model: PreTrainedModel, cache: Any, ids: Tensor, steps: list[int], keep
     return torch.cat(found, 1)
 
 
-# What beams and batches do to the rows of a cache of two, and the rows that it then has.
-OF_ROWS: list[tuple[Callable[[DynamicCache], None], list[int]]] = [
-    (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-    (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-    (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-]
+def require_one_pass(model: PreTrainedModel, cache: Any, ids: Tensor, *steps: int, padding: int = 0) -> None:
+    """Hold what is read in passes of so many tokens to one pass of each row alone; the last row may be padded in front.
 
-
-class Reading:
-    """A text in progress.
-
-    Args:
-        model: the model that reads.
-        length: tokens of a row, padding included.
-        padding: slots in front of each row that hold none of its tokens.
-        cache: a cache without tokens; None makes a growing one.
+    A cache that holds tokens goes on with those behind them in ``ids``.
     """
-
-    def __init__(self, model: PreTrainedModel, length: int, padding: list[int], cache: Any = None) -> None:
-        self.model, self.cache, self.at = model, DynamicCache() if cache is None else cache, 0
-        self.ids = tokens(length, rows=len(padding))
-        self.keep = torch.arange(length)[None] >= torch.tensor(padding)[:, None]
-        self.alone = [
-            torch.nn.functional.pad(logits(model, self.ids[row : row + 1, start:])[0], (0, 0, start, 0))
-            for row, start in enumerate(padding)
-        ]
-        self.rows = list(range(len(padding)))
-
-    def read(self, *steps: int) -> None:
-        """Read passes of so many tokens, and require that each row is as it is alone."""
-        keep = self.keep[self.rows]
-        for step in steps:
-            found = read(self.model, self.cache, self.ids[self.rows], [step], None if keep.all() else keep)
-            for place, row in enumerate(self.rows):
-                here = self.keep[row, self.at : self.at + step]
-                wanted = self.alone[row][self.at : self.at + step]
-                error = (found[place][here] - wanted[here]).abs()
-                least = 1e-6 if found.dtype == torch.float64 else 1e-4
-                most = least * max(1.0, float(self.alone[row].abs().max()))
-                assert not len(error) or float(error.max()) < most, (self.at, step, row)
-            self.at += step
-
-    def crop(self, count: int | Tensor) -> None:
-        self.cache.crop(-count)
-        self.at -= int(count)
-
-    def copy(self) -> None:
-        """Go on with a copy that went through a file."""
-        self.cache = pickle.loads(pickle.dumps(copy.deepcopy(self.cache)))
-
-    def pick(self, rows: list[int]) -> None:
-        self.cache.reorder_cache(torch.tensor(rows))
-        self.rows = [self.rows[row] for row in rows]
-
-    def repeat(self) -> None:
-        self.cache.batch_repeat_interleave(2)
-        self.rows = [row for row in self.rows for _ in range(2)]
-
-    def empty(self) -> None:
-        empty(self.cache)
-        self.at = 0
+    keep, at = torch.ones_like(ids), int(cache.get_seq_length())
+    keep[-1, :padding] = 0
+    found = read(model, cache, ids, list(steps), keep if padding else None)
+    for row, start in enumerate([0] * (len(ids) - 1) + [padding]):
+        right = logits(model, ids[row : row + 1, start : at + sum(steps)])[0]
+        here, stop = max(at, start), at + sum(steps)
+        error = float((found[row, here - at :] - right[here - start : stop - start]).abs().max())
+        assert error < (1e-6 if right.dtype == torch.float64 else 1e-4) * max(1.0, float(right.abs().max())), (
+            row,
+            error,
+        )

@@ -194,15 +194,6 @@ def test_a_cropped_cache_is_refused_in_a_loop_and_recomputed_in_generate(
             generated(model, edited(), past_key_values=cache, prefill_chunk_size=chunk)
 
 
-@following
-def test_a_cache_cropped_inside_one_fitted_length_goes_on(model_type: str, method: dict[str, Any]) -> None:
-    model = extended(model_type, method)
-    cache = filled_by(model, TRAINED_LENGTH - 4)
-    cache.crop(KEPT - TRAINED_LENGTH + 4)
-    found = read(model, edited()[:, KEPT:], cache)
-    torch.testing.assert_close(found, logits(model, edited())[:, KEPT:], atol=3e-4, rtol=0)
-
-
 @pytest.mark.parametrize("argument", ["cache", "past_key_values"])
 @pytest.mark.parametrize(
     ("model_type", "method"), [("llama", "dynamic_ntk"), ("llama", "yarn"), ("llama", "alibi"), ("mpt", "pi")]
@@ -264,37 +255,6 @@ def test_a_copy_of_a_cache_remembers(copied: Any) -> None:
     long.crop(KEPT - LONG)
     with pytest.raises(IncompatibleError, match="those of a sequence of 100"):
         read(model, edited()[:, KEPT:], long)
-
-
-def test_picked_rows_go_on_with_their_own_lengths() -> None:
-    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0})
-    ids = tokens(TRAINED_LENGTH - 4, rows=3)
-    cache = filled_by(model, TRAINED_LENGTH - 4, rows=3)
-    cache.batch_select_indices(torch.tensor([2, 0]))
-    whole = torch.cat([ids[[2, 0]], tokens(3, rows=2)], dim=1)
-    torch.testing.assert_close(read(model, whole[:, -3:], cache), logits(model, whole)[:, -3:], atol=3e-4, rtol=0)
-    mask = torch.ones(3, LONG, dtype=torch.long)
-    mask[1, : LONG - KEPT] = 0
-    mixed = DynamicCache(config=model.config)
-    read(model, tokens(LONG, rows=3), mixed, attention_mask=mask)
-    mixed.batch_select_indices(torch.tensor([1]))
-    arguments = {"attention_mask": torch.cat([mask[1:2], torch.ones(1, 1, dtype=torch.long)], dim=1)}
-    alone = logits(model, torch.cat([tokens(LONG, rows=3)[1:2, LONG - KEPT :], tokens(1)], 1))[:, -1:]
-    torch.testing.assert_close(read(model, tokens(1), mixed, **arguments), alone, atol=3e-4, rtol=0)
-
-
-def test_rows_of_different_lengths_each_keep_their_positions() -> None:
-    """Of two rows, the short one stays inside the window while the long one is beyond it from the start."""
-    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0, "growth": "doubling"})
-    ids = tokens(LONG + 3, rows=2)
-    mask = torch.ones_like(ids)
-    mask[1, : LONG - KEPT] = 0
-    cache = DynamicCache(config=model.config)
-    read(model, ids[:, :LONG], cache, attention_mask=mask[:, :LONG])
-    found = read(model, ids[:, LONG:], cache, attention_mask=mask)
-    torch.testing.assert_close(found[0], logits(model, ids[:1])[0, LONG:], atol=3e-4, rtol=0)
-    alone = logits(model, ids[1:, LONG - KEPT :])
-    torch.testing.assert_close(found[1], alone[0, KEPT:], atol=3e-4, rtol=0)
 
 
 @following
@@ -371,16 +331,6 @@ def test_a_copy_of_the_model_takes_its_cache() -> None:
 
 
 @every
-def test_a_static_cache_is_reset_and_used_again(model_type: str, method: dict[str, Any]) -> None:
-    model = extended(model_type, method)
-    cache = StaticCache(config=model.config, max_cache_len=LONG)
-    read(model, tokens(LONG), cache)
-    cache.reset()
-    found = read(model, tokens(KEPT), cache)
-    torch.testing.assert_close(found, logits(model, tokens(KEPT)), atol=3e-4, rtol=0)
-
-
-@every
 def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict[str, Any]) -> None:
     model = extended(model_type, method)
     with torch.no_grad():
@@ -392,17 +342,6 @@ def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict
     ctxext.unpatch(model)
     with pytest.raises(PatchStateError, match=r"as after ctxext\.unpatch"):
         read(model, tokens(1), caches[0])
-
-
-@pytest.mark.slow
-@following
-def test_beams_of_padded_rows_across_the_window(model_type: str, method: dict[str, Any]) -> None:
-    model = extended(model_type, method)
-    ids = tokens(TRAINED_LENGTH - 3, rows=2)
-    mask = torch.ones_like(ids)
-    mask[1, :20] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
 
 
 def prefixed(model: PreTrainedModel) -> Any:

@@ -6,10 +6,8 @@ Streaming drops the keys of all heads that no later query sees, retrieval heads 
 from __future__ import annotations
 
 import copy
-import random
 import re
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,20 +17,17 @@ from transformers.cache_utils import DynamicLayer
 
 import ctxext
 from ctxext.caches.bounded import BoundedLayer, SplitLayer
+from ctxext.caches.records import empty
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import METHODS
-from ctxext.methods.remap import Band, Piece, PositionMap, RemapMethod, Sinks
+from ctxext.methods.remap import RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.streaming import Streaming
-from ctxext.spec import RopeSpec
-from tests._caches import OF_ROWS, Reading, read
+from tests._caches import read, require_one_pass
 from tests._models import logits, tiny, tokens
 from tests._programs import ROOT, ran
 from tests.contracts.test_remap import (
-    CARRYING,
     EXACT,
     KINDS,
-    REMAPS,
     SELF_EXTEND,
     TWO_KINDS,
     error,
@@ -93,26 +88,19 @@ def require_few(cache: DynamicCache, length: int) -> None:
 @pytest.mark.slow
 @every_pair
 def test_passes_of_any_size_are_one_pass(cls: type[RemapMethod], model_type: str) -> None:
-    """In a growing cache and in a static one, a padded row beside a full one; cropped, copied and reordered."""
+    """In a growing cache and in a static one, a padded row beside a full one."""
     kind = KINDS[model_type]
     if not kind.decodes:
         pytest.skip("transformers reads with a cache otherwise than without one")
     model, method = extended(cls, model_type)
     length = min(target(method), 120)
-    reading = Reading(model, length, [0], DynamicCache(config=model.config))
+    ids, cache = tokens(length, rows=2), DynamicCache(config=model.config)
     if not kind.continues:
-        reading.read(length - 3, 1, 1, 1)
+        require_one_pass(model, cache, ids[:1], length - 3, 1, 1, 1)
         return
-    reading.read(70, *[1] * 20, length - 90)
+    require_one_pass(model, cache, ids[:1], 70, *[1] * 20, length - 90)
     static = StaticCache(config=model.config, max_cache_len=length)
-    Reading(model, length, [0, 23], static).read(70, *[1] * 10, 9)
-    if model_type not in CARRYING and kind.changes == {}:
-        reading.copy()
-        reading.crop(3)
-        reading.repeat()
-        reading.read(1, 2)
-        with_gradient = model(reading.ids[:, :9], past_key_values=DynamicCache()).logits
-        assert error(with_gradient.detach(), reading.alone[0][:9]) < (EXACT if kind.form.tail is False else 1e-3)
+    require_one_pass(model, static, ids, 70, *[1] * 10, 9, padding=23)
 
 
 @pytest.mark.slow
@@ -138,46 +126,28 @@ def test_one_call_of_a_long_text_holds_few_keys(made: Any, way: str) -> None:
 @pytest.mark.parametrize("steps", [[130] + [1] * 40, [37] * 5, [90, 1, 1, 60, 3, 25], [16] * 11, [10] + [1] * 170])
 @every_bound
 def test_few_keys_are_held_in_passes_of_any_size(made: Any, steps: list[int]) -> None:
-    reading, sizes = Reading(made(), sum(steps), [0, 0]), set()
+    model, cache, ids, sizes = made(), DynamicCache(), tokens(sum(steps), rows=2), set()
     for step in steps:
-        reading.read(step)
-        sizes.add(held(reading.cache)[1][0][1])
-    require_few(reading.cache, sum(steps))
+        require_one_pass(model, cache, ids, step)
+        sizes.add(held(cache)[1][0][1])
+    require_few(cache, sum(steps))
     assert max(sizes) < max(MOST + WINDOW, steps[0] + 1)
-    assert reading.cache.get_seq_length() == sum(steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [[3, 95], [0, 140], [40, 40]])
-@every_bound
-def test_rows_that_begin_at_different_slots_keep_their_own_first_tokens(made: Any, padding: list[int]) -> None:
-    """The second row is inside the window when the first one could drop keys, and later drops its own."""
-    reading = Reading(made(), 260, padding)
-    reading.read(150, *[1] * 25, 20, 50, *[1] * 5)
-    assert held(reading.cache)[1][0][1] < 250
-    for change, rows in OF_ROWS:
-        other = copy.copy(reading)
-        other.cache, other.rows = copy.deepcopy(reading.cache), rows
-        change(other.cache)
-        other.read(1, 3)
+    assert cache.get_seq_length() == sum(steps)
 
 
 @pytest.mark.slow
 @every_bound
 def test_it_is_cropped_as_far_as_it_still_holds_what_is_seen_and_refused_beyond(made: Any) -> None:
-    reading = Reading(made(), 180, [0, 0])
-    reading.read(150)
-    reading.copy()
-    reading.crop(torch.tensor(20))  # a tensor, as transformers 5.17 decodes assisted
-    reading.read(7, *[1] * 13, 30)
-    before = held(reading.cache)
+    model, cache, ids = made(), DynamicCache(), tokens(180)
+    require_one_pass(model, cache, ids, 150)
+    cache.crop(-torch.tensor(20))  # a tensor, as transformers 5.17 decodes assisted
+    require_one_pass(model, cache, ids, 7, *[1] * 13, 30)
+    before = held(cache)
     with pytest.raises(IncompatibleError, match=r"found 100.*the first 4 and the newest") as refusal:
-        reading.cache.crop(-100)
-    assert held(reading.cache) == before, "a refused crop takes nothing"
-    reading.crop(int(re.findall(r"cropped by up to (\d+) tokens", str(refusal.value))[0]))
-    reading.read(1, 3)
-    reading.empty()
-    reading.read(130, 1, 20)
+        cache.crop(-100)
+    assert held(cache) == before, "a refused crop takes nothing"
+    cache.crop(-int(re.findall(r"cropped by up to (\d+) tokens", str(refusal.value))[0]))
+    require_one_pass(model, cache, ids, 1, 3)
 
 
 @every_bound
@@ -191,26 +161,6 @@ def test_a_mask_that_forgets_the_padding_is_refused_before_anything_is_cached(ma
     with pytest.raises(InvalidParameterError, match="covers 1 tokens, but the text has 201"):
         model(ids[:, 200:201], past_key_values=cache, attention_mask=keep[:, 200:201])
     assert held(cache) == before
-
-
-@pytest.mark.slow
-def test_right_padding_drops_nothing_and_stays_right() -> None:
-    """Slots do not tell distances there: a key is dropped, or rotated for good, only if it is far in positions."""
-    ids, keep = tokens(230, rows=2), torch.ones(2, 230, dtype=torch.bool)
-    keep[1, 180:200] = False
-    for model in (streaming(), split(), extended()[0]):
-        found = read(model, cache := DynamicCache(), ids, [200, 15, 15], keep)
-        assert held(cache)[0][0][1] == 230
-        assert error(found[1:, keep[1]], logits(model, ids[1:, keep[1]])) < EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("far", [{"far": "dual_chunk", "chunk": 32}, {"far": "rerope", "far_window": 40}])
-def test_other_far_methods_decode_as_without_a_cache(far: dict[str, Any], exact: bool) -> None:
-    reading = Reading(split(**far, exact=exact), 180, [0])
-    reading.read(130, *[1] * 40, 10)
-    assert len(held(reading.cache)[0]) == 2
 
 
 @pytest.mark.slow
@@ -252,18 +202,6 @@ def test_a_step_writes_beside_the_held_keys_and_over_none_that_were_held_before(
         assert error(read(model, cache, ids, [1, 4]), logits(model, ids[:, :159])[:, 154:]) < EXACT
 
 
-@pytest.mark.slow
-@every_bound
-def test_a_cache_goes_on_outside_of_the_mode_that_filled_it(made: Any) -> None:
-    model, cache, ids, found = made(), DynamicCache(), tokens(160), []
-    for mode, steps in ((torch.inference_mode, [150, 1]), (torch.enable_grad, [1, 2]), (torch.inference_mode, [1])):
-        for step in steps:
-            at = int(cache.get_seq_length())
-            with mode():
-                found.append(model(ids[:, at : at + step], past_key_values=cache).logits.detach().clone())
-    assert error(torch.cat(found, 1), logits(model, ids[:, :155])) < EXACT
-
-
 def test_an_offloaded_layer_moves_both_parts() -> None:
     cache = DynamicCache()
     read(split(), cache, tokens(150), [150])
@@ -285,14 +223,14 @@ def test_a_cache_of_which_some_layers_were_cropped_and_others_refused_is_not_rea
     heads: tuple[int, ...],
 ) -> None:
     """The first layer holds all keys, and is cropped before a later one refuses."""
-    reading = Reading(split(heads=heads), 180, [0])
-    reading.read(179)
+    model, cache, ids = split(heads=heads), DynamicCache(), tokens(180)
+    require_one_pass(model, cache, ids, 179)
     with pytest.raises(IncompatibleError, match=r"cropped by up to \d+ tokens, found 100"):
-        reading.cache.crop(-100)
+        cache.crop(-100)
     with pytest.raises(IncompatibleError, match="Some layers of this cache hold 79 tokens and others 179"):
-        reading.read(1)
-    reading.empty()
-    reading.read(150, *[1] * 20)
+        read(model, cache, ids, [1])
+    empty(cache)
+    require_one_pass(model, cache, ids, 150, *[1] * 20)
 
 
 @pytest.mark.slow
@@ -301,7 +239,7 @@ def test_a_cache_of_which_some_layers_were_cropped_and_others_refused_is_not_rea
 )
 def test_a_layer_that_attends_twice_in_a_pass_drops_no_key_between(method: Streaming | RetrievalHeads) -> None:
     model = ctxext.patch(tiny("diffllama").double(), method)
-    Reading(model, 140, [0]).read(100, *[1] * 10, 30)
+    require_one_pass(model, DynamicCache(), tokens(140), 100, *[1] * 10, 30)
     assert not any("cache" in note for note in ctxext.describe(model).notes)
 
 
@@ -321,10 +259,9 @@ def test_what_a_step_reads_is_said_of_the_longest_text(factor: float, exact: boo
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text"])
 def test_retrieval_heads_hold_less_unless_one_vector_serves_all_heads(model_type: str) -> None:
     def numbers(model: PreTrainedModel) -> int:
-        reading = Reading(model, 180, [0], DynamicCache(config=model.config))
-        reading.read(150, 1, 29)
-        near = [layer.near for layer in reading.cache.layers if getattr(layer, "near", None) is not None]
-        return sum(part.keys.numel() + part.values.numel() for part in [*reading.cache.layers, *near])
+        require_one_pass(model, cache := DynamicCache(config=model.config), tokens(180), 150, 1, 29)
+        near = [layer.near for layer in cache.layers if getattr(layer, "near", None) is not None]
+        return sum(part.keys.numel() + part.values.numel() for part in [*cache.layers, *near])
 
     plain, (model, _) = numbers(model_of(model_type)), extended(RetrievalHeads, model_type)
     if model_type == "deepseek_v3":
@@ -366,159 +303,15 @@ def test_layers_that_share_keys(model_type: str, name: str) -> None:
         require_equal(torch.cat(found, 1)[:, 9:], expected[:, 9:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class MovedSinks(RemapMethod):
-    """Streaming whose first tokens stand two places further on: a bounded cache, and keys that are turned."""
-
-    name: ClassVar[str] = "moved_sinks"
-    summary: ClassVar[str] = "for a test"
-    source: ClassVar[str] = "none"
-
-    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
-        far = Piece(region=Sinks(4, 20), query=PositionMap(scale=0.0, offset=30.0), key=PositionMap(offset=2.0))
-        return (Piece(region=Band(0, 20)), far)
-
-
-@pytest.mark.slow
-def test_a_cache_that_drops_keys_and_has_some_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "moved_sinks", MovedSinks)
-    reading = Reading(ctxext.patch(tiny().double(), MovedSinks(factor=4.0)), 90, [0])
-    reading.read(70, *[5] * 4)
-    assert held(reading.cache)[0][0][1] < 60
-    reading.crop(30)
-    reading.read(30)
-
-
-def drawn(chance: random.Random) -> tuple[PreTrainedModel, RemapMethod]:
-    """A model of one of several shapes, extended by any method, in half of the cases by retrieval heads."""
-    layers, kv_heads = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
-    sizes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "head_dim": 16}
-    model = tiny(
-        chance.choice(["llama", "glm", "cohere"]), **sizes, num_attention_heads=kv_heads * chance.choice([1, 2])
-    ).double()
-    others = [cls for cls in REMAPS.values() if cls is not RetrievalHeads]
-    if chance.random() < 0.5:
-        method = example(chance.choice(others), model)
-        return ctxext.patch(model, method), method
-    groups = range(layers * kv_heads)
-    far = chance.choice(["self_extend", "rerope", "dual_chunk", "plain"])
-    own = {
-        "rerope": {"far_window": 20},
-        "dual_chunk": {"chunk": 32, "local": 4},
-        "plain": {"factor": 1, "exact": False},
-    }
-    parameters = {
-        "factor": chance.choice([2, 4]),
-        "heads": chance.sample(groups, chance.randint(1, len(groups))),
-        "window": chance.choice([1, 2, 17, 24, 33]),
-        "sinks": chance.choice([1, 4, 30]),
-        "exact": chance.random() < 0.5,
-        "temperature": chance.choice(["none", "logn"]),
-    }
-    method = RetrievalHeads(far=far, **parameters | own.get(far, {}))
-    return ctxext.patch(model, method), method
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(32))
-def test_whatever_users_do_to_a_cache_decoding_is_that_of_no_cache(seed: int) -> None:
-    """Passes of many sizes; between them crops, copies and other orders of rows, each padded at its own length."""
-    chance = random.Random(seed)
-    model, method = drawn(chance)
-    length = 190 if isinstance(method, RetrievalHeads) else min(target(method), 190)
-    rows = chance.choice([1, 2, 3])
-    is_static = chance.random() < 0.2
-    cache = StaticCache(config=model.config, max_cache_len=length) if is_static else None
-    reading = Reading(model, length, [chance.choice([0, 9, 70]) for _ in range(rows)], cache)
-    while reading.at < length:
-        how = chance.choice(["crop", "order", "copy", "repeat", "nothing", "nothing", "nothing"])
-        if how == "crop" and reading.at and not is_static:
-            try:
-                reading.crop(min(chance.choice([1, 5, 31, 60, reading.at]), reading.at))
-            except IncompatibleError:
-                reading.empty()
-        elif how == "order" and reading.at:
-            reading.pick([chance.randrange(len(reading.rows)) for _ in reading.rows])
-        elif how == "copy":
-            reading.copy()
-        elif how == "repeat" and reading.at and len(reading.rows) < 4 and not is_static:
-            reading.repeat()
-        reading.read(min(length - reading.at, chance.choice([1, 1, 1, 5, 37, 90])))
-
-
 @pytest.mark.nightly
 def test_a_cache_that_was_beyond_the_window_is_exact_again_when_it_was_emptied() -> None:
     """Cropped into the window, its keys are turned back, which rounds; emptied, every bit is the plain model's."""
     for model, plain in ((extended()[0], model_of("llama")), (split(), tiny(**MIXED).double())):
-        reading = Reading(model, 190, [0])
-        reading.read(70, *[1] * 20)
-        reading.crop(20)
-        reading.read(120)
-        reading.empty()
-        short = tokens(50)
-        found = read(model, reading.cache, short, [30, *[1] * 20])
+        cache, short = DynamicCache(), tokens(50)
+        require_one_pass(model, cache, tokens(190), 70, *[1] * 120)
+        empty(cache)
+        found = read(model, cache, short, [30, *[1] * 20])
         assert torch.equal(found, read(plain, DynamicCache(), short, [30, *[1] * 20]))
-        reading.empty()
-        reading.read(100, *[1] * 40, 50)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "emptied",
-    [DynamicCache.reset, pytest.param(lambda cache: cache.crop(-cache.get_seq_length()), marks=pytest.mark.nightly)],
-)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (Streaming(factor=4, window=56), Streaming(factor=4, window=24)),
-        (Streaming(factor=4, window=24), Streaming(factor=4, window=56)),
-        (Streaming(factor=4, window=24), RetrievalHeads(factor=4, heads=(1, 2), window=20)),
-        (RetrievalHeads(factor=4, heads=(0, 3), window=20), RetrievalHeads(factor=4, heads=(1, 2), window=20)),
-        (RetrievalHeads(factor=4, heads=(0, 3), window=20), Streaming(factor=4, window=24)),
-    ],
-)
-def test_an_emptied_cache_is_a_new_one_to_another_extension(before: Any, after: Any, emptied: Any) -> None:
-    model, ids, cache = tiny().double(), tokens(160), DynamicCache()
-    long = 150 if emptied is DynamicCache.reset else 70  # a cache that dropped keys is not cropped to its start
-    with ctxext.patched(model, before):
-        read(model, cache, ids, [long, 1, 1])
-    emptied(cache)
-    with ctxext.patched(model, after):
-        assert error(read(model, cache, ids, [150, *[1] * 10]), logits(model, ids)) < EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"method": "self_extend", "window": 16},
-        {"method": "streaming", "window": 24},
-        {"method": "dual_chunk", "chunk": 24, "local": 4},
-        {"method": "retrieval_heads", "heads": [0, 3], "window": 20},
-    ],
-    ids=lambda method: method["method"],
-)
-def test_slots_given_as_positions_mean_the_same_in_every_call(method: dict[str, Any]) -> None:
-    """A loop that pads on the left and counts the padding; generate() does not count it."""
-    model, ids = ctxext.patch(tiny().double(), factor=4, **method), tokens(120, rows=2)
-    keep = torch.ones_like(ids)
-    keep[1, :10] = 0
-    slots, cache = torch.arange(120).expand(2, -1), DynamicCache()
-    right = logits(model, ids, attention_mask=keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0))[1, 10:]
-    close = 1e-4  # the model's own rotation, in float32, is by other positions
-    assert error(logits(model, ids, attention_mask=keep, position_ids=slots)[1, 10:], right) < close
-    parts = [range(100), *([at] for at in range(100, 120))]
-    with torch.no_grad():
-        found = [
-            model(
-                ids[:, list(part)],
-                attention_mask=keep[:, : part[-1] + 1],
-                position_ids=slots[:, list(part)],
-                past_key_values=cache,
-            ).logits
-            for part in parts
-        ]
-    assert error(torch.cat(found, 1)[1, 10:], right) < close
 
 
 def generated(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
@@ -537,12 +330,6 @@ def test_generate_writes_the_same_with_any_cache_and_whoever_stands_beside(
     require_generated(patched(model, method), min(target(method) - 10, 100), is_plain=is_plain)
 
 
-@pytest.mark.nightly
-@every_bound
-def test_generate_is_the_same_where_keys_are_dropped(made: Any) -> None:
-    require_generated(made(), 120, is_plain=True)
-
-
 def require_generated(model: PreTrainedModel, length: int, *, is_plain: bool) -> None:
     ids, keep = tokens(length, rows=2), torch.ones(2, length, dtype=torch.long)
     keep[1, :23] = 0
@@ -554,49 +341,6 @@ def require_generated(model: PreTrainedModel, length: int, *, is_plain: bool) ->
     if is_plain:
         assert torch.equal(batch[1:, length:], generated(model, ids[1:, 23:])[:, length - 23 :])
         assert torch.equal(generated(model, ids[:1], prompt_lookup_num_tokens=3), batch[:1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("looked_up", [2, 10])
-def test_generate_over_the_end_of_the_trained_window_with_guesses_that_are_taken_back(looked_up: int) -> None:
-    """No key is dropped that a crop back into the trained window would need."""
-    model, ids = split(), tokens(50)
-    wanted = generated(model, ids, use_cache=False, max_new_tokens=60)
-    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=looked_up, max_new_tokens=60), wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"do_sample": True, "top_k": 5, "num_return_sequences": 3},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"prefill_chunk_size": 64},
-        {"prefill_chunk_size": 7, "num_beams": 2},
-    ],
-    ids=str,
-)
-def test_every_way_to_generate_is_that_of_no_cache(how: dict[str, Any]) -> None:
-    """Three rows, which leave the trained window at different steps."""
-    model, ids = split(), tokens(70, rows=3)
-    keep = (torch.arange(70)[None] >= torch.tensor([[0], [20], [40]])).long()
-    results = []
-    for cached in (True, False):
-        torch.manual_seed(0)
-        given = how if cached else {name: value for name, value in how.items() if name != "prefill_chunk_size"}
-        results.append(generated(model, ids, attention_mask=keep, use_cache=cached, max_new_tokens=36, **given))
-    assert torch.equal(*results)
-
-
-@pytest.mark.nightly
-def test_an_assistant_and_a_chat_with_a_kept_cache() -> None:
-    model, assistant, text, cache = split(), split(exact=False), tokens(50), DynamicCache()
-    for turn in range(3):
-        wanted = generated(model, text, use_cache=False)
-        assert torch.equal(generated(model, text, past_key_values=cache), wanted)
-        assert torch.equal(generated(model, text, assistant_model=assistant), wanted)
-        text = torch.cat([wanted, tokens(30 + turn)], 1)
-    assert len(held(cache)[0]) == 2
 
 
 @pytest.mark.slow

@@ -178,24 +178,6 @@ def test_decoding_is_one_full_forward_and_reads_each_token_once(model_type: str,
         torch.testing.assert_close(torch.stack(answer.logits)[:, row], expected, atol=3e-4, rtol=0)
 
 
-@pytest.mark.slow
-@every
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-        {"prefill_chunk_size": 16},
-        {"max_new_tokens": None, "max_length": TOTAL},
-    ],
-    ids=lambda way: next(iter(way)),
-)
-def test_every_way_to_decode_gives_the_same_tokens(model_type: str, method: str, way: dict[str, Any]) -> None:
-    ids, mask = padded()
-    model = build(method, model_type)
-    assert torch.equal(generated(model, ids, attention_mask=mask, **way), generated(model, ids, attention_mask=mask))
-
-
 @pytest.mark.nightly
 def test_one_graph_serves_the_steps_of_all_requests() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
@@ -220,30 +202,6 @@ def test_a_call_is_checked_before_its_graph() -> None:
     ctxext.patch(model, "dynamic_pi", factor=4.0, growth="request", trained_length=TRAINED_LENGTH)
     again = prepared(model, ids, cache, ctxext_length=TOTAL + 9)
     assert again["input_ids"].shape == ids.shape
-
-
-@pytest.mark.slow
-@every
-def test_beams_and_several_samples(model_type: str, method: str) -> None:
-    ids, mask = padded()
-    model = build(method, model_type)
-    beams = {"num_beams": 3, "num_return_sequences": 2, "attention_mask": mask}
-    assert torch.equal(generated(model, ids, **beams), generated(model, ids, **beams, use_cache=False))
-    samples = {"do_sample": True, "num_return_sequences": 3, "attention_mask": mask}
-    torch.manual_seed(0)
-    found = generated(model, ids, **samples)
-    torch.manual_seed(0)
-    assert torch.equal(found, generated(model, ids, **samples, use_cache=False))
-
-
-@pytest.mark.slow
-@rotary
-def test_assisted_decoding_is_right_across_the_window(method: str) -> None:
-    model, ids = build(method), tokens(12).repeat(1, 5)
-    expected = generated(model, ids)
-    for assistant in (tiny(), build(method), ctxext.patch(tiny(seed=1), "yarn", factor=4.0)):
-        assert torch.equal(generated(model, ids, assistant_model=assistant), expected)
-    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), expected)
 
 
 @pytest.mark.slow
