@@ -73,11 +73,13 @@ def write_card(
 
 def _read(path: Path) -> RepoCard:
     """Read a card; its metadata as they stand, since a table of results that the hub rejects is not ours to drop."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return RepoCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}")
     except (yaml.YAMLError, ValueError) as error:
-        raise CheckpointError(f"The metadata at the top of {path.name} cannot be read: {error}. Mend them.") from error
+        raise CheckpointError(
+            f"The metadata at the top of {path.name} cannot be read: {error}. Mend them, or remove the file."
+        ) from error
 
 
 def _loading(

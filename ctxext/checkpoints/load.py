@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -52,6 +56,7 @@ from ctxext.core.steps import class_with_parts
 from ctxext.core.subject import Subject, base_model
 from ctxext.errors import (
     CheckpointError,
+    CtxextError,
     InvalidParameterError,
     UnknownNameError,
     VerificationError,
@@ -72,8 +77,28 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
+# Arguments of from_pretrained that are no fields, though configs have some of them.
+NO_FIELDS = (
+    *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "quantization_config"),
+    *("trust_remote_code", "code_revision"),
+)
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
+
+
+REPORT: ContextVar[dict[str, Any]] = ContextVar("ctxext_loading_report")
+"""What ``from_pretrained`` said of the weights that were loaded last."""
+
+
+def _reporting(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loading report beside the model where it is wanted."""
+
+    @functools.wraps(verb)
+    def reporting(*args: Any, output_loading_info: bool = False, **given: Any) -> Any:
+        model = verb(*args, **given)
+        return (model, REPORT.get()) if output_loading_info else model
+
+    return reporting
 
 
 @overload
@@ -97,6 +122,7 @@ def load(
 ) -> LoadedModel: ...
 
 
+@_reporting
 def load(
     path: str | os.PathLike[str],
     method: str | Method | None = None,
@@ -135,10 +161,12 @@ def load(
             is the class that the checkpoint was saved from (``architectures`` in its config), so that a classifier
             keeps its head and a vision-language model its vision.
         **loading: the method's own parameters; everything else goes to ``from_pretrained`` (``dtype``,
-            ``device_map``, ``quantization_config``, ``gguf_file``, ...).
+            ``device_map``, ``quantization_config``, ``gguf_file``, ...), which takes fields of the config, too
+            (``num_labels``).
 
     Returns:
-        The model (a ``PeftModel`` for an adapter directory), patched: ``describe`` and ``unpatch`` work on it.
+        The model (a ``PeftModel`` for an adapter directory), patched: ``describe`` and ``unpatch`` work on it. With
+        ``output_loading_info=True``, a tuple of it and the report of ``from_pretrained`` on the weights.
 
     Raises:
         CheckpointError: nothing at ``path``, no config in it, or no extension to restore.
@@ -295,11 +323,6 @@ def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
             "config=...: load reads the config from the checkpoint, extends that and proves it. For a config of your "
             "own, build the model with from_pretrained(path, config=...) and call ctxext.patch on it."
         )
-    if loading.get("output_loading_info"):
-        raise InvalidParameterError(
-            "output_loading_info=True: load returns the model alone. For the keys that were missing, load with "
-            "from_pretrained(path, output_loading_info=True) and call ctxext.patch on the model."
-        )
 
 
 def _refuse_without_method(arguments: ExtensionArguments) -> None:
@@ -317,7 +340,9 @@ def _read_config(place: str, loading: dict[str, Any]) -> Any:
         for package in ("gguf", "accelerate"):
             require_package(package, "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
     location = {key: loading[key] for key in LOCATION if key in loading}
-    config = read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
+    trusted = bool(loading.get("trust_remote_code", False))
+    given = {name: value for name, value in loading.items() if name not in (*LOCATION, *NO_FIELDS)}
+    config = read_any_config(place, trust_remote_code=trusted, fields=given, **location)
     beside = None if location.get("gguf_file") else quantised_beside(Path(place, location.get("subfolder", "")), config)
     if beside is not None and "quantization_config" not in loading:
         raise CheckpointError(
@@ -344,46 +369,71 @@ def _read_model(
         CheckpointError: no safetensors weights there, or unreadable ones.
         UnknownNameError: an argument that from_pretrained does not know.
     """
+    loading = {name: value for name, value in loading.items() if name in NO_FIELDS or not hasattr(config, name)}
     chosen = model_class(config, auto_class)
     config = config_of(config, chosen)
+    stored = dict[str, torch.Tensor]()
     built = class_with_parts(chosen, config) if restored else chosen
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
-            check_weights(Path(place) / loading.get("subfolder", ""))
-    telling = {"output_loading_info": True} if complete or auto_class is None else {}
+            stored = check_weights(Path(place) / loading.get("subfolder", "")).stored
+    fitting = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     gguf = opened_gguf(place, **{key: loading[key] for key in LOCATION if key in loading})
     reading = gguf.read_by_transformers() if gguf else contextlib.nullcontext()
     try:
         with restoring(), running_code(f"a {config.model_type}"), reading:
-            loaded = built.from_pretrained(place, config=config, **telling, **loading)
-    except (OSError, SafetensorError, RecursionError) as error:  # the last of generation_config.json
+            model, report = built.from_pretrained(place, config=config, **loading | fitting)
+    except (CtxextError, torch.OutOfMemoryError):
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last of shapes, and of generation_config.json
         raise CheckpointError(f"The weights in {place} cannot be read: {error}{unwritable(error)}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
         unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]
         if not unknown:
             raise
         names = {field.name for method in known_methods().values() for field in fields(method)}
+        names |= {"num_labels", *config.to_dict()}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
-    model: PreTrainedModel = loaded[0] if telling else loaded
     if built is not chosen:
         model.__class__ = built.__base__
-    if telling:
-        refuse_lacking(place, model, sorted(loaded[1]["missing_keys"]))
+    REPORT.set(report)
+    allowed = {"missing_keys": auto_class is not None and not complete}  # of a head that is new
+    allowed["mismatched_keys"] = bool(loading.get("ignore_mismatched_sizes"))
+    refuse_unfit(place, model, {name: () if allowed.get(name) else report[name] for name in report}, stored)
     file = Path(place, loading.get("gguf_file") or "")
     if file.is_file():  # adapters will look for their base in this file, not in its directory
         model.name_or_path = str(file)
-    return model
+    loaded: PreTrainedModel = model
+    return loaded
 
 
-def refuse_lacking(place: str | os.PathLike[str], model: PreTrainedModel, lacking: list[str]) -> None:
-    """Raise ``CheckpointError`` where weights lack tensors of ``model``, in whose place random ones would stand."""
-    if lacking:
+def refuse_unfit(
+    place: str | os.PathLike[str], model: PreTrainedModel, report: dict[str, Any], stored: dict[str, torch.Tensor]
+) -> None:
+    """Raise ``CheckpointError`` where weights are not those of ``model``: random ones would stand in their place.
+
+    Args:
+        report: The loading info of ``from_pretrained``.
+        stored: Tensors in the files, on the meta device.
+    """
+    if lacking := sorted(report["missing_keys"]):
         raise CheckpointError(
             f"The weights in {place} lack {lacking[0]}, which a {type(model).__name__} needs ({len(lacking)} such "
             f"tensors). Download them again; where they are another class's, write that into config.json: "
             f"architectures."
         )
+    for name, found, needed in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"The weights in {place} are not those of its config.json: {name} has the shape {tuple(found)}, and a "
+            f"{type(model).__name__} of that config needs {tuple(needed)}. Download both again."
+        )
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and name in stored and not stored[name].is_floating_point():
+            raise CheckpointError(
+                f"The weights in {place} hold {name} as whole numbers, and config.json says nothing of quantised "
+                f"weights. Download both again."
+            )
 
 
 def extended_config(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,7 @@ from ctxext.rope_types import GUARD
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
+WHOLE = "model.safetensors"  # which transformers prefers to an index
 # What save_pretrained calls one file of several; those of a variant (model.fp16-...) have an index of another name.
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
@@ -38,19 +40,34 @@ REMOTE_MODULE = "ctxext_remote"
 
 @dataclass
 class Contents:
-    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out."""
+    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
+
+    ``tensors`` holds those of each weight file, without numbers, on the meta device.
+    """
 
     weights: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    tensors: dict[str, set[str]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors that transformers reads: of one file, if it has the name of all weights."""
+        whole = self.tensors.get(WHOLE)
+        return whole or {name: tensor for tensors in self.tensors.values() for name, tensor in tensors.items()}
 
 
-def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
+def read_any_config(
+    place: str | os.PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    fields: dict[str, Any] | None = None,
+    **location: Any,
+) -> Any:
     """Read the config of any model, also one that ctxext saved so that stock code refuses it.
 
     Of a GGUF file (``gguf_file`` in ``location``) it holds the positions that the file says, which transformers by
-    itself reads in part.
+    itself reads in part. Of ``fields``, those that the config has replace its own, as in ``from_pretrained``.
 
     Raises:
         CheckpointError: unreadable, unknown to transformers, damaged, in need of remote code that was not allowed, or
@@ -66,6 +83,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             f"run unless you say so: --trust-remote-code (trust_remote_code=True), after reading it. transformers "
             f"{transformers.__version__} has no code for its model_type, {raw.get('model_type')!r}."
         )
+    fields = fields or {}
     try:
         file = opened_gguf(place, **location)
         if not raw and file is None:
@@ -74,12 +92,14 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         if guarded:
             original = checked_extension(raw.get("ctxext"), os.fspath(place))["original"]
             raw = raw | {name: original[name] for name in guarded}
-            config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+            config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw, **fields)
         else:
             with running_code(f"the config of {place}"), file.read_by_transformers() if file else nullcontext():
-                config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
+                config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location, **fields)
         if file is not None:
             read_positions(config, file)
+        if not isinstance(config.get_text_config(decoder=True), PreTrainedConfig):
+            raise TypeError(f"a {config.model_type} has no text_config or decoder; remove it, or mend model_type.")
     except CtxextError:
         raise
     except (OSError, *UNFIT) as error:
@@ -90,7 +110,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     if "ctxext" in raw:
         refuse_two_stories(config, raw, os.fspath(place))
     elif not location.get("gguf_file"):
-        refuse_lost_fields(config, os.fspath(place), raw)
+        refuse_lost_fields(config, os.fspath(place), raw | fields)
     return config
 
 
@@ -235,8 +255,8 @@ def checked_contents(source: Path) -> Contents:
     return contents
 
 
-def check_weights(source: Path) -> None:
-    """Make sure that the safetensors weights of a checkpoint directory are all there, wherever links lead to.
+def check_weights(source: Path) -> Contents:
+    """Sort the files of a checkpoint directory as ``checked_contents``, wherever links lead to.
 
     Raises:
         CheckpointError: no safetensors weights, a missing shard, or a file that is not what its name says.
@@ -246,6 +266,7 @@ def check_weights(source: Path) -> None:
         if not path.is_dir():
             _sort(path, contents)
     _check_weights(source, contents)
+    return contents
 
 
 def _contents(source: Path) -> Contents:
@@ -310,7 +331,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
             f"read. Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, "
             f"use_safetensors=False).save_pretrained(NEW)."
         )
-    contents.tensors = tensors = {path.name: _tensor_names(path) for path in contents.weights}
+    contents.tensors = tensors = {path.name: _tensors(path) for path in contents.weights}
     indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
     named = {file for index in indices for file in _check_index(source, index, tensors)}
     unnamed = sorted(name for name in tensors.keys() - named if SHARD.fullmatch(name))
@@ -322,7 +343,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
         )
 
 
-def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set[str]:
+def _check_index(source: Path, index: Path, tensors: dict[str, dict[str, torch.Tensor]]) -> set[str]:
     """Return the files that an index names, having checked that each is there with the tensors that it should hold."""
     weight_map = read_json(index).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -346,14 +367,31 @@ def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set
             f"{source} is incomplete: {index.name} says that {weight_map[absent[0]]} holds {absent[0]}, which it does "
             f"not ({len(absent)} such tensors). Download both again."
         )
+    files = dict[str, str]()
+    for file in sorted({*weight_map.values(), WHOLE} & tensors.keys()):
+        for name in tensors[file]:
+            if name in files:
+                raise CheckpointError(
+                    f"{source} is damaged, or two checkpoints in one: both {files[name]} and {file} hold {name}. "
+                    f"Keep one checkpoint, or download the files that {index.name} names into an empty directory."
+                )
+            files[name] = file
     return set(weight_map.values())
 
 
-def _tensor_names(path: Path) -> set[str]:
-    """Return the names of the tensors in a safetensors file; opening it checks its size and reads no weights."""
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file on the meta device; whole numbers are int64, all others float32.
+
+    Opening the file checks its size and reads no weights.
+    """
+    kinds = {True: torch.float32, False: torch.int64}
     try:
         with safe_open(path, framework="pt") as file:
-            return set(file.keys())
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict
+            return {
+                name: torch.empty(part.get_shape(), dtype=kinds["F" in part.get_dtype()], device="meta")
+                for name, part in slices.items()
+            }
     except (OSError, SafetensorError) as error:
         advice = lfs_advice(path) or " It may be an unfinished download."
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}.{advice}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -16,24 +15,26 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.limits import copy_raised
-from ctxext.checkpoints.load import attached, load, load_saved, refuse_lacking, replaces_weights
+from ctxext.checkpoints.load import attached, load, load_saved, refuse_unfit, replaces_weights
 from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import (
     Contents,
     checked_contents,
     fetched,
+    quantised_beside,
     read_any_config,
     read_tokenizer,
     refuse_source,
 )
 from ctxext.core.patching import describe, patch
+from ctxext.core.rebuild import restoring
 from ctxext.core.saved import describe_saved, extended_texts, with_old_form
 from ctxext.core.scaling import same_rope, stated_length
 from ctxext.core.subject import text_of
@@ -46,6 +47,7 @@ from ctxext.errors import (
 )
 from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination, whole_files
 from ctxext.methods import Method
+from ctxext.models.refusals import building
 from ctxext.spec import Description
 
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
@@ -124,8 +126,8 @@ def patch_checkpoint(
     config = read_any_config(source, trust_remote_code=trust_remote_code)
     model = meta_model(config, trust_remote_code=trust_remote_code)
     _refuse_part(source, config, model)
-    refuse_lacking(source, model, _lacking(contents, model))
-    extended = patch(model, method, **arguments).config
+    kind, extended = type(model), patch(model, method, **arguments).config
+    _refuse_unfit(source, kind, config, contents)
     description = describe_saved(extended.ctxext, extended.model_type)
     is_rewritten = replaces_weights(model, extended.ctxext) or bool(encoding_weights(model))
     if link and is_rewritten:
@@ -247,23 +249,24 @@ def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def _lacking(contents: Contents, model: PreTrainedModel) -> list[str]:
-    """Return the weights of ``model`` that no file holds; none if a tensor is left over that may be one of them.
+def _refuse_unfit(source: Path, kind: type[PreTrainedModel], config: Any, contents: Contents) -> None:
+    """Refuse weights that the model of the config could not be loaded with, by loading it on the meta device.
 
-    Quantised weights, fused experts and old layouts have names that transformers translates while it loads. Only where
-    every name in the files is the model's own, or one that nothing reads, is what is missing known to be missing.
+    transformers alone knows which names and layouts it translates. Quantised weights need the packages of their
+    programs, and a device that is named needs accelerate.
     """
-    needed = model.state_dict(keep_vars=True)
-    stored = contents.tensors.get("model.safetensors") or set().union(*contents.tensors.values())
-    if any(name not in needed and not name.endswith("rotary_emb.inv_freq") for name in stored):
-        return []
-    tied = {id(needed[name]) for name in stored if name in needed}  # shared weights are stored under one name
-    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    return [
-        name
-        for name, weight in needed.items()
-        if isinstance(weight, nn.Parameter) and id(weight) not in tied and not any(p.search(name) for p in optional)
-    ]
+    quantised = {"quantization_config", "compression_config"} & vars(config).keys()
+    if is_accelerate_available() and not quantised and not quantised_beside(source, config):
+        with building(f"a {kind.__name__} with the weights of {source}"), restoring():
+            model, report = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=contents.stored,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        refuse_unfit(source, model, report, contents.stored)
 
 
 def _refuse_destination(source: Path, destination: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -107,6 +108,27 @@ def test_a_parameter_of_another_method_is_named_as_patch_names_it(given: dict[st
         ctxext.load(plain, "yarn", factor=2, **given)
     with pytest.raises(InvalidParameterError, match=r"belongs to a method|is for adapters"):
         ctxext.load(plain, **given)
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend", None])
+def test_fields_of_the_config_are_taken_as_from_pretrained_takes_them(
+    method: str | None, plain: Path, tmp_path: Path
+) -> None:
+    place, extend = (plain, {"method": method, "factor": 2}) if method else (tmp_path, {})
+    ctxext.save(ctxext.patch(tiny(), "self_extend", factor=2), tmp_path)
+    given: dict[str, Any] = {"num_labels": 5, "use_cache": False, "attention_dropout": 0.25, "pad_token_id": 1}
+    for auto_class in (None, "AutoModelForSequenceClassification"):
+        model, report = ctxext.load(place, **extend, auto_class=auto_class, output_loading_info=True, **given)
+        stock, expected = getattr(transformers, auto_class or "AutoModelForCausalLM").from_pretrained(
+            plain, output_loading_info=True, **given
+        )
+        assert all(getattr(model.config, name) == getattr(stock.config, name) for name in given)
+        assert {name: set(keys) for name, keys in report.items()} == {name: set(expected[name]) for name in expected}
+        assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    with pytest.raises(UnknownNameError, match="Did you mean 'num_labels'"):
+        ctxext.load(place, **extend, num_label=5)
+    with pytest.raises(CheckpointError, match="'use_cache' expected bool"):
+        ctxext.load(place, **extend, use_cache="x")
 
 
 @pytest.mark.slow

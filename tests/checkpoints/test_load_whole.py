@@ -269,7 +269,6 @@ def test_arguments_of_load_that_cannot_be_meant(plain: Path) -> None:
     assert abf.config.rope_parameters["rope_theta"] == 5e5
     for given, said in (
         ({"config": LlamaForCausalLM.config_class()}, "config=.*own, build the model"),
-        ({"output_loading_info": True}, "output_loading_info=True: load returns the model alone"),
         ({"base": "elsewhere"}, "is for adapters"),
     ):
         with pytest.raises(InvalidParameterError, match=said):

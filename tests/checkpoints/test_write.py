@@ -250,6 +250,29 @@ def lacking(source: Path) -> None:
     save_file({name: tensor for name, tensor in there.items() if ".1.mlp.up" not in name}, source / WEIGHTS)
 
 
+def weight(change: Callable[[torch.Tensor], torch.Tensor], suffix: str = "") -> Callable[[Path], object]:
+    """Change one weight, and add to its name."""
+
+    def damage(source: Path) -> None:
+        there = load_file(source / WEIGHTS)
+        save_file(there | {UP + suffix: change(there.pop(UP)).contiguous()}, source / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def held_twice(*names: str) -> Callable[[Path], object]:
+    """Put a tensor into two files, of which an index names the first."""
+
+    def damage(source: Path) -> None:
+        there = load_file(source / WEIGHTS)
+        (source / WEIGHTS).unlink()
+        save_file(there, source / names[0], {"format": "pt"})
+        save_file({UP: torch.zeros_like(there[UP]), "own": torch.ones(1)}, source / names[1], {"format": "pt"})
+        put(INDEX, {"weight_map": dict.fromkeys(there, names[0]) | {"own": names[1]}})(source)
+
+    return damage
+
+
 def one_of_two(source: Path) -> None:
     names = load_file((source / WEIGHTS).rename(source / FIRST)).keys()
     put(INDEX, {"weight_map": dict.fromkeys(names, FIRST)})(source)
@@ -260,6 +283,7 @@ def unnamed(source: Path) -> None:
     shutil.copy(source / WEIGHTS, source / "model-00002-of-00002.safetensors")
 
 
+UP = "model.layers.0.mlp.up_proj.weight"
 WEIGHTS, FIRST, INDEX = "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 # What is done to a checkpoint, and what is said of it.
@@ -284,6 +308,15 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "index that leaves a file out": (one_of_two, rf"names 1 of the 2 files .*{FIRST} is one of"),
     "shard that no index names": (unnamed, r"-00002.safetensors is one of .*found: model.safetensors.index.json"),
     "lacking tensors": (lacking, r"lack model.layers.1.mlp.up_proj.weight, which a LlamaForCausalLM needs"),
+    "a weight transposed": (weight(torch.t), r"up_proj.weight has the shape \(64, 96\), and .* needs \(96, 64\)"),
+    "a weight of three dimensions": (weight(lambda up: up[None]), r"has the shape \(1, 96, 64\)"),
+    "a weight of whole numbers": (weight(torch.Tensor.int), "hold model.layers.0.mlp.up_proj.weight as whole numbers"),
+    "a weight renamed": (weight(torch.clone, "X"), "lack model.layers.0.mlp.up_proj.weight"),
+    "more tokens than rows": (changed(vocab_size=10**9), r"needs \(1000000000, 64\)"),
+    "in two files": (held_twice(FIRST, "model-00002-of-00002.safetensors"), f"both {FIRST} and .* hold {UP}"),
+    "whole beside shards": (held_twice("model-00001-of-00001.safetensors", WEIGHTS), f"-of-00001.* and {WEIGHTS} hold"),
+    "a text part of a llama": (changed(text_config={"model_type": "llama"}), "a llama has no text_config or decoder"),
+    "README of Latin letters": (put("README.md", b"---\na: b\n---\n\xe9"), "README.md cannot be read: 'utf-8' codec"),
     "last byte": (weights(lambda whole: whole[:-1]), "unfinished download"),
     "header only": (weights(lambda whole: whole[: 8 + int.from_bytes(whole[:8], "little")]), "unfinished download"),
     "garbage": (weights(lambda whole: whole[:9] + b"x" * 191 + whole[200:]), "not a whole safetensors file"),
@@ -338,6 +371,7 @@ def test_weights_that_lack_nothing_under_another_name_pass(llama: Path, tmp_path
         "quantised": {n.replace("up_proj.weight", "up_proj.qweight"): tensor for n, tensor in there.items()},
     }.items():
         shutil.copytree(llama, tmp_path / name)
+        put(f"{name}_config.json", {"bits": 4} if name == "quantised" else {})(tmp_path / name)
         save_file(kept, tmp_path / name / "model.safetensors")
     for name in ("tied", "frequencies", "quantised"):
         patch_checkpoint(tmp_path / name, tmp_path / f"{name}-long", "pi", factor=2.0)
