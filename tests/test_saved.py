@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ctxext
-from ctxext.core.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
+from ctxext.checkpoints.source import read_any_config
+from ctxext.core.saved import NOT_IDENTITY, checked_extension, choices, differences, extended_texts, identity
 from ctxext.errors import CheckpointError
 from ctxext.methods import known_methods
 from ctxext.spec import Extension
+from tests._checkpoints import rewrite
 from tests._models import tiny
 
 
@@ -81,3 +86,30 @@ def test_an_incomplete_form_is_refused() -> None:
     for name in ("fingerprint", "original", "trained_length", "scaling", "notes", "sliding_window", "attention"):
         with pytest.raises(CheckpointError, match=f"in it is incomplete, without {name}"):
             checked_extension({key: value for key, value in whole.items() if key != name}, "it")
+
+
+SIDES = json.loads((Path(__file__).parent / "core" / "saved_sides.json").read_text())["models"]["two methods"]["config"]
+
+
+@pytest.mark.parametrize("value", [None, True, "", "x", "ctxext", {}, {"x": {}}, [7]], ids=str)
+@pytest.mark.parametrize(
+    "path", ["sides", "trained_length", "sides decoder place", "sides encoder", "sides encoder notes"]
+)
+def test_a_damaged_form_of_two_sides_is_refused(path: str, value: Any, tmp_path: Path) -> None:
+    config = copy.deepcopy(SIDES)
+    *above, last = path.split()
+    part = functools.reduce(dict.__getitem__, above, config["ctxext"])
+    part[last] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"damaged|incomplete|format"):
+        extended_texts(read_any_config(tmp_path))
+
+
+@pytest.mark.parametrize(("method", "original"), [("pi", {"max_position_embeddings": 2.5}), ("alibi", {})], ids=str)
+def test_a_damaged_original_is_refused(method: str, original: dict[str, Any], tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(), method, factor=2), tmp_path)
+    rewrite(tmp_path / "config.json", lambda config: config["ctxext"].update(original=original))
+    with pytest.raises(CheckpointError, match=r"damaged.* original|cannot build the plain model of ctxext.original"):
+        ctxext.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"damaged.* original|cannot build"):
+        ctxext.load(tmp_path, "yarn", factor=2, trained_length=64)

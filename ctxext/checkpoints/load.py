@@ -455,6 +455,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     saved, texts = checked_extension(model.config.ctxext, place), extended_texts(model.config)
     for text in texts:
         drop_old_form(text)  # a config that was not read from a file still has it
+    plain_config(model.config, saved)  # which refuses a damaged original
     ropes = [getattr(text, "rope_parameters", None) for text in texts]
     arguments = arguments_of(saved, attention)
     loaded: dict[str, nn.Parameter] = {}

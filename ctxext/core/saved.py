@@ -56,6 +56,8 @@ KINDS = {
     "notes": list,
     "fingerprint": str,
     "stored_as": str,
+    "sides": dict,
+    "place": str,
     "trained_length": int,
     "target_length": int,
 }
@@ -146,7 +148,13 @@ def arguments_in_place_of(
 def extended_texts(config: Any) -> list[Any]:
     """Return the parts of a config that hold its extension: one, or one for each side of an encoder-decoder."""
     sides = saved_sides(getattr(config, "ctxext", None) or {})
-    return [functools.reduce(getattr, side["place"].split("."), config) for side in sides.values()] or [text_of(config)]
+    places = [side.get("place", "") for side in sides.values()]
+    texts = [
+        functools.reduce(lambda part, name: getattr(part, name, None), place.split("."), config) for place in places
+    ]
+    if not all(isinstance(text, transformers.PreTrainedConfig) for text in texts):
+        raise CheckpointError(f"The extension in this config is damaged: {' or '.join(places)} is no part of it.")
+    return texts or [text_of(config)]
 
 
 def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
@@ -166,22 +174,27 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
         CheckpointError: if it is not.
     """
     version = saved.get("format") if isinstance(saved, dict) else saved
-    if version == SIDES_FORMAT and isinstance(saved.get("sides"), dict):
-        whole: dict[str, Any] = saved
-        sides = {name: checked_extension(side, f"{place} ({name})") for name, side in whole["sides"].items()}
-        return whole | {"sides": sides}
-    if not isinstance(saved, dict) or version != FORMAT:
+    if not isinstance(saved, dict) or version not in (FORMAT, SIDES_FORMAT):
         raise CheckpointError(
             f"The extension in {place} has format {version!r}; ctxext {__version__} reads format {FORMAT}. It was "
             f"saved by another version of ctxext, or changed by hand."
         )
-    needed = {"method", "versions", *(field.name for field in fields(Extension))}
+    needed = {"sides", "trained_length", "target_length"}
+    if version == FORMAT:
+        needed = {"method", "versions", *(field.name for field in fields(Extension))}
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
     for name, kind in KINDS.items():
         if name in saved and (not isinstance(saved[name], kind) or isinstance(saved[name], bool)):
             raise CheckpointError(f"The extension in {place} is damaged: {name}={saved[name]!r} is no {kind.__name__}.")
+    if wrong := [note for note in saved.get("notes", ()) if not isinstance(note, str)]:
+        raise CheckpointError(f"The extension in {place} is damaged: notes hold {wrong[0]!r}, which is no sentence.")
+    if version == SIDES_FORMAT:
+        sides = {name: checked_extension(side, f"{place} ({name})") for name, side in saved["sides"].items()}
+        if not saved_sides(saved):
+            raise CheckpointError(f"The extension in {place} is damaged: sides={sorted(sides)}, of {', '.join(SIDES)}.")
+        return saved | {"sides": sides}
     for name, part in (("method", "method"), ("versions", "ctxext")):
         if part not in saved[name]:
             raise CheckpointError(f"The extension in {place} is incomplete: {name} is without {part}.")
@@ -289,13 +302,18 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     plain = copy.deepcopy(config)
     for text, extension in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
         drop_old_form(text)
-        for name, value in extension["original"].items():
-            part, leaf = field_of(plain if "." in name else text, name)  # dots lead through the whole config
-            if value is None and leaf in vars(part):
-                delattr(part, leaf)
-            elif value is not None:
-                setattr(part, leaf, copy.deepcopy(value))
+        try:
+            for name, value in extension["original"].items():
+                part, leaf = field_of(plain if "." in name else text, name)  # dots lead through the whole config
+                if value is None and leaf in vars(part):
+                    delattr(part, leaf)
+                elif value is not None:
+                    setattr(part, leaf, copy.deepcopy(value))
+        except REFUSALS as error:
+            raise CheckpointError(f"The extension in this config is damaged, under original: {error}") from error
     del plain.ctxext
+    if GUARD in plain.to_json_string():
+        raise CheckpointError("The extension in this config is damaged: original lacks what it replaced.")
     return plain
 
 
