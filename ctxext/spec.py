@@ -117,7 +117,7 @@ class Description:
         sides: For an encoder-decoder that is extended, each side's name and its own description. The lengths are then
             those of the text that is read (of the decoder, where the encoder is not extended), and ``method`` has each
             side's method under its name.
-        verbose: True if the text also names the pieces, the fingerprint, the backends passed over, and what was edited.
+        verbose: True if the text also names the pieces, the backends passed over, and what was edited.
     """
 
     model_type: str
@@ -155,7 +155,7 @@ class Description:
                 f"  stored as    {self.stored_as}",
                 loads,
             ]
-        lines += [f"  fingerprint  {self.fingerprint}"] if self.verbose and not self.sides else []
+        lines += [] if self.sides else [f"  fingerprint  {self.fingerprint}"]
         attention = self.attention if self.verbose else self.attention.partition(" (")[0]
         lines += [f"  attention    {attention}"] if attention else []
         lines += [f"  note         {note}" for note in self.notes if self.verbose or not note.startswith(PIECE)]

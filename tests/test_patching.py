@@ -471,8 +471,18 @@ def test_a_description_has_ten_lines_and_verbose_the_rest(method: str) -> None:
     model = ctxext.patch(tiny(), method, factor=2)
     short, whole = str(ctxext.describe(model)), str(ctxext.describe(model, verbose=True))
     assert len(short.splitlines()) <= 10
-    for word in ("fingerprint", "edited", "Piece", "None"):
+    for word in ("edited", "Piece", "None"):
         assert word not in short
-    assert "fingerprint" in whole
+    assert f"fingerprint  {model.config.ctxext['fingerprint']}" in short
     assert "edited" in whole
     assert ctxext.describe(model) == ctxext.describe(model, verbose=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "yarn"), ("bert", "pi"), ("gpt2", "pi"), ("bloom", "alibi")]
+)
+def test_a_config_that_its_class_refuses_to_read_back(model_type: str, method: str) -> None:
+    model = tiny(model_type)
+    model.config.problem_type, model.config.num_labels = "single_label_classification", 1
+    with pytest.raises(IncompatibleError, match="could not be read back from a file: `problem_type="):
+        ctxext.patch(model, method, factor=4)

@@ -297,7 +297,7 @@ def describe(model: Any, *, verbose: bool = False) -> Description:
 
     Args:
         model: Model, as ``patch`` takes it.
-        verbose: also print the regions of a remapping, the fingerprint, and every edited attribute.
+        verbose: also print the regions of a remapping, and every edited attribute.
     """
     subject = Subject.of(model)
     state, model_type = patched_state(subject.model), subject.kind
