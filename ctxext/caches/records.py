@@ -8,6 +8,7 @@ cache, which copies and pickles carry along, and the next pass compares.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import threading
 import weakref
@@ -235,10 +236,12 @@ class CacheGuard:
                 f"{held} while the model was extended by {recorded.said}. Now the model is extended by "
                 f"{self.extension.said}, which gives other positions. Start with a new cache."
             )
+        if _learns_prefix(module):
+            self.takes_made = True
+            return
         raise PatchStateError(
             f"{held} without a record, as by this model before it was patched. Now the model is extended by "
-            f"{self.extension.said}, which may give other positions. Start with a new cache. To use a learned prefix "
-            f"(PEFT's prefix tuning), pass the PEFT model to ctxext.patch, not the model inside it."
+            f"{self.extension.said}, which may give other positions. Start with a new cache."
         )
 
     def _record(self, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -422,6 +425,14 @@ def _move(layer: Any, order: Callable[[Tensor], Tensor]) -> None:
     """Keep the numbers that the rows had when the cache was recorded."""
     if (rows := getattr(layer, ROWS, None)) is not None:
         setattr(layer, ROWS, order(rows))
+
+
+def _learns_prefix(decoder: nn.Module) -> bool:
+    """Return whether a PEFT model around a decoder learns a prefix, also one that was made after the patch."""
+    # Nothing in the decoder leads to it; this is asked once, and before an error.
+    wrappers = [held for held in gc.get_objects() if hasattr(type(held), "active_peft_config")]
+    learning = [wrapper for wrapper in wrappers if wrapper.active_peft_config.is_prompt_learning]
+    return any(decoder is module for wrapper in learning for module in wrapper.modules())
 
 
 def _guard_caches(work: Work) -> None:

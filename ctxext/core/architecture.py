@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ctxext import registry
 from ctxext.core.edits import Edits
-from ctxext.core.scaling import scaling_of, stated_length
+from ctxext.core.rebuild import Rebuild
+from ctxext.core.scaling import REFUSALS, scaling_of, stated_length
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, Method, RopeMethod
@@ -94,8 +95,15 @@ def architecture_of(subject: Subject) -> Architecture:
     """Return the first architecture that matches the model.
 
     Raises:
-        IncompatibleError: if none matches, or the config asks for other positions than the model has.
+        IncompatibleError: if none matches, or the config asks for other positions than the model has, or its class
+            refuses to read it back.
     """
+    try:
+        Rebuild(subject)
+    except REFUSALS as error:
+        raise IncompatibleError(
+            f"The config of this {subject.kind} could not be read back from a file: {error} Change what it names."
+        ) from error
     if (family := find_architecture(subject)) is not None:
         for check in CHECKS:
             check(subject, family.positions)

@@ -265,7 +265,7 @@ def tokens_of(parameter: str, value: float, rope: RopeSpec, *, most: int) -> int
     tokens = math.floor(value * rope.trained_length) if 0 < value < 1 else value
     expected = (
         f"from 1 to {most:,} tokens (the checkpoint was trained for {rope.trained_length:,}), or a share of the "
-        f"trained length below 1"
+        f"trained length that comes to as many"
     )
     require(tokens == int(tokens) and 1 <= tokens <= most, parameter, value, expected)
     return int(tokens)

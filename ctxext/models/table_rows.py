@@ -333,7 +333,10 @@ def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable 
     """Return the table of this name, or the reason why its rows are not those of tokens in order."""
     padding = getattr(field_of(twin.config, growth.field)[0], "pad_token_id", None)
     token = 5 if padding != 5 else 6
+    rows = (growth.tables | growth.computed)[name]
     rows_read = lookups(twin, name, [token] * TOKENS)
+    if not rows_read and rows < TOKENS:
+        return f"{name} has {rows} rows, fewer than the {TOKENS} tokens that ctxext reads to learn their order"
     if not rows_read:
         return f"reading tokens never asks for a row of {name}"
     runs = {tuple(rows.flatten()[:TOKENS].tolist()) for rows in rows_read}
@@ -345,7 +348,6 @@ def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable 
     if padding is not None:
         padded = lookups(twin, name, [padding] * 2 + [token] * TOKENS, only_first=True)
         skips_padding = bool(padded) and padded[0].flatten()[2:3].tolist() == [first]
-    rows = (growth.tables | growth.computed)[name]
     table = PositionTable(name, growth.field, rows, first, token, skips_padding)
     return unread(twin, table) or table
 

@@ -350,7 +350,7 @@ def prefixed(model: PreTrainedModel) -> Any:
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk"])
-def test_a_learned_prefix_is_taken_where_the_whole_peft_model_is_patched(method: str) -> None:
+def test_a_learned_prefix_is_taken_in_either_order(method: str) -> None:
     model = prefixed(tiny())
     plain = logits(model, tokens(KEPT))
     ctxext.patch(model, method, factor=4.0)
@@ -360,8 +360,12 @@ def test_a_learned_prefix_is_taken_where_the_whole_peft_model_is_patched(method:
     ctxext.unpatch(model)
     assert torch.equal(logits(model, tokens(KEPT)), plain)
     inside = prefixed(ctxext.patch(tiny(), method, factor=4.0))
-    with pytest.raises(PatchStateError, match=r"learned prefix .*pass the PEFT model to ctxext\.patch"):
-        logits(inside, tokens(KEPT))
+    assert torch.equal(logits(inside, tokens(KEPT)), found)
+    assert inside.generate(input_ids=tokens(KEPT), max_new_tokens=3).shape[1] == KEPT + 3
+    made = tiny()
+    cache = made(tokens(4)).past_key_values
+    with pytest.raises(PatchStateError, match="without a record"):
+        ctxext.patch(made, method, factor=4.0)(tokens(4), past_key_values=cache)
 
 
 @pytest.mark.nightly
@@ -381,3 +385,15 @@ def test_a_static_cache_is_one_graph_for_all_tokens() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
     done = ran(["-m", "tests.contracts.compiled_generate_program"], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "dynamic_ntk", "alibi"])
+def test_a_stored_cache_is_refused_under_another_factor(method: str) -> None:
+    """Whoever stores prefixes reads keys of another rotation without a word, but for this record."""
+    model, other = (ctxext.patch(tiny(), method, factor=factor) for factor in (4, 2))
+    ids = tokens(KEPT + 4)
+    stored = pickle.dumps(model(ids[:, :KEPT]).past_key_values)
+    again = model(ids[:, KEPT:], past_key_values=pickle.loads(stored)).logits
+    torch.testing.assert_close(again, model(ids).logits[:, KEPT:], atol=1e-5, rtol=1e-5)
+    with pytest.raises(PatchStateError, match=r"extended by .*factor 4.*factor 2.*Start with a new cache"):
+        other(ids[:, KEPT:], past_key_values=pickle.loads(stored))

@@ -159,6 +159,13 @@ def test_one_length_for_two_tables_of_which_tokens_read_one() -> None:
     )
 
 
+def test_a_table_of_fewer_rows_than_are_read() -> None:
+    for rows in (4, 5):
+        model = BertModel(BertConfig(**BERT | {"max_position_embeddings": rows})).eval()
+        with pytest.raises(IncompatibleError, match=f"position_embeddings.weight has {rows} rows, fewer than the 6"):
+            ctxext.patch(model, "pi", factor=4)
+
+
 @pytest.mark.nightly
 def test_a_table_that_is_read_twice() -> None:
     model = tiny_model(tiny_config("prophetnet"))
