@@ -27,6 +27,7 @@ from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
+from ctxext.runtimes.llama_cpp import verdict
 from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench
 from scripts.proof import methods_for
 from tests._checkpoints import SHAPE, TRAINED
@@ -35,6 +36,14 @@ from tests._gguf import write_gguf
 PROOFS: list[dict[str, Any]] = json.loads(RESULTS.read_text())["proofs"]
 # Where make llama-cpp put the converter.
 TREE = os.environ.get("CTXEXT_LLAMA_CPP")
+
+
+@pytest.mark.parametrize("error", ["AssertionError: ", "KeyError: 'rotary_pct'", "ValueError: no tensor"])
+@pytest.mark.parametrize("place", ["line", "form"])
+def test_an_error_of_the_small_model_is_told_as_such(error: str, place: str) -> None:
+    line = {"fails": error} if place == "line" else {"forms": {"yarn": {"fails": error, "matters": 1.0}}}
+    _, reason = verdict(line, "yarn", from_original=False)
+    assert f"a small model of ctxext's could not be converted ({error.strip(': ')}); yours may be" in reason
 
 
 # --- ALiBi that a model has already ----------------------------------------------------------------------------------
