@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,8 @@ from ctxext.errors import CheckpointError
 
 NAME_BYTES = 255  # the longest file name, on every file system in use
 LFS = b"version https://git-lfs.github.com/spec/"  # begins what lies in place of a file until Git LFS fetches it
+CONFIGS = ("config.json", "adapter_config.json")
+DAY = 24 * 60 * 60
 LEVELS = 100  # of lists and objects within each other; programs that walk deeper ones end in a RecursionError
 
 
@@ -78,6 +81,26 @@ def lfs_advice(path: Path) -> str:
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     return " It is a pointer of Git LFS: run `git lfs pull` where it was cloned." if is_pointer else ""
+
+
+def refuse_no_config(folder: Path) -> None:
+    """Raise ``CheckpointError`` for a directory that holds neither a config nor one GGUF file."""
+    if not any((folder / name).is_file() for name in CONFIGS) and gguf_at(folder) is None:
+        names = ", ".join(sorted(item.name for item in folder.iterdir())[:6]) if folder.is_dir() else ""
+        raise CheckpointError(
+            f"{folder} has no config.json (found: {names or 'nothing'}). Give a directory saved by save_pretrained."
+        )
+
+
+def gguf_at(place: str | os.PathLike[str]) -> Path | None:
+    """Return the GGUF file that a path is, whatever its name, or holds alone; None for every other checkpoint."""
+    path = Path(place)
+    files = sorted(path.glob("*.gguf")) if not any((path / name).is_file() for name in CONFIGS) else []
+    path = files[0] if len(files) == 1 else path
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return path if path.suffix == ".gguf" or file.read(4) == b"GGUF" else None
 
 
 def nearest_name(path: Path) -> str:
@@ -182,7 +205,7 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
     """Yield a hidden folder in ``directory``; its files move into ``directory`` unless the block raises.
 
     ``directory`` is created if it does not exist, and removed again if it is empty after an exception. Earlier weight
-    files of the same stem, in other shards, are removed.
+    files of the same stem, in other shards, are removed, and hidden folders that a kill left there more than a day ago.
 
     Args:
         last: names of files without which the others are not read. Old ones are removed first and new ones moved last,
@@ -191,6 +214,9 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     half = directory / f".{secrets.token_hex(4)}.partial"
+    for killed in directory.glob(".*.partial"):  # other processes may be writing the recent ones
+        if time.time() - killed.stat().st_mtime > DAY:
+            shutil.rmtree(killed)
     with ending_cleanly():
         try:
             half.mkdir()

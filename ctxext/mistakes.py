@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
-from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing
+from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_config
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
 from ctxext.registry import listed_methods, method_names, runtime_names
 
@@ -110,6 +110,7 @@ def refuse_no_checkpoint(place: str) -> None:
         return
     refuse_missing(place)
     if Path(place).exists():
+        refuse_no_config(Path(place))
         return
     from huggingface_hub import constants
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from ctxext.attention.heads import HeadScores
 from ctxext.checkpoints.source import read_tokenizer
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation.key_tokens import KeyTokens
-from ctxext.files import LEVELS, parse_json, read_json, read_json_as
+from ctxext.files import DAY, LEVELS, parse_json, read_json, read_json_as, whole_files
 from ctxext.measuring.journal import _parsed
 from ctxext.methods import choice_in
 from ctxext.quantities import parameter_of
@@ -100,3 +102,12 @@ def test_json_of_others_is_parsed_in_one_place() -> None:
         path for path in (ROOT / "ctxext").rglob("*.py") if re.search(r"\bjson\.loads?\(", path.read_text("utf-8"))
     }
     assert {path.relative_to(ROOT / "ctxext").as_posix() for path in parsing} == own
+
+
+def test_what_a_kill_left_is_removed_a_day_later(tmp_path: Path) -> None:
+    for name, age in ((".0a1b2c3d.partial", 2 * DAY), (".4e5f6a7b.partial", 60)):
+        (tmp_path / name / "model").mkdir(parents=True)
+        os.utime(tmp_path / name, times=(time.time() - age,) * 2)
+    with whole_files(tmp_path, last=[]) as half:
+        (half / "new").write_text("new")
+    assert sorted(os.listdir(tmp_path)) == [".4e5f6a7b.partial", "new"]

@@ -35,7 +35,8 @@ class GGUFFile:
     """A GGUF file that was opened for reading. Its weights are looked at only when they are copied.
 
     Raises:
-        CheckpointError: there is no such file, it is not GGUF or cut short, or the package that reads it is missing.
+        CheckpointError: there is no such file, it is not GGUF, cut short or one of several files, or the package that
+            reads it is missing.
     """
 
     path: Path
@@ -56,6 +57,11 @@ class GGUFFile:
         ) as error:  # short files: the second or last
             raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}.{lfs_advice(self.path)}") from error
         object.__setattr__(self, "_reader", reader)
+        if (parts := self.number("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"{self.path} is part {self.number('split.no', 0) + 1} of the {parts} files of a model. Put them "
+                f"together first: llama-gguf-split --merge FIRST OUT.gguf."
+            )
 
     @contextlib.contextmanager
     def read_by_transformers(self) -> Iterator[None]:

@@ -92,10 +92,6 @@ def _refuse_other_model(
     file: GGUFFile, architecture: str, extended: ExtensionInConfig, before: Any, rotary_dim: int
 ) -> None:
     """Refuse a file that is not a whole model, or whose numbers are not those of the checkpoint."""
-    if (parts := file.number("split.count", 1)) > 1:
-        raise CheckpointError(
-            f"{file.path} is one of {parts} files of a model. Put them together first: llama-gguf-split --merge."
-        )
     text = extended.text
     numbers = {
         "block_count": [text.num_hidden_layers],

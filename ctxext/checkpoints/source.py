@@ -22,7 +22,17 @@ from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.saved import OLD_GUARD, checked_extension
 from ctxext.errors import CheckpointError, CtxextError, unwritable
-from ctxext.files import files_below, followed, lfs_advice, nearest_name, read_json, read_json_as, refuse_missing
+from ctxext.files import (
+    files_below,
+    followed,
+    gguf_at,
+    lfs_advice,
+    nearest_name,
+    read_json,
+    read_json_as,
+    refuse_missing,
+    refuse_no_config,
+)
 from ctxext.models.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
 from ctxext.rope_types import GUARD
 
@@ -190,23 +200,19 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
         return place
     if not local.is_dir():
         raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")
-    local /= loading.get("subfolder", "")
-    if not is_adapter(place) and not loading.get("gguf_file") and not (local / "config.json").is_file():
-        names = ", ".join(sorted(item.name for item in local.iterdir())[:6]) if local.is_dir() else ""
-        raise CheckpointError(
-            f"{local} has no config.json (found: {names or 'nothing'}). Give a directory saved by save_pretrained."
-        )
+    if not is_adapter(place) and not loading.get("gguf_file"):
+        refuse_no_config(local / loading.get("subfolder", ""))
     return place
 
 
 def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name a ``.gguf`` file as transformers does, by its directory and file; leave any other path as it is.
+    """Name a GGUF file as transformers does, by its directory and file; leave any other path as it is.
 
     What is already said in ``loading``, the arguments of ``from_pretrained``, holds.
     """
     loading = {name: value for name, value in loading.items() if name != "subfolder" or value is not None}
-    file = Path(path)
-    if file.suffix != ".gguf" or not file.is_file():
+    file = gguf_at(path)
+    if file is None:
         return os.fspath(path), loading
     named: dict[str, Any] = {"gguf_file": file.name}
     if hasattr(transformers, "GgufConfig"):  # since 5.17, before which transformers unpacked every file

@@ -45,7 +45,7 @@ from ctxext.errors import (
     InvalidParameterError,
     VerificationError,
 )
-from ctxext.files import ending_cleanly, followed, hidden_beside, refuse_destination, whole_files
+from ctxext.files import ending_cleanly, followed, gguf_at, hidden_beside, refuse_destination, whole_files
 from ctxext.methods import Method
 from ctxext.models.refusals import building
 from ctxext.spec import Description
@@ -118,8 +118,8 @@ def patch_checkpoint(
         InvalidParameterError: ``link`` where the extension changes weights, or where they are in a GGUF file.
     """
     name, source, destination = str(source), fetched(Path(source)), Path(destination)
-    if source.suffix == ".gguf" and source.is_file():
-        return _unpacked(source, destination, method, link, chosen, results, arguments)
+    if file := gguf_at(source):
+        return _unpacked(file, destination, method, link, chosen, results, arguments)
     refuse_source(source)
     _refuse_destination(source, destination)
     contents = checked_contents(source)

@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import json
+import logging
 import os
 import sys
 from dataclasses import asdict, is_dataclass
@@ -37,6 +38,7 @@ from ctxext.cli.options import (
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
+from ctxext.files import gguf_at
 from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import runtime_names
 from ctxext.texts.documents import read_text
@@ -68,12 +70,14 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
     for stream in (sys.stdout, sys.stderr):  # what a terminal's encoding lacks (×, ±, a name) becomes a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    # It warns of every rope type that it does not know, and trying methods tries those. Where it is not imported yet,
-    # the help of a command must not wait for it.
+    # Whatever imports it, DeepSpeed tells standard output that there is no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
+    # transformers warns of every rope type that it does not know, and trying methods tries those. Where it is not
+    # imported yet, the help of a command must not wait for it.
     if "transformers" in sys.modules:
-        from transformers.utils import logging
+        from transformers.utils.logging import set_verbosity_error
 
-        logging.set_verbosity_error()
+        set_verbosity_error()
     else:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -106,7 +110,7 @@ def inspect(
     with status(terminal(stderr=True), f"Trying methods on {Path(checkpoint).name} ..."):  # torch alone takes seconds
         from ctxext.checkpoints.adapters import is_adapter
         from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-        from ctxext.checkpoints.source import read_tokenizer
+        from ctxext.checkpoints.source import gguf_inside, read_tokenizer
         from ctxext.cli.show import repeats_in, show_inspection, show_repeats
 
         place = Path(checkpoint)
@@ -116,8 +120,8 @@ def inspect(
             description = inspect_adapter(place)
             _print_json(description) if as_json else typer.echo(str(description))
             return
-        gguf = place.suffix == ".gguf"
-        folder, location = (place.parent, {"gguf_file": place.name}) if gguf else (checkpoint, {})
+        folder, location = gguf_inside(checkpoint, {})
+        location.pop("quantization_config", None)
         where: dict[str, Any] = {"trust_remote_code": trust, **location}
         inspection = inspect_checkpoint(folder, trained_length=trained_length, **where)
         tokenizer = read_tokenizer(folder, **where) if text else None
@@ -154,7 +158,7 @@ def patch(
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
     extension.require_method()
-    if extension.method is None and source.suffix != ".gguf":
+    if extension.method is None and gguf_at(source) is None:
         raise typer.BadParameter("see `ctxext methods`; only a .gguf file is copied plain", param_hint="--method")
 
     from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft

@@ -167,7 +167,7 @@ def _show_how_to_export(
     for target in RUNTIMES:
         able = [each.method for each in verdicts if target in each.runtimes and not each.needs_training]
         for method in [name for name in ("yarn", "ntk", *able) if name in able][:1]:
-            words = ("ctxext", "export", place, "--to", target, "--method", method, "--factor", "4", *options)
+            words = ("ctxext", "export", place, "--to", target, "--method", method, "--factor", "2", *options)
             console.print(f"To serve an extension with {target}: {shlex.join(words)}", soft_wrap=True)
     if place != checkpoint:
         console.print("ORIGINAL: the checkpoint that this file was converted from.")

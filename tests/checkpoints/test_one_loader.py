@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from transformers import (
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
+from typer.testing import CliRunner
 
 import ctxext
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.cli.app import app
 from ctxext.core.digest import weights_digest
 from ctxext.core.subject import base_model
 from ctxext.errors import CheckpointError, IncompatibleError
@@ -352,3 +356,22 @@ def test_an_encoder_decoder_that_was_saved_extended_is_refused_by_name(
         load_checkpoint(str(tmp_path))
     with pytest.raises(IncompatibleError, match="is an encoder-decoder" if model_type == "t5gemma" else said):
         trained(tmp_path, "--trained_length", str(TRAINED_LENGTH))
+
+
+@pytest.mark.parametrize("place", ["blob", "."])
+def test_a_gguf_file_is_known_by_its_beginning_and_in_a_directory(place: str, gguf_file: Path, tmp_path: Path) -> None:
+    shutil.copy(gguf_file, tmp_path / ("blob" if place == "blob" else "it.gguf"))
+    found, expected = (
+        ctxext.load(path, "yarn", factor=2.0, dtype=torch.float32) for path in (tmp_path / place, gguf_file)
+    )
+    require_same(found, expected)
+    patch_checkpoint(tmp_path / place, tmp_path / "new", "yarn", factor=2.0)
+    inspected = CliRunner().invoke(app, ["inspect", str(tmp_path / place)])
+    assert (inspected.exit_code, "--method yarn --factor 2" in inspected.output) == (0, True), inspected.output
+
+
+def test_two_gguf_files_in_a_directory_are_no_checkpoint(gguf_file: Path, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(gguf_file, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"has no config\.json \(found: a\.gguf, b\.gguf\)"):
+        ctxext.load(tmp_path, "yarn", factor=2.0)

@@ -90,7 +90,7 @@ def test_the_commands_that_inspect_prints_run(cli: Cli, tmp_path: Path) -> None:
     gemma = config_only(tmp_path / "gemma", GemmaConfig(**SHAPE, head_dim=16, architectures=["GemmaForCausalLM"]))
     printed = cli("inspect", gemma, "--trained-length", "64", "--trust-remote-code").stdout.splitlines()
     commands = [line.partition(": ")[2] for line in printed if line.startswith("To serve an extension with")]
-    given = f"ctxext export {gemma} --to {{}} --method {{}} --factor 4 --trained-length 64 --trust-remote-code"
+    given = f"ctxext export {gemma} --to {{}} --method {{}} --factor 2 --trained-length 64 --trust-remote-code"
     methods = {"llama.cpp": "yarn", "mlx-lm": "ntk", "sglang": "ntk", "vllm": "yarn"}
     assert commands == [given.format(*pair) for pair in methods.items()]
     for line in commands:

@@ -128,6 +128,8 @@ MISTAKES = {
     f"patch HERE HERE/config.json/out {YARN}": "there is no directory HERE/config.json",
     "patch HERE out -m yarn --target big": "'big' is no number of tokens",
     "inspect /no/where": "There is no checkpoint at /no/where",
+    "inspect .": "has no config.json (found: ",
+    f"serve . {YARN}": "has no config.json (found: ",
     "inspect no.gguf": "There is no file no.gguf",
     "inspect no-such-model": "There is no directory no-such-model here. The hub cannot be asked",
     f"export HERE --to vlm {YARN}": "Unknown export target 'vlm'. Did you mean 'vllm'?",
