@@ -92,9 +92,7 @@ SIDES = json.loads((Path(__file__).parent / "core" / "saved_sides.json").read_te
 
 
 @pytest.mark.parametrize("value", [None, True, "", "x", "ctxext", {}, {"x": {}}, [7]], ids=str)
-@pytest.mark.parametrize(
-    "path", ["sides", "trained_length", "sides decoder place", "sides encoder", "sides encoder notes"]
-)
+@pytest.mark.parametrize("path", ["sides", "trained_length", "sides decoder place", "sides encoder"])
 def test_a_damaged_form_of_two_sides_is_refused(path: str, value: Any, tmp_path: Path) -> None:
     config = copy.deepcopy(SIDES)
     *above, last = path.split()

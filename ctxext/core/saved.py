@@ -188,8 +188,6 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if name in saved and (not isinstance(saved[name], kind) or isinstance(saved[name], bool)):
             raise CheckpointError(f"The extension in {place} is damaged: {name}={saved[name]!r} is no {kind.__name__}.")
-    if wrong := [note for note in saved.get("notes", ()) if not isinstance(note, str)]:
-        raise CheckpointError(f"The extension in {place} is damaged: notes hold {wrong[0]!r}, which is no sentence.")
     if version == SIDES_FORMAT:
         sides = {name: checked_extension(side, f"{place} ({name})") for name, side in saved["sides"].items()}
         if not saved_sides(saved):
@@ -218,7 +216,7 @@ def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...
         )
     known = {field.name for field in fields(Description)} - {"method", "notes", "attention", "sides", "verbose"}
     values = {key: value for key, value in saved.items() if key in known}
-    notes = tuple(saved["notes"])
+    notes = tuple(map(str, saved["notes"]))  # a file may hold anything
     return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
 
 
