@@ -108,10 +108,6 @@ def test_rotation_by_another_class_is_not_called_left_off() -> None:
     class Turn(torch.nn.Module):
         pass
 
-    with pytest.raises(
-        IncompatibleError, match=r"it rotates by code of its own \(.*rotary_embeddings: EsmRotaryEmbedding\)"
-    ):
-        ctxext.patch(tiny("esm", position_embedding_type="rotary"), "yarn", factor=4.0)
     model = tiny("llama")
     model.model.rotary_emb = Turn()
     with pytest.raises(IncompatibleError, match=r"it rotates by code of its own \(model.rotary_emb: Turn\)"):

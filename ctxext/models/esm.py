@@ -1,0 +1,66 @@
+"""ESM-2, whose one vector of frequencies is saved among the weights: plain transformers loads another bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers.models.esm.modeling_esm import EsmModel
+
+from ctxext.core.architecture import Architecture, refuse_choices, required_length
+from ctxext.core.edits import Edits
+from ctxext.core.override import PinnedApply
+from ctxext.core.rebuild import Rebuild
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError
+from ctxext.methods import Method, RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.models.refusals import LENGTH
+from ctxext.models.rope import fingerprint
+from ctxext.models.sinusoid import usable_methods
+from ctxext.spec import Extension, ExtensionArguments, RopeSpec
+
+
+class Esm(Architecture):
+    """ESM models that rotate. Their frequencies may be rounded to float16, and are multiplied rather than replaced."""
+
+    name: ClassVar[str] = "esm"
+    positions: ClassVar[str] = "frequencies"
+    decoder_class: ClassVar[type[nn.Module]] = EsmModel
+
+    def holds(self, decoder: nn.Module) -> bool:
+        return any(name.endswith("inv_freq") for name in decoder.state_dict())
+
+    def apply(self, subject: Subject, method: Method, request: ExtensionArguments, edits: Edits) -> Extension:
+        refuse_choices(request, ("sliding_window", "attention"), "this model attends as it does")
+        text, trained, usable = subject.text, required_length(subject, request), usable_methods()
+        if not isinstance(method, RopeMethod) or method.name not in usable:
+            raise IncompatibleError(
+                f"This {subject.kind} keeps frequencies alone among its weights, and {method.name!r} needs more than "
+                f"those. Methods for it: {', '.join(usable)}."
+            )
+        target = method.target_length(trained)
+        spec = RopeSpec(text.hidden_size // text.num_attention_heads, getattr(text, "rope_theta", 1e4), trained)
+        ratio = method.frequencies(spec, target).inv_freq / plain_inv_freq(spec)
+        original = {LENGTH: text.max_position_embeddings}
+        Rebuild(subject, {LENGTH: target}).apply(edits)
+        for rotary in [module for module in subject.model.modules() if "inv_freq" in module._buffers]:
+            edits.set(rotary, "inv_freq", (rotary.inv_freq.double() * ratio.to(rotary.inv_freq.device)).float())
+            edits.set(rotary, "_apply", PinnedApply(rotary))
+        return Extension(
+            trained_length=trained,
+            target_length=target,
+            stored_as=f"{LENGTH}={target} and other frequencies among the weights",
+            stock=True,
+            fingerprint=fingerprint(method, spec),
+            original=original,
+        )
+
+    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+        raise IncompatibleError(self.why_final(subject))
+
+    def why_final(self, subject: Subject) -> str:
+        return "The frequencies among its weights were rounded after they changed. Load the original checkpoint."
+
+    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+        return True
