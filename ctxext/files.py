@@ -214,7 +214,7 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     half = directory / f".{secrets.token_hex(4)}.partial"
-    for killed in directory.glob(".*.partial"):  # other processes may be writing the recent ones
+    for killed in directory.glob(f".{'[0-9a-f]' * 8}.partial"):  # other processes may be writing the recent ones
         if time.time() - killed.stat().st_mtime > DAY:
             shutil.rmtree(killed)
     with ending_cleanly():

@@ -294,30 +294,50 @@ def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -
 
 
 @dataclass
-class RefuseAssistedDecoding:
-    """Replacement of ``model._get_candidate_generator`` that refuses assisted decoding if positions change under way.
+class RefuseFixedPositions:
+    """Replacements of two steps of ``model.generate`` that refuse what keeps one set of positions while they change.
 
     Assisted decoding verifies several tokens in one pass, with the positions of the longest prefix, while greedy
-    decoding fits positions to each prefix.
+    decoding fits positions to each prefix. Guidance reads a negative prompt token by token, through a cache that
+    nothing recomputes.
     """
 
     model: nn.Module
     rule: LengthRule
 
-    def __call__(self, *, generation_config: Any, input_ids: Tensor, model_kwargs: Any, **kwargs: Any) -> Any:
+    def candidates(self, *, generation_config: Any, input_ids: Tensor, model_kwargs: Any, **kwargs: Any) -> Any:
         """Make the candidate generator as transformers does, unless positions change before the last token."""
-        first, last = input_ids.shape[1], generation_config.max_length
-        if not self.rule.by_request and self.rule.fitted(first) != self.rule.fitted(last):
-            raise IncompatibleError(
-                f"Method {self.rule.method.name!r} changes positions between {first} and {last} tokens. Assisted "
-                f"decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens with one set of "
-                f"positions. Generate without it, or use growth='request'."
+        if not self.rule.by_request:
+            self._require_same(
+                input_ids.shape[1],
+                generation_config.max_length,
+                "Assisted decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens with one set of "
+                "positions. Generate without it, or use growth='request'.",
             )
         model: Any = self.model
         drafting = {name: value for name, value in model_kwargs.items() if name != "ctxext_length"}  # another model's
         return type(model)._get_candidate_generator(
             model, generation_config=generation_config, input_ids=input_ids, model_kwargs=drafting, **kwargs
         )
+
+    def processors(self, generation_config: Any, input_ids_seq_length: int = 0, *args: Any, **kwargs: Any) -> Any:
+        """Make the processors of logits as transformers does, unless guidance needs positions that change."""
+        if generation_config.guidance_scale not in (None, 1) and generation_config.use_cache:
+            negative = kwargs.get("negative_prompt_ids")
+            first = 1 if negative is None else negative.shape[1]
+            self._require_same(
+                first,
+                first + generation_config.max_length - input_ids_seq_length - 1,
+                "guidance_scale reads the negative prompt and the answer through a cache of its own, token by token. "
+                "Generate without it, or with use_cache=False.",
+            )
+        model: Any = self.model
+        return type(model)._get_logits_processor(model, generation_config, input_ids_seq_length, *args, **kwargs)
+
+    def _require_same(self, first: int, last: int, why: str) -> None:
+        if self.rule.fitted(first) != self.rule.fitted(last):
+            name = self.rule.method.name
+            raise IncompatibleError(f"Method {name!r} changes positions between {first} and {last} tokens. {why}")
 
 
 @dataclass
@@ -385,8 +405,10 @@ def _recompute_in_generate(work: Work) -> None:
         # On CUDA, generate() compiles for static caches, and each new length would break the graph. The switch in
         # ``generation_config`` is saved with the model and belongs to the user.
         edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
+    refusing = RefuseFixedPositions(model, rule)
     if hasattr(model, "_get_candidate_generator"):
-        edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, rule))
+        edits.set(model, "_get_candidate_generator", refusing.candidates)
+        edits.set(model, "_get_logits_processor", refusing.processors)
     if rule.by_request and hasattr(model, "generate"):
         requested = RequestedLengths(model)
         edits.set(model, "_prepare_generated_length", requested.prepare_length)

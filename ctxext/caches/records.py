@@ -201,7 +201,7 @@ class CacheGuard:
     ``before`` compares records, ``after`` writes one. In other models a cache refuses by itself: ``owned``.
 
     Args:
-        takes_made: True to accept a cache without a record, as a learned prefix is.
+        takes_made: True to accept a cache without a record, once PEFT was seen to learn a prefix.
         released: True once the model is unpatched; another thread may still be reading a text.
     """
 
@@ -438,16 +438,12 @@ def _learns_prefix(decoder: nn.Module) -> bool:
 def _guard_caches(work: Work) -> None:
     """Guard every decoder of a patched model: the innermost models that take a cache.
 
-    A prefix that PEFT learned is taken without a record.
-
     Raises:
         IncompatibleError: if the model keeps a cache but takes none under a known name. Unguarded, it would continue
             a cache with other positions.
     """
-    model, method, holders = work.subject.model, work.method, (*work.subject.wrappers, work.subject.model)
+    model, method = work.subject.model, work.method
     under = FilledUnder(repr(identity(model.config.ctxext)), f"{method.name!r} (factor {method.factor:g})")
-    configs = [getattr(holder, "active_peft_config", None) for holder in holders]
-    prefix = any(getattr(config, "is_prompt_learning", False) for config in configs)
     kind = DynamicGuard if method.dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     arguments = {module: tuple(inspect.signature(type(module).forward).parameters)[1:] for module in models}
@@ -463,7 +459,7 @@ def _guard_caches(work: Work) -> None:
     for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(under, arguments[module], prefix)
+        guard = kind(under, arguments[module])
         work.edits.hook(module, guard.before, guard.after)
         guards.append(guard)
 

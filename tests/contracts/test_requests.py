@@ -330,6 +330,27 @@ def test_saved_and_loaded(method: str, tmp_path: Path) -> None:
         assert torch.equal(logits(plain.eval(), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", ["exact", "doubling", "request"])
+def test_guidance_is_right_or_refused_before_the_first_token(growth: str) -> None:
+    """It reads a negative prompt through a cache that nothing recomputes; without one, the last token of the prompt."""
+    model = ctxext.patch(tiny(), "dynamic_ntk", factor=2.0, growth=growth)
+    how: dict[str, Any] = {"guidance_scale": 2.0, "max_new_tokens": 6}
+    with read_by(model) as widths:
+        for negative, new in ((TRAINED_LENGTH + 1, 6), (TRAINED_LENGTH - 4, 6), (1, TRAINED_LENGTH + 1)):
+            with pytest.raises(
+                IncompatibleError, match=r"changes positions between \d+ and \d+ tokens\. guidance_scale"
+            ):
+                generated(model, tokens(9), **how | {"negative_prompt_ids": tokens(negative), "max_new_tokens": new})
+    assert widths == []
+    negative = {"negative_prompt_ids": tokens(TRAINED_LENGTH - 5)}
+    plain, found = (generated(either, tokens(9), **how, **negative) for either in (tiny(), model))
+    assert torch.equal(found, plain)
+    assert (
+        generated(model, tokens(9), **how | {"max_new_tokens": TRAINED_LENGTH + 1, "use_cache": False}).shape[1] == 74
+    )
+
+
 def test_an_equal_pair_of_sets_follows_no_length() -> None:
     static = LongRoPE(short_factor=LONG_SET, long_factor=LONG_SET, factor=4.0, growth="request")
     assert not static.dynamic
