@@ -108,13 +108,16 @@ class Text:
 
 
 REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
-    (r"other positions than its \d+ cached|changes positions at \d+ tokens", lambda walk, text: walk.outgrows(text)),
+    (r"other positions than its \d+ cached", lambda walk, text: walk.outgrows(text) and not walk.way),
     (r"while (the|a) model was extended by|without a record", lambda walk, text: text.stale),
     (r"attention_mask has a hole", lambda walk, text: walk.point.kind == "bloom" and walk.point.padding != "none"),
     (r"can be cropped by up to \d+ tokens", lambda walk, text: walk.drops),
     (r"Some layers of this cache hold", lambda walk, text: text.broken),
     (r"Assisted decoding", lambda walk, text: walk.point.is_dynamic and not walk.point.by_request),
-    (r"Generate from input_ids, with a new cache", lambda walk, text: walk.outgrows(text) and walk.embeds),
+    (
+        r"Generate from input_ids, with a new cache",
+        lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks"),
+    ),
     (
         r"PagedAttentionCache|continuous batch|paged cache",
         lambda walk, text: walk.point.is_dynamic or walk.point.how[0] in ("path", "fox", "t5_bias"),
@@ -131,7 +134,7 @@ class Walk:
     chance: random.Random = field(default_factory=random.Random)
     texts: list[Text] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    embeds: bool = False
+    way: str = ""
     now: int = 0
 
     def __post_init__(self) -> None:
@@ -231,7 +234,7 @@ class Walk:
         for name, seed in self.point.operations:
             self.chance.seed(seed)
             torch.manual_seed(seed)
-            self.embeds, self.now = False, 0
+            self.way, self.now = "", 0
             text = self.texts[-1] if self.texts else None
             try:
                 getattr(self, f"do_{name}")(text if text is not None else self.begin())
@@ -350,7 +353,7 @@ class Walk:
         return output.logits
 
     def do_read(self, text: Text) -> None:
-        self.read(text, self.chance.choice([3, 9, 24, 30, 60, 100]))
+        self.read(text, self.chance.choice([3, 12, 30, 60, 90, 110]))
 
     def do_step(self, text: Text) -> None:
         self.read(text, self.chance.choice([1, 1, 1, 2, 5, 8]))
@@ -636,7 +639,7 @@ class Walk:
         options |= {"past_key_values": text.cache} if goes_on else {}
         if way == "assistant":
             options["assistant_model"] = self.plain
-        self.now, self.embeds = new + width, way == "embeds"
+        self.now, self.way = new + width, way
         inputs = (
             {"input_ids": prompt} if way != "embeds" else {"inputs_embeds": self.model.get_input_embeddings()(prompt)}
         )
