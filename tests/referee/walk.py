@@ -23,42 +23,30 @@ import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
 from tests._models import tiny
-from tests.referee.point import REMAPS, Point
+from tests.referee.point import Point
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
 
 WIDTH, SLOTS = 16, 512
 FORMULAS = ("llama", "qwen2", "qwen3")
-SHAPE = {
-    "max_position_embeddings": L,
-    "head_dim": WIDTH,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-}
-WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+SHAPE = {"max_position_embeddings": L, "head_dim": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE["hidden_size"] = 64
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 SHAPES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(FORMULAS, SHAPE | {"sliding_window": None}),
     "mixtral": SHAPE | {"sliding_window": None},
     "glm": SHAPE,
-    "gemma3_text": SHAPE | {"num_hidden_layers": 2} | WINDOWS,
-    "gpt_oss": SHAPE
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    | {"num_hidden_layers": 2}
-    | WINDOWS,
+    "gemma3_text": SHAPE | WINDOWS,
+    "gpt_oss": SHAPE | WINDOWS | PLAIN,
     "deepseek_v3": {"max_position_embeddings": L},
     "gpt2": {"n_positions": L},
     "bloom": {},
 }
 TOLERANCE = {"float64": 2e-4, "float32": 2e-4, "bfloat16": 0.3, "float16": 0.02}
 """Largest error as a part of the largest logit; transformers itself rotates in float32."""
-GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "output_logits": True,
-    "return_dict_in_generate": True,
-}
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY |= {"output_logits": True, "return_dict_in_generate": True}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "samples": {"do_sample": True, "num_return_sequences": 2},
@@ -70,6 +58,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
     "embeds": {},
 }
+
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("pi", {"factor": 3}),
+    ("self_extend", {"factor": 6, "window": 10}),
+    ("rerope", {"factor": 6, "window": 9}),
+]
 
 
 class Wrong(Exception):
@@ -84,7 +79,7 @@ class Text:
         history: tokens of each row.
         ids: what lies in each slot.
         keep: slots that hold tokens.
-        declared: length that each row may reach, for ``growth="request"``.
+        declared: length that each row may reach, for ``growth="request"``; else None.
         fitted: length that the cached tokens of each row are fitted to.
         stale: True if the cache may not be continued: its extension is another one now.
     """
@@ -93,7 +88,7 @@ class Text:
     history: list[list[int]]
     ids: Tensor
     keep: Tensor
-    declared: list[int] | None = None
+    declared: list[Any]
     fitted: list[int] = field(default_factory=list)
     stale: bool = False
     broken: bool = False
@@ -102,11 +97,10 @@ class Text:
         """Take other rows in place of these."""
         self.history = [list(self.history[row]) for row in rows]
         self.ids, self.keep = self.ids[rows], self.keep[rows]
-        self.fitted = [self.fitted[row] for row in rows]
-        if self.declared is not None:
-            self.declared = [self.declared[row] for row in rows]
+        self.fitted, self.declared = ([each[row] for row in rows] for each in (self.fitted, self.declared))
 
 
+UNPAGED = ("dynamic_ntk", "dynamic_yarn doubling", "path", "fox", "t5_bias")
 REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
     (r"other positions than its \d+ cached", lambda walk, text: walk.outgrows(text) and not walk.way),
     (r"while (the|a) model was extended by|without a record", lambda walk, text: text.stale),
@@ -114,14 +108,8 @@ REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
     (r"can be cropped by up to \d+ tokens", lambda walk, text: walk.drops),
     (r"Some layers of this cache hold", lambda walk, text: text.broken),
     (r"Assisted decoding", lambda walk, text: walk.point.is_dynamic and not walk.point.by_request),
-    (
-        r"Generate from input_ids, with a new cache",
-        lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks"),
-    ),
-    (
-        r"PagedAttentionCache|continuous batch|paged cache",
-        lambda walk, text: walk.point.is_dynamic or walk.point.how[0] in ("path", "fox", "t5_bias"),
-    ),
+    (r"Generate from input_ids", lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks")),
+    (r"PagedAttentionCache|continuous batch|paged cache", lambda walk, text: walk.point.method in UNPAGED),
 ]
 """What ctxext may refuse, and when its sentence is true."""
 
@@ -159,10 +147,8 @@ class Walk:
 
     def _adapted(self, model: PreTrainedModel) -> Any:
         torch.manual_seed(1)
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        return get_peft_model(
-            model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=2, init_lora_weights=False)
-        ).eval()
+        how = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 2, "init_lora_weights": False}
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **how)).eval()
 
     def _patch(self, model: Any) -> None:
         torch.manual_seed(2)
@@ -174,9 +160,9 @@ class Walk:
     def _believe(self) -> None:
         """Choose the truth for the model as it is now."""
         rule = rule_of(self.name, self.how, WIDTH) if self.point.kind in FORMULAS else None
-        plain = (
-            self.plain if self.point.adapter == "none" else self._adapted(copy.deepcopy(self.plain)).merge_and_unload()
-        )
+        plain = self.plain
+        if self.point.adapter != "none":
+            plain = self._adapted(copy.deepcopy(plain)).merge_and_unload()
         self.truth: Any = Itself(self.model) if rule is None else Decoder.of(plain, rule)
         self.known: dict[Any, Tensor] = {}
 
@@ -196,8 +182,7 @@ class Walk:
 
     def outgrows(self, text: Text) -> bool:
         """Whether the call that was refused gives cached tokens other positions."""
-        declared = text.declared or [None] * len(text.history)
-        rows = zip(text.history, text.fitted, declared, strict=False)
+        rows = zip(text.history, text.fitted, text.declared, strict=False)
         return any(row and self.fitted(len(row) + self.now, said) != before for row, before, said in rows)
 
     def right(self, tokens: list[int], declared: int | None) -> Tensor:
@@ -260,11 +245,9 @@ class Walk:
         caches["of the config"] = lambda: DynamicCache(config=self.model.config)
         caches["static"] = lambda: StaticCache(config=self.model.config, max_cache_len=SLOTS)
         rows = self.point.rows
-        declared = [self.chance.choice([20, 60, 120, 150]) for _ in range(rows)] if self.by_request else None
-        nothing = torch.zeros(rows, 0, dtype=torch.long)
-        self.texts.append(
-            Text(caches[self.point.cache](), [[] for _ in range(rows)], nothing, nothing.bool(), declared)
-        )
+        declared = [self.chance.choice([20, 60, 120, 150]) if self.by_request else None for _ in range(rows)]
+        empty_rows, nothing = [[] for _ in range(rows)], torch.zeros(rows, 0, dtype=torch.long)
+        self.texts.append(Text(caches[self.point.cache](), empty_rows, nothing, nothing.bool(), declared))
         return self.texts[-1]
 
     @property
@@ -273,19 +256,15 @@ class Walk:
 
     def widths(self, text: Text, width: int) -> list[int]:
         """Return how many new tokens each row gets in a call of some width; 0 at most where the row is padded."""
-        room = [
-            min(width, (text.declared[row] if text.declared else self.point.limit) - len(tokens))
-            for row, tokens in enumerate(text.history)
-        ]
+        limits = zip(text.declared, text.history, strict=True)
+        room = [min(width, (most or self.point.limit) - len(tokens)) for most, tokens in limits]
         if min(room) <= 0:
             return []
         width = min(room) if self.point.padding == "none" else width
         if self.point.padding == "none" or (self.point.padding == "left" and text.keep.shape[1]):
             return [min(room)] * len(room)
-        counts = [
-            self.chance.randint(max(0 if tokens else 1, most - 9), most)
-            for tokens, most in zip(text.history, room, strict=True)
-        ]
+        least = [max(0 if tokens else 1, most - 9) for tokens, most in zip(text.history, room, strict=True)]
+        counts = [self.chance.randint(*between) for between in zip(least, room, strict=True)]
         return counts if max(counts) else []
 
     def slots(self, count: int, width: int) -> list[int]:
@@ -311,18 +290,15 @@ class Walk:
         found = self.call(text, ids, keep, run)
         self.accept(text, ids, keep)
         for row, count in enumerate(counts):
-            right = self.right(text.history[row], None if text.declared is None else text.declared[row])
-            self.compare(
-                found[row, keep[row]], right[len(right) - count :], f"row {row}, tokens from {len(right) - count}"
-            )
+            right, start = self.right(text.history[row], text.declared[row]), len(text.history[row]) - count
+            self.compare(found[row, keep[row]], right[start:], f"row {row}, tokens from {start}")
 
     def accept(self, text: Text, ids: Tensor, keep: Tensor) -> None:
         """Count what was read to a text."""
         text.ids, text.keep = torch.cat([text.ids, ids], 1), torch.cat([text.keep, keep], 1)
         for row, tokens in enumerate(text.history):
             tokens.extend(ids[row, keep[row]].tolist())
-        declared = text.declared or [None] * len(text.history)
-        text.fitted = [self.fitted(len(tokens), said) for tokens, said in zip(text.history, declared, strict=True)]
+        text.fitted = [self.fitted(len(row), said) for row, said in zip(text.history, text.declared, strict=True)]
 
     def call(self, text: Text, ids: Tensor, keep: Tensor, run: Any = None, **more: Any) -> Tensor:
         """Call the model; the form of its arguments is drawn."""
@@ -339,7 +315,7 @@ class Walk:
         positions["slots"] = torch.arange(whole.shape[1]).expand_as(whole)
         if form in positions:
             more["position_ids"] = positions[form][:, text.keep.shape[1] :]
-        if text.declared is not None and (not text.keep.shape[1] or self.chance.random() < 0.5):
+        if text.declared[0] is not None and (not text.keep.shape[1] or self.chance.random() < 0.5):
             more["ctxext_length"] = text.declared
         if text.cache is not None:
             more["past_key_values"] = text.cache
@@ -439,20 +415,8 @@ class Walk:
         """Read one call without a cache, whatever is in progress."""
         fresh = self.begin()
         self.texts.remove(fresh)
-        fresh.cache, run = None, lambda **given: self.model(**given | {"use_cache": False})
-        counts = self.widths(fresh, self.chance.choice([5, 40, 100]))
-        if not counts:
-            return
-        width = max(counts)
-        ids, keep = torch.zeros(len(counts), width, dtype=torch.long), torch.zeros(len(counts), width, dtype=torch.bool)
-        for row, count in enumerate(counts):
-            keep[row, self.slots(count, width)] = True
-        ids[keep] = torch.randint(40, 120, (int(keep.sum()),))
-        run.past_key_values = None  # type: ignore[attr-defined]
-        found = self.call(fresh, ids, keep, run)
-        for row in range(len(counts)):
-            right = self.right(ids[row, keep[row]].tolist(), None if fresh.declared is None else fresh.declared[row])
-            self.compare(found[row, keep[row]], right, f"whole, row {row}")
+        fresh.cache = None
+        self.read(fresh, self.chance.choice([5, 40, 100]), lambda **given: self.model(**given | {"use_cache": False}))
 
     def do_packed(self, text: Text) -> None:
         """Read several documents in one row, whose positions begin again."""
@@ -462,28 +426,18 @@ class Walk:
         documents = [[self.chance.randrange(40, 120) for _ in range(length)] for length in lengths]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         with self.mode():
-            found = self.model(
-                torch.tensor([[token for document in documents for token in document]]),
-                position_ids=positions,
-                use_cache=False,
-            ).logits[0]
+            ids = torch.tensor([[token for document in documents for token in document]])
+            found = self.model(ids, position_ids=positions, use_cache=False).logits[0]
         for part, document in zip(found.split(lengths), documents, strict=True):
             self.compare(part, self.right(document, None), "packed")
 
     def do_train(self, text: Text) -> None:
         """Compare gradients, with activations kept or computed again."""
-        if (
-            not isinstance(self.truth, Decoder)
-            or self.point.dtype not in ("float32", "float64")
-            or self.point.adapter != "none"
-        ):
+        if not isinstance(self.truth, Decoder) or "float16" in self.point.dtype or self.point.adapter != "none":
             return
         ids = torch.randint(40, 120, (1, self.chance.choice([20, 50])))
-        names = [
-            "model.embed_tokens.weight",
-            "model.layers.0.self_attn.k_proj.weight",
-            "model.layers.1.self_attn.q_proj.weight",
-        ]
+        names = ["embed_tokens", "layers.0.self_attn.k_proj", "layers.1.self_attn.q_proj"]
+        names = [f"model.{name}.weight" for name in names]
         if self.chance.random() < 0.5:
             self.model.gradient_checkpointing_enable()
         self.model.train()
@@ -491,11 +445,9 @@ class Walk:
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self.model.eval()
         self.model.gradient_checkpointing_disable()
-        parameters = dict(self.model.named_parameters())
-        for name, right in zip(
-            names, self.truth.gradients(ids[0], self.fitted(ids.shape[1], None), names), strict=True
-        ):
-            self.compare(parameters[name].grad, right, f"gradient of {name}")
+        rights = self.truth.gradients(ids[0], self.fitted(ids.shape[1], None), names)
+        for name, right in zip(names, rights, strict=True):
+            self.compare(self.model.get_parameter(name).grad, right, f"gradient of {name}")
         self.model.zero_grad()
 
     def _layer(self) -> nn.Module:
@@ -541,29 +493,26 @@ class Walk:
         self.read(self.begin(), 40)
 
     # Models.
-    def _base(self) -> Any:
-        return self.model
-
-    def _again(self, text: Text, name: str, how: dict[str, Any], stale: bool) -> None:
-        """Go on under another extension; rows of caches that hold nothing may."""
+    def _again(self, text: Text, name: str, how: dict[str, Any]) -> None:
+        """Go on under another extension, or by another model; caches that hold nothing may."""
         self.name, self.how = name, how
         for each in self.texts:
-            each.stale = each.stale or (stale and bool(each.keep.shape[1]))
-            each.declared = None if not self.by_request else each.declared or [150] * len(each.history)
+            each.stale = each.stale or bool(each.keep.shape[1])
+            each.declared = [(most or 150) if self.by_request else None for most in each.declared]
         self._believe()
         self.read(text, self.chance.choice([1, 12]))
 
     def do_unpatch(self, text: Text) -> None:
         if self.name != "none" and self.point.kind in FORMULAS and self.point.adapter == "none":
             ctxext.unpatch(self.model)
-            self._again(text, "none", {}, stale=True)
+            self._again(text, "none", {})
 
     def do_repatch(self, text: Text) -> None:
         """Unpatch and patch by the same: the cache is right, or refused."""
         if self.name != "none" and self.point.adapter == "none":
             ctxext.unpatch(self.model)
             self._patch(self.model)
-            self._again(text, self.name, self.how, stale=True)
+            self._again(text, self.name, self.how)
 
     def do_other(self, text: Text) -> None:
         """Extend by another method."""
@@ -571,31 +520,22 @@ class Walk:
             return
         if self.name != "none":
             ctxext.unpatch(self.model)
-        name, how = self.chance.choice(
-            [
-                ("pi", {"factor": 3}),
-                ("self_extend", {"factor": 6, "window": 10}),
-                ("rerope", {"factor": 6, "window": 9}),
-            ]
-        )
-        self.name, self.how = name, how
+        self.name, self.how = self.chance.choice(OTHERS)
         self._patch(self.model)
-        self._again(text, name, how, stale=True)
+        self._again(text, self.name, self.how)
 
     def do_twin(self, text: Text) -> None:
         """Go on with a copy of the model, perhaps unpatched, and perhaps with a copy of the cache."""
         if self.point.adapter != "none" or self.point.mode == "grad":
             return
-        by_file, plain = (
-            self.chance.random() < 0.5,
-            self.chance.random() < 0.6 and self.point.kind in FORMULAS and self.name != "none",
-        )
+        by_file, plain = self.chance.random() < 0.5, self.chance.random() < 0.6
+        plain = plain and self.point.kind in FORMULAS and self.name != "none"
         self.model = pickle.loads(pickle.dumps(self.model)) if by_file else copy.deepcopy(self.model)
         if self.chance.random() < 0.5 and text.cache is not None:
             text.cache = copy.deepcopy(text.cache)
         if plain:
             ctxext.unpatch(self.model)
-        self._again(text, *(("none", {}) if plain else (self.name, self.how)), stale=True)
+        self._again(text, *(("none", {}) if plain else (self.name, self.how)))
 
     def do_reload(self, text: Text) -> None:
         """Go on with the saved and loaded model."""
@@ -605,58 +545,48 @@ class Walk:
             ctxext.save(self.model, f"{folder}/saved")
             self.model = ctxext.load(f"{folder}/saved", dtype=getattr(torch, self.point.dtype)).eval()
         self.model.config._experts_implementation = "eager"
-        self._again(text, self.name, self.how, stale=True)
+        self._again(text, self.name, self.how)
 
     # Ways to generate.
     def do_generate(self, text: Text) -> None:
         """Generate from a new text or from one in progress, and compare all logits that were used."""
         way, new = self.chance.choice(list(WAYS)), self.chance.choice([2, 6, 12])
-        goes_on = way in ("greedy", "chunks") and text.cache is not None and bool(self.texts) and not text.stale
-        goes_on = goes_on and (self.point.padding == "none" or self.point.positions not in ("left out", "slots"))
-        if not goes_on or text.declared is not None:
+        goes_on = way in ("greedy", "chunks") and text.cache is not None and not text.stale and not self.by_request
+        if not goes_on or (self.point.padding != "none" and self.point.positions in ("left out", "slots")):
             text, goes_on = self.begin(), False
             self.texts.remove(text)
-        if way == "lookup" or way == "assistant":
+        if way in ("lookup", "assistant"):
             text.history, text.ids, text.keep = text.history[:1], text.ids[:1], text.keep[:1]
-        rows, width = len(text.history), self.chance.choice([4, 26, 40, 90])
-        most = max(map(len, text.history), default=0)
-        width = min(width, self.point.limit - most - new)
+        rows, most = len(text.history), max(map(len, text.history))
+        width = min(self.chance.choice([4, 26, 40, 90]), self.point.limit - most - new)
         if width < 2:
             return
         ids, keep = torch.randint(40, 120, (rows, width)), torch.ones(rows, width, dtype=torch.bool)
-        if self.point.padding != "none" and not goes_on:
-            for row in range(rows):
-                holes = (
-                    range(self.chance.randrange(width - 1))
-                    if self.point.padding in ("left", "right")
-                    else self.chance.sample(range(width - 1), width // 4)
-                )
-                keep[row, list(holes)] = False
+        for row in range(rows) if self.point.padding != "none" and not goes_on else ():
+            one_side = self.point.padding != "hole"
+            holes = list(range(self.chance.randrange(width - 1))) if one_side else []
+            keep[row, holes or self.chance.sample(range(width - 1), 0 if one_side else width // 4)] = False
         ids = ids.masked_fill(~keep, 0)
         prompt, mask = torch.cat([text.ids, ids], 1), torch.cat([text.keep, keep], 1)
         histories = [[*tokens, *ids[row, keep[row]].tolist()] for row, tokens in enumerate(text.history)]
         options = GREEDY | {"max_new_tokens": new, "attention_mask": mask.long()} | WAYS[way]
         options |= {"past_key_values": text.cache} if goes_on else {}
-        if way == "assistant":
-            options["assistant_model"] = self.plain
-        self.now, self.way = new + width, way
-        inputs = (
-            {"input_ids": prompt} if way != "embeds" else {"inputs_embeds": self.model.get_input_embeddings()(prompt)}
-        )
+        options |= {"assistant_model": self.plain} if way == "assistant" else {}
+        self.now, self.way, embed = new + width, way, self.model.get_input_embeddings()
+        inputs = {"inputs_embeds": embed(prompt)} if way == "embeds" else {"input_ids": prompt}
         if way == "embeds" and self.fitted(1, None) != self.fitted(most + self.now, None):
             text.history, text.fitted = [[0] for _ in text.history], [L] * rows  # refused once it outgrows the window
-        self.texts.append(text) if text not in self.texts else None
+        if text not in self.texts:
+            self.texts.append(text)
         with torch.no_grad(), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
             out = self.model.generate(**inputs, **options)
         self._generated(out, way, histories, new)
         self.texts.remove(text)
         if goes_on and way == "greedy":
-            answer = out.sequences[:, prompt.shape[1] :]
-            self.accept(
-                text, torch.cat([ids, answer[:, :-1]], 1), torch.cat([keep, torch.ones_like(answer[:, :-1]).bool()], 1)
-            )
+            answer = out.sequences[:, prompt.shape[1] : -1]
+            self.accept(text, torch.cat([ids, answer], 1), torch.cat([keep, torch.ones_like(answer).bool()], 1))
             self.texts.append(text)
-            self.now = 0
+            self.way, self.now = "", 0
             self.read(text, 1)
 
     def _generated(self, out: Any, way: str, histories: list[list[int]], new: int) -> None:
@@ -682,9 +612,8 @@ class Walk:
         settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
         sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, page_size=32, return_logprobs=True)
         with on_a_gpu() if self.point.backend == "gpu" else nullcontext():
-            results = self.model.generate_batch(
-                prompts, generation_config=settings, continuous_batching_config=sizes, warmup=False
-            )
+            how = {"generation_config": settings, "continuous_batching_config": sizes, "warmup": False}
+            results = self.model.generate_batch(prompts, **how)
         for prompt, result in zip(prompts, results.values(), strict=True):
             if result.error is not None:
                 raise Wrong(f"a batch: {result.error[:200]}")
@@ -716,6 +645,3 @@ def verdict(point: Point) -> str | None:
     finally:
         torch.set_num_threads(threads)
     return None
-
-
-__all__ = ["REMAPS", "Walk", "Wrong", "verdict"]
