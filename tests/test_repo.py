@@ -117,7 +117,7 @@ def test_tests_are_where_the_code_is() -> None:
     """A folder of tests is named as the folder of the package that it is about, or runs on everything."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*.py")}
     strangers = {str(folder) for folder in folders if not (ROOT / "ctxext" / folder / "__init__.py").is_file()}
-    assert strangers == {"contracts", "walk"}, "name a folder of tests as the folder of ctxext that it tests"
+    assert strangers == {"contracts", "referee", "walk"}, "name a folder of tests as the folder of ctxext that it tests"
     # As packages, so that two files of one name, conftest.py among them, are two modules in every import mode.
     bare = [str(folder) for folder in folders if not (ROOT / "tests" / folder / "__init__.py").is_file()]
     assert bare == [], "add an empty __init__.py to each of these folders of tests"
