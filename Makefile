@@ -25,9 +25,8 @@ core: $(INSTALLED) ## the quick tests, before each commit (2 to 5 minutes on 2 i
 test: $(INSTALLED) ## the test suite: CPU, offline (5 to 8 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not nightly"
 
-nightly: $(INSTALLED) tools wheel-test floor newest docs ## everything: full products, the real checkpoint, the wheel, other versions
-	$(BIN)/python -m pytest -n 2 --dist loadscope
-	$(BIN)/python -m tests.walk.run --jobs 2
+nightly: $(INSTALLED) tools ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
+	$(BIN)/python scripts/nightly.py $(if $(PART),--part $(PART))
 
 docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search needs a server: python -m http.server -d site)
 	$(DOCS)/bin/mkdocs build
