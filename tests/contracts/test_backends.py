@@ -9,21 +9,28 @@ import torch
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels import BACKENDS, AttentionBackend, Call, Layout
-from tests._products import crossed, paired, some
+from tests._products import pairwise
 from tests.kernels.cases import LAYOUTS, Case, case, error, leave_flex_uncompiled, naive, torchs_own, truth
 
-DEVICES = ["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
+BIASED = [pytest.param(True, id="alibi"), pytest.param(False, id="plain")]
+ON_CUDA = {"flash", "flash3", "flash4"}
 # By day flex is test_flex's.
-NAMES = some(sorted(BACKENDS), *(BACKENDS.keys() - {"flex"}))
-pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("name", NAMES)]
+PLACES = [
+    pytest.param(name, "cpu", marks=[pytest.mark.nightly] * (name == "flex"), id=f"{name}-cpu")
+    for name in sorted(BACKENDS.keys() - ON_CUDA)
+]
+PLACES += [
+    pytest.param(name, "cuda", marks=pytest.mark.gpu, id=f"{name}-cuda")
+    for name in sorted(BACKENDS) * torch.cuda.is_available()
+]
+everywhere = pytest.mark.parametrize(("name", "device"), PLACES)
 
 
 @pytest.fixture(autouse=True)
-def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Compiling costs 10 s per layout on CPU; test_flex compiles a few, here its bias and mask run uncompiled."""
-    if device == "cpu":
+    if request.node.callspec.params.get("device") != "cuda":
         leave_flex_uncompiled(monkeypatch)
 
 
@@ -72,34 +79,24 @@ def _check(backend: AttentionBackend, case: Case) -> None:
             assert error(ours, exact) <= 2 * error(plain, exact), what
 
 
-def _forms() -> list[Any]:
-    """Every layout in every precision, with and without biases: by day all for the first layout, one for the others."""
-    daily = [(True, torch.float32), (False, torch.bfloat16), (False, torch.float32), (True, torch.float16)]
-    return [
-        pytest.param(
-            *(layout, biased, dtype),
-            marks=[pytest.mark.nightly] * (number > 0 and (biased, dtype) != daily[number % 4]),
-            id=f"{layout}-{'alibi' if biased else 'plain'}-{dtype}",
-        )
-        for number, layout in enumerate(LAYOUTS)
-        for biased in (True, False)
-        for dtype in DTYPES
-    ]
-
-
-@pytest.mark.parametrize(("layout", "biased", "dtype"), _forms())
+@pytest.mark.parametrize(
+    ("name", "device", "layout", "biased", "dtype"), pairwise(PLACES, list(LAYOUTS), BIASED, DTYPES)
+)
 def test_equals_the_oracle(name: str, device: str, layout: str, biased: bool, dtype: torch.dtype) -> None:
     _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased)))
 
 
-@pytest.mark.parametrize(("kv_heads", "layout"), paired([1, 4], ["causal", "packed", "decode"]))
+@pytest.mark.parametrize(
+    ("name", "device", "kv_heads", "layout"), pairwise(PLACES, [1, 4], ["causal", "packed", "decode"])
+)
 def test_any_number_of_key_heads(name: str, device: str, layout: str, kv_heads: int) -> None:
     _check(BACKENDS[name](), _on(device, case(layout, torch.bfloat16, biased=True, kv_heads=kv_heads)))
 
 
 @pytest.mark.parametrize(
-    ("window", "layout"),
-    crossed(
+    ("name", "device", "window", "layout"),
+    pairwise(
+        PLACES,
         [5, 20, 1000],
         [
             *("causal", "left padded", "packed", "permuted", "decode", "chunked prefill"),
@@ -111,6 +108,7 @@ def test_windows(name: str, device: str, layout: str, window: int) -> None:
     _check(BACKENDS[name](), _on(device, case(layout, torch.float32, biased=True, window=window)))
 
 
+@everywhere
 def test_a_document_is_alone(name: str, device: str) -> None:
     """Packed documents give what each gives by itself."""
     backend = BACKENDS[name]()
@@ -125,16 +123,23 @@ def test_a_document_is_alone(name: str, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [{"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}], ids=str)
-@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
-@pytest.mark.parametrize("layout", ["causal", "decode", "padded chunk", "packed", "permuted", "both ways"])
+@pytest.mark.parametrize(
+    ("name", "device", "layout", "biased", "kind", "dtype"),
+    pairwise(
+        PLACES,
+        ["causal", "decode", "padded chunk", "packed", "permuted", "both ways"],
+        BIASED,
+        [{"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}],
+        [torch.float32, torch.bfloat16],
+    ),
+)
 def test_soft_caps_and_values_of_another_width(
     name: str, device: str, layout: str, biased: bool, kind: dict[str, Any], dtype: torch.dtype
 ) -> None:
     _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased, **kind)))
 
 
+@everywhere
 def test_padding_changes_nothing(name: str, device: str) -> None:
     """The content of padding, whatever it is, leaves the other tokens alone; padded queries give zeros."""
     backend = BACKENDS[name]()
@@ -149,6 +154,12 @@ def test_padding_changes_nothing(name: str, device: str) -> None:
     assert out.transpose(1, 2)[gone].abs().max() == 0
 
 
+@pytest.mark.parametrize("name", sorted(ON_CUDA))
+def test_what_needs_cuda_refuses_a_cpu(name: str) -> None:
+    assert _refuses(BACKENDS[name](), case("causal", torch.bfloat16, biased=False), backward=False)
+
+
+@pytest.mark.parametrize(("name", "device"), [*PLACES, *((name, "cpu") for name in sorted(ON_CUDA))])
 def test_bad_arguments(name: str, device: str) -> None:
     backend = BACKENDS[name]()
     fine = _on(device, case("causal", torch.float32, biased=True))

@@ -23,7 +23,7 @@ from ctxext.methods.remap import PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from tests._products import crossed, paired, some
+from tests._products import paired, pairwise
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 from tests._steps import launches
 from tests.kernels.cases import leave_flex_uncompiled, turned
@@ -172,8 +172,7 @@ def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, 
 STEPS = [name for name in LAYOUTS if "both ways" not in name and "padded" not in name.removeprefix("padded, ")]
 
 
-@pytest.mark.parametrize(("method", "layout"), crossed(list(METHODS), STEPS))
-@pytest.mark.parametrize("variant", some([None, *VARIANTS], None, "all"))
+@pytest.mark.parametrize(("variant", "method", "layout"), pairwise([None, *VARIANTS], list(METHODS), STEPS))
 def test_a_step_is_dense_attention(variant: str | None, method: str, layout: str) -> None:
     """All pieces under one softmax, in float64; of layouts with many queries, the last few."""
     where, how = LAYOUTS[layout](), Variant() if variant is None else VARIANTS[variant]
@@ -203,8 +202,7 @@ def test_the_kernel_of_a_step_is_left_what_it_can(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("method", "layout"), crossed(VARIED, list(LAYOUTS)))
-@pytest.mark.parametrize("variant", some(VARIANTS, "all"))
+@pytest.mark.parametrize(("variant", "method", "layout"), pairwise(list(VARIANTS), VARIED, list(LAYOUTS)))
 def test_sinks_caps_and_other_values_are_those_of_dense_attention(
     variant: str, method: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,12 +279,11 @@ def test_settled_keys_go_with_sinks(new: int, name: str) -> None:
     assert float((out - truth).abs().max()) < 1e-13
 
 
-PRECISE = [(name, dtype) for name in VARIED for dtype in (torch.bfloat16, torch.float32, torch.float16)]
-
-
-@pytest.mark.parametrize(("how", "layout"), paired(PRECISE, list(LAYOUTS)))
-def test_every_precision_is_as_near_as_it_can_be(how: tuple[str, torch.dtype], layout: str) -> None:
-    where, (method, dtype) = LAYOUTS[layout](), how
+@pytest.mark.parametrize(
+    ("method", "dtype", "layout"), pairwise(VARIED, [torch.bfloat16, torch.float32, torch.float16], list(LAYOUTS))
+)
+def test_every_precision_is_as_near_as_it_can_be(method: str, dtype: torch.dtype, layout: str) -> None:
+    where = LAYOUTS[layout]()
     q, k, v = (x.detach() for x in _tensors(where, dtype))
     truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)))
     queries = _rotated(q.double(), where.query_positions).to(dtype)
