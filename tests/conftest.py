@@ -129,8 +129,10 @@ def write_times(terminalreporter: pytest.TerminalReporter, file: Path) -> None:
     for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
         for seconds in [seconds for name, seconds in report.user_properties if name == TAKEN and report.when == "call"]:
             entry = times.setdefault(report.nodeid.partition("::")[0], [0, 0.0])
-            entry[0], entry[1] = entry[0] + 1, round(entry[1] + seconds, 1)
-    file.write_text(json.dumps(dict(sorted(times.items(), key=lambda entry: -entry[1][1])), indent=1), encoding="utf-8")
+            entry[0], entry[1] = entry[0] + 1, entry[1] + seconds
+    longest = sorted(times.items(), key=lambda entry: -entry[1][1])
+    told = {name: [tests, round(seconds, 1)] for name, (tests, seconds) in longest}
+    file.write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
 def _processor_time() -> float:
