@@ -74,7 +74,7 @@ class PositionedForward(ForwardOverride):
     def __call__(
         self,
         *args: Any,
-        ctxext_length: int | Sequence[int] | None = None,
+        ctxext_length: Any = None,  # numbers of torch and numpy too
         ctxext_sharded: bool = False,
         **kwargs: Any,
     ) -> Any:
