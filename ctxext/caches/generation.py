@@ -164,7 +164,7 @@ class RecomputeStaleCache:
     def __call__(
         self,
         input_ids: Tensor,
-        next_sequence_length: int | None = None,
+        next_sequence_length: Any = None,
         *,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
