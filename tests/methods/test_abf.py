@@ -32,19 +32,8 @@ def test_a_given_base_is_used(rope: RopeSpec, thetas: Callable[..., list]) -> No
     assert found.attention_scale == 1
 
 
-@pytest.mark.parametrize("base", [1, math.nan, "1e6", True])
-def test_bad_base_is_refused(base: object) -> None:
-    with pytest.raises(InvalidParameterError, match="base must be a finite number, above 1, or None, found"):
-        ABF(factor=4, base=base)
-
-
 def test_a_smaller_base_than_the_models_is_refused() -> None:
     with pytest.raises(
         InvalidParameterError, match=r"base must be at least the model's own \(500000\.0\), found 10000"
     ):
         ABF(factor=4, base=1e4).rope_parameters(RopeSpec(128, 5e5, 8192))
-
-
-def test_a_window_too_short_to_choose_from_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="trained_length must be above 2 pi, or base be given, found 6"):
-        ABF(factor=4).frequencies(RopeSpec(8, 1e4, 6), 7)

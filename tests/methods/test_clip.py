@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ctxext
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.abf import ABF
 from ctxext.methods.formulas import clipped, plain_inv_freq
 from ctxext.methods.ntk import NTK
@@ -110,29 +109,6 @@ def test_stock_transformers_loads_it(tmp_path: Any, model_type: str, method: str
     assert torch.equal(logits(stock, tokens()), logits(model, tokens()))
     ctxext.unpatch(model)
     assert torch.equal(logits(model, tokens()), logits(tiny(model_type), tokens()))
-
-
-@pytest.mark.parametrize(
-    ("clip", "message"),
-    [
-        (1, "clip must be 'auto', or a whole number of pairs, at least 2, or None, found 1"),
-        (2.5, "clip must be 'auto', or a whole number of pairs, at least 2, or None, found 2.5"),
-        ("all", "clip must be 'auto', or a whole number of pairs, at least 2, or None, found 'all'"),
-    ],
-)
-def test_bad_parameters_are_refused(clip: Any, message: str) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        NTK(factor=4, clip=clip)
-
-
-def test_more_pairs_than_there_are_are_refused() -> None:
-    with pytest.raises(InvalidParameterError, match=r"clip must be at most 16 pairs \(rotary_dim / 2\), found 17"):
-        NTK(factor=4, clip=17).frequencies(RopeSpec(32, 1e4, 4096), 7)
-
-
-def test_auto_is_refused_where_every_pair_completed_a_turn() -> None:
-    with pytest.raises(InvalidParameterError, match="fewer than two turn less than once in the trained window"):
-        YaRN(factor=2, clip="auto").frequencies(RopeSpec(32, 100.0, 4096), 7)
 
 
 def test_a_stopped_pair_turns_in_no_text(tmp_path: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods.dpe import DPE, PUBLISHED
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.spec import RopeSpec
@@ -37,12 +36,3 @@ def test_published_groups_are_for_eighths_of_the_frequencies(name: str) -> None:
     assert len(far.key.group) == 64
     assert far.key.group[::8] == PUBLISHED[name]
     assert far.key.group[7] == far.key.group[0]
-
-
-def test_bad_parameters_are_named() -> None:
-    with pytest.raises(UnknownNameError, match=r"llama-3-8B.*Did you mean 'llama-3-8b'"):
-        DPE(factor=2, groups="llama-3-8B")
-    with pytest.raises(InvalidParameterError, match=r"groups\[1\] must be a whole number of tokens"):
-        DPE(factor=2, groups=(2, 0))
-    with pytest.raises(InvalidParameterError, match="groups must be as many as rotated pairs of dimensions, 4,"):
-        DPE(factor=2, groups=(2, 2, 2), window=8).pieces(ROPE, 128)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.spec import RopeSpec
 from tests._remap import ROPE, by_formula, relative_positions
@@ -29,11 +28,6 @@ def test_positions_are_the_papers(chunk: int, local: int) -> None:
     assert all(near), "the nearest tokens stand as they are, across the border of a chunk too"
 
 
-def test_vllms_chunk_of_the_trained_length_reaches_a_position_that_was_never_trained() -> None:
-    with pytest.raises(InvalidParameterError, match="chunk must be from 1 to 63 tokens"):
-        DualChunk(factor=2, chunk=64).pieces(ROPE, 128)
-
-
 def test_by_default_texts_of_the_trained_length_are_exact() -> None:
     method = DualChunk(factor=4)
     assert method.exact_length(ROPE) == 64
@@ -46,8 +40,3 @@ def test_shares_are_of_the_trained_length() -> None:
     rope = RopeSpec(8, 1e4, 8192)
     regions = DualChunk(factor=2, chunk=0.75, local=0.125).pieces(rope, 16384)
     assert regions[0].key.period == 6144 - 1024
-
-
-def test_bad_parameters_are_named() -> None:
-    with pytest.raises(InvalidParameterError, match="local must be below half of chunk=20 tokens, found 10"):
-        DualChunk(factor=2, chunk=20, local=10).pieces(ROPE, 128)

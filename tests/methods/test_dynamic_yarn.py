@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.dynamic_yarn import DynamicYaRN
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
@@ -28,9 +27,3 @@ def test_beyond_it_is_yarn_with_the_stretch_of_the_text(rope: RopeSpec, stretch:
     expected = YaRN(factor=stretch, **variant).frequencies(rope, 7)
     assert torch.equal(found.inv_freq, expected.inv_freq)
     assert found.attention_scale == pytest.approx(1 + 0.1 * math.log(stretch), rel=1e-12)
-
-
-@pytest.mark.parametrize(("parameter", "value"), [("beta_fast", 0.5), ("beta_slow", "1"), ("ramp", "linear")])
-def test_shared_parameters_are_checked_at_once(parameter: str, value: object) -> None:
-    with pytest.raises(InvalidParameterError, match=f"{parameter} must be "):
-        DynamicYaRN(factor=4, **{parameter: value})

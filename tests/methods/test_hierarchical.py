@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.hierarchical import Hierarchical
 
 
@@ -31,16 +30,3 @@ def test_rows_are_all_different() -> None:
     indices, weights = Hierarchical(factor=6).rows(6, 36)
     found = np.einsum("ij,ijd->id", weights.numpy(), table[indices.numpy()])
     assert len(np.unique(found.round(9), axis=0)) == 36
-
-
-def test_beyond_the_square_of_the_trained_length() -> None:
-    with pytest.raises(InvalidParameterError, match="reaches 64 positions with two digits of 8 learned rows, found a"):
-        Hierarchical(factor=9).rows(8, 65)
-
-
-@pytest.mark.parametrize("alpha", [0, 1, 0.5, -0.1, "0.4", True, None])
-def test_alpha_is_a_share(alpha: object) -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"alpha must be (a finite number, above 0 and below 1|other than 0\.5)"
-    ):
-        Hierarchical(factor=2, alpha=alpha)  # type: ignore[arg-type]

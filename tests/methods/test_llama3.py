@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.llama3 import Llama3
 from ctxext.spec import RopeSpec
 
@@ -27,16 +26,3 @@ def test_long_waves_are_divided_short_ones_kept_and_the_rest_smoothed(
         else:
             smooth = (rope.trained_length / wavelength - low) / (high - low)
             assert scaled == pytest.approx((1 - smooth) * theta / 8 + smooth * theta, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"low_freq_factor": -1}, r"low_freq_factor must be a finite number, above 0, found -1"),
-        ({"high_freq_factor": 1}, r"high_freq_factor must be above low_freq_factor \(1\.0\)"),
-        ({"high_freq_factor": True}, "high_freq_factor must be a finite number, .* found True"),
-    ],
-)
-def test_bad_thresholds_are_refused(parameters: dict, message: str) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        Llama3(factor=8, **parameters)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.longrope import LongRoPE
 from ctxext.spec import RopeSpec
 
@@ -50,32 +48,3 @@ def test_lists_from_a_config_become_tuples() -> None:
     pasted = LongRoPE(short_factor=[1, 1, 1.05, 1.1], long_factor=list(LONG))
     assert pasted == LongRoPE(short_factor=SHORT, long_factor=LONG)
     assert hash(pasted) == hash(LongRoPE(short_factor=SHORT, long_factor=LONG))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"short_factor": (1, 0, 1, 1)}, r"short_factor\[1\] must be a finite number, above 0, found 0"),
-        ({"long_factor": (1, math.nan, 1, 1)}, r"long_factor\[1\] must be a finite number, above 0, found nan"),
-        ({"long_factor": ("1", 1, 1, 1)}, r"long_factor\[0\] must be a finite number, above 0, found '1'"),
-        ({"long_factor": 4.0}, r"long_factor must be a list such as .* found 4\.0"),
-        ({"short_factor": ()}, "short_factor must be a list such as"),
-        ({"long_factor": (1.0, 2.0)}, r"long_factor must be as long as short_factor \(4 numbers\)"),
-        ({"attention_factor": 0}, "attention_factor must be a finite number, above 0, or None, found 0"),
-    ],
-)
-def test_bad_parameters_are_refused(parameters: dict, message: str) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        LongRoPE(**({"short_factor": SHORT, "long_factor": LONG} | parameters))
-
-
-def test_factors_of_another_model_are_refused() -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"the length of short_factor must be 64 \(rotary_dim / 2\), found 4"
-    ):
-        LongRoPE(short_factor=SHORT, long_factor=LONG).frequencies(RopeSpec(128, 1e4, 4096), 7)
-
-
-def test_a_window_of_one_token_has_no_default_scale() -> None:
-    with pytest.raises(InvalidParameterError, match="trained_length must be above 1 unless attention_factor is set"):
-        LongRoPE(factor=2, short_factor=SHORT, long_factor=LONG).frequencies(RopeSpec(8, 1e4, 1), 7)

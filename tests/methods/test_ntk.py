@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.ntk import NTK
 from ctxext.spec import RopeSpec
 
@@ -25,8 +24,3 @@ def test_stretch_grows_geometrically_from_one_to_the_factor(
 
 def test_the_base_of_the_papers_factor_two() -> None:
     assert NTK(factor=2).rope_parameters(RopeSpec(128, 1e4, 4096))["rope_theta"] == pytest.approx(20_221, abs=1)
-
-
-def test_one_pair_cannot_change_its_base() -> None:
-    with pytest.raises(InvalidParameterError, match=r"rotary_dim must be above 2 .* found 2"):
-        NTK(factor=2).frequencies(RopeSpec(2, 1e4, 64), 7)

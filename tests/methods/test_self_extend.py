@@ -98,32 +98,3 @@ def test_texts_of_a_window_are_exact_otherwise() -> None:
 def test_a_wide_window_leaves_far_tokens_an_order(window: float) -> None:
     far = SelfExtend(factor=4, window=window, thinning=0).pieces(ROPE, 256)[1]
     assert far.key.group <= 256 / 2, "at least two groups"
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"window": 65}, "window must be from 1 to 63 tokens"),
-        ({"window": 1.5}, "window must be from 1 to 63 tokens"),
-        ({"window": 32, "reach": 64}, "reach must be from 1 to 63 tokens"),
-        ({"window": 32, "reach": 16}, "reach must be at least window=32"),
-        ({"window": 32, "group": 2}, r"reaches 96 tokens, found a target of 128.*group=4"),
-    ],
-)
-def test_bad_parameters_are_named(parameters: dict[str, float], said: str) -> None:
-    with pytest.raises(InvalidParameterError, match=said):
-        SelfExtend(factor=2, **parameters).pieces(ROPE, 128)  # type: ignore[arg-type]
-
-
-def test_group_and_reach_contradict_each_other() -> None:
-    with pytest.raises(InvalidParameterError, match="reach must be left out where group is given"):
-        SelfExtend(factor=2, group=4, reach=32)
-    with pytest.raises(InvalidParameterError, match="group must be a whole number"):
-        SelfExtend(factor=2, group=0)
-
-
-def test_what_counts_for_less_than_nothing_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="thinning must be a finite number from 0 to 1, or None, found -1"):
-        SelfExtend(factor=2, thinning=-1)
-    with pytest.raises(InvalidParameterError, match=r"sinks must be a whole number of tokens, at least 0, found 1\.5"):
-        SelfExtend(factor=2, sinks=1.5)  # type: ignore[arg-type]

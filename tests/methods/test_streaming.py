@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.streaming import Streaming
 from tests._remap import ROPE, by_formula, relative_positions
 
@@ -26,12 +25,3 @@ def test_only_the_first_and_the_nearest_tokens_are_seen(sinks: int, window: int)
 
 def test_by_default_the_window_takes_what_the_sinks_leave() -> None:
     assert Streaming(factor=2).exact_length(ROPE) == 60
-
-
-def test_bad_parameters_are_named() -> None:
-    with pytest.raises(InvalidParameterError, match="sinks must be a whole number"):
-        Streaming(factor=2, sinks=0)
-    with pytest.raises(InvalidParameterError, match="window must be from 1 to 60 tokens"):
-        Streaming(factor=2, window=61).pieces(ROPE, 128)
-    with pytest.raises(InvalidParameterError, match="sinks must be below the trained length of 64"):
-        Streaming(factor=2, sinks=64).pieces(ROPE, 128)

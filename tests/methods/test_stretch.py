@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.stretch import Stretch
 
 
@@ -30,14 +29,3 @@ def test_rows_are_those_of_long_clip(trained: int, keep: int) -> None:
 
 def test_long_clip_reads_248_tokens() -> None:
     assert len(authors_table(np.zeros((77, 1)), 20)) == 248
-
-
-def test_keeping_all() -> None:
-    with pytest.raises(InvalidParameterError, match="keep=20 leaves less than two of the 16 learned rows to"):
-        Stretch(factor=2).rows(16, 32)
-
-
-@pytest.mark.parametrize("keep", [-1, 2.0, "20", True, None])
-def test_keep_is_a_number_of_rows(keep: object) -> None:
-    with pytest.raises(InvalidParameterError, match="keep must be a whole number of rows, at least 0, found"):
-        Stretch(factor=2, keep=keep)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.string import STRING
 from ctxext.spec import RopeSpec
 from tests._remap import ROPE, by_formula, relative_positions
@@ -29,18 +28,3 @@ def test_the_shift_is_a_third_or_what_the_target_needs() -> None:
     assert STRING(factor=1).exact_length(rope) == 8192 // 3
     assert STRING(factor=1.5).exact_length(rope) == 4096 + 128
     assert relative_positions(STRING(factor=1.5, local=4), ROPE, 96).nan_to_num(0).max() == 63
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"factor": 2.0, "local": 4}, "reaches 124 tokens, found a target of 128.*at most 64"),
-        ({"factor": 1.5, "shift": 30, "local": 4}, "reaches 90 tokens, found a target of 96"),
-        ({"factor": 1.0, "shift": 8, "local": 8}, "local must be below shift=8 tokens"),
-        ({"factor": 1.0, "shift": 65, "local": 8}, "shift must be from 1 to 64 tokens"),
-    ],
-)
-def test_bad_parameters_are_named(parameters: dict[str, float], said: str) -> None:
-    method = STRING(**parameters)
-    with pytest.raises(InvalidParameterError, match=said):
-        method.pieces(ROPE, method.target_length(64))

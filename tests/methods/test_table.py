@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.table import Table
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
@@ -33,23 +30,3 @@ def test_a_pair_that_does_not_turn_is_stored_with_a_divisor_that_stops_it(rope: 
     assert stored["long_factor"][-1] == stored["short_factor"][-1] == 1e30
     assert 0 < max(stored["long_factor"][:-1]) < 1e9
     assert math.cos(1e12 * 1.0 / stored["long_factor"][-1]) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"inv_freq": (1.0, math.inf)}, r"inv_freq\[1\] must be a finite number, at least 0, found inf"),
-        ({"inv_freq": (1.0, -0.5)}, r"inv_freq\[1\] must be a finite number, at least 0, found -0\.5"),
-        ({"inv_freq": "1.0"}, r"inv_freq must be a list such as .* found '1\.0'"),
-        ({"attention_scale": math.nan}, "attention_scale must be a finite number, above 0, found nan"),
-        ({"attention_scale": None}, "attention_scale must be a finite number, above 0, found None"),
-    ],
-)
-def test_bad_parameters_are_refused(parameters: dict, message: str) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        Table(**({"inv_freq": (1.0, 0.5)} | parameters))
-
-
-def test_a_table_for_another_model_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match=r"the length of inv_freq must be 64 \(rotary_dim / 2\), found 2"):
-        Table(inv_freq=(1.0, 0.5)).frequencies(RopeSpec(128, 1e4, 4096), 7)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError
 from ctxext.laboratory.encodings.cope import CoPE
 from tests._encodings import SPEC, check_score
 
@@ -29,9 +28,3 @@ def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_begins_without_positions() -> None:
     assert not CoPE().build(SPEC).weight.any()
-
-
-@pytest.mark.parametrize("bad", [1, 2.5])
-def test_bad_places_are_refused(bad: object) -> None:
-    with pytest.raises(InvalidParameterError, match="places must be a whole number from 2 to 65,536"):
-        CoPE(places=bad)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError
 from ctxext.laboratory.encodings.fire import FIRE
 from tests._encodings import SPEC, check_score
 
@@ -37,9 +36,3 @@ def test_begins_as_linear_layers_do_and_with_a_quarter_of_the_trained_length() -
     )
     assert found.inner.abs().max().item() == pytest.approx(1, abs=0.01)
     assert found.outer.abs().max().item() == pytest.approx(1 / 64, rel=0.01)
-
-
-@pytest.mark.parametrize("bad", [{"width": 0}, {"width": 2.5}, {"threshold": -1}])
-def test_bad_parameters_are_refused(bad: dict[str, object]) -> None:
-    with pytest.raises(InvalidParameterError, match=f"{next(iter(bad))} must be (a|above)"):
-        FIRE(**bad)

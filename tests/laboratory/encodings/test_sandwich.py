@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError
 from ctxext.kernels import Layout, named
 from ctxext.kernels.base import Call
 from ctxext.laboratory.encodings.sandwich import Sandwich
@@ -54,9 +53,3 @@ def _as_published(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     product = (vectors @ vectors.T) / (torch.arange(1, 5).to(q.dtype) * 8 / 4)[:, None, None]
     scores = q @ k.mT * SCALE + product
     return scores.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("bad", [0, 7, 8.0])
-def test_bad_dimensions_are_refused(bad: object) -> None:
-    with pytest.raises(InvalidParameterError, match="dimensions must be an even number"):
-        Sandwich(dimensions=bad)

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from ctxext.errors import InvalidParameterError
 from ctxext.laboratory.encodings.t5_bias import T5Bias
 from tests._encodings import LAYOUTS, SPEC, check_score, encoding_of, pairs_of
 
@@ -50,9 +49,3 @@ def test_begins_as_t5_does() -> None:
     weight = T5Bias(buckets=512, max_distance=1024).build(SPEC).weight
     assert weight.shape == (SPEC.num_heads, 512)
     assert weight.std().item() == pytest.approx(SPEC.hidden_size**-0.5, rel=0.1)
-
-
-@pytest.mark.parametrize("bad", [{"buckets": 1}, {"buckets": 3.5}, {"max_distance": 16}, {"max_distance": "128"}])
-def test_bad_parameters_are_refused(bad: dict[str, object]) -> None:
-    with pytest.raises(InvalidParameterError, match=f"{next(iter(bad))} must be (a|above)"):
-        T5Bias(**bad)
