@@ -193,36 +193,6 @@ def test_a_head_of_a_classifier_is_served() -> None:
     assert not torch.equal(logits(model, tokens(LENGTH)), plain)
 
 
-@pytest.mark.parametrize(
-    ("made", "how", "error", "said"),
-    [
-        (lambda: tiny("llama"), {"both_ways": "halves"}, InvalidParameterError, "is for encoders"),
-        (lambda: tiny("mpt"), {"both_ways": "halves"}, InvalidParameterError, "is for encoders"),
-        (
-            lambda: encoder("eurobert", hidden_size=96, num_attention_heads=3, num_key_value_heads=3),
-            {"both_ways": "halves"},
-            InvalidParameterError,
-            "'symmetric' for 3 heads",
-        ),
-        (
-            lambda: encoder("mistral", sliding_window=16),
-            {"sliding_window": "keep"},
-            IncompatibleError,
-            "a window to both sides",
-        ),
-    ],
-    ids=["causal", "causal ALiBi", "three heads", "window"],
-)
-def test_what_cannot_be_read_both_ways_is_refused_untouched(
-    made: Callable[[], PreTrainedModel], how: dict[str, str], error: type[Exception], said: str
-) -> None:
-    model = made()
-    before = State.of(model, tokens(TRAINED_LENGTH))
-    with pytest.raises(error, match=said):
-        ctxext.patch(model, "alibi", factor=4.0, trained_length=TRAINED_LENGTH, **how)
-    assert before.difference(model) is None
-
-
 @pytest.mark.slow
 def test_one_key_head_serves_both_halves() -> None:
     model = encoder("eurobert", num_key_value_heads=1)

@@ -9,7 +9,6 @@ import torch
 
 import ctxext
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods.self_extend import SelfExtend
 from tests._models import RECENT, logits, tiny, tokens
@@ -49,15 +48,6 @@ def test_every_rotary_module_that_is_used_is_extended(model_type: str) -> None:
     assert before.difference(model) is None
 
 
-@pytest.mark.parametrize("method", ["yarn", "self_extend"])
-def test_rotary_modules_with_bases_of_their_own_are_refused(method: str) -> None:
-    model = tiny("granite_swa", layer_rope_theta=[10000.0, 500000.0])
-    before = State.of(model, tokens())
-    with pytest.raises(IncompatibleError, match="bases that differ from rope_theta"):
-        ctxext.patch(model, method, factor=4.0)
-    assert before.difference(model) is None
-
-
 @pytest.mark.slow
 def test_a_layer_of_base_0_stays_as_it_is_under_remapping() -> None:
     model = tiny("granite_swa", num_hidden_layers=2, layer_rope_theta=[1e4, 0], layer_types=["full_attention"] * 2)
@@ -68,23 +58,6 @@ def test_a_layer_of_base_0_stays_as_it_is_under_remapping() -> None:
     ctxext.patch(model, method)
     assert "1 of 2 attention layers are remapped" in " ".join(ctxext.describe(model).notes)
     torch.testing.assert_close(logits(model, inputs), wanted, rtol=0.0, atol=1e-4 * float(wanted.abs().max()))
-
-
-@pytest.mark.parametrize(
-    ("thetas", "said"),
-    [([0, 10000.0], "belong to its sliding-window layers only"), ([0, 0], "none of its layers rotates")],
-)
-def test_a_model_whose_layers_that_reach_far_have_base_0_is_refused_by_name(thetas: list[float], said: str) -> None:
-    model = tiny("granite_swa", layer_rope_theta=thetas)
-    for method in ("yarn", "self_extend"):
-        with pytest.raises(IncompatibleError, match=said):
-            ctxext.patch(model, method, factor=4.0)
-
-
-@pytest.mark.skipif(not RECENT, reason="new in transformers 5.24")
-def test_text_that_does_not_rotate_beside_pictures_that_do_is_refused_by_name() -> None:
-    with pytest.raises(IncompatibleError, match="the part that reads text does not rotate"):
-        ctxext.patch(tiny("glm5_next"), "yarn", factor=4.0)
 
 
 @pytest.mark.parametrize("method", ["pi", "yarn", "ntk_by_parts"])

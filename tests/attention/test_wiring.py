@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSpeechSeq2Seq, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
-from tests._models import RECENT, logits, qwen2_vl, tiny, tokens
-from tests.walk.check import State
-from tests.walk.tiny import TRAINED_LENGTH, tiny_config
+from tests._models import logits, qwen2_vl, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
-recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}
-
-
-def test_a_retrofit_that_would_crash_is_refused_and_leaves_no_trace() -> None:
-    model = tiny("doge")
-    before = State.of(model, tokens())
-    with pytest.raises(IncompatibleError, match=r"alibi.*doge: Its code computes with the attention mask"):
-        ctxext.patch(model, "alibi", factor=4.0)
-    assert before.difference(model) is None
 
 
 class Capped(LlamaAttention):
@@ -141,32 +130,3 @@ def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
     arguments = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
     with pytest.raises(IncompatibleError, match=r"count along 3 axes that differ.*image"):
         logits(model, inputs, mm_token_type_ids=(inputs == 5).long(), **arguments)
-
-
-@recent
-@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi"])
-def test_an_encoder_decoder_with_one_config_for_both_is_refused_by_name(method: str) -> None:
-    model = AutoModelForSpeechSeq2Seq.from_config(tiny_config("moonshine"))
-    before = copy.deepcopy(model.config.to_dict())
-    with pytest.raises(IncompatibleError, match="decoder of this moonshine are built from one and the same config"):
-        ctxext.patch(model, method, factor=4.0)
-    assert model.config.to_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("model_type", "said"),
-    [
-        ("gpt2", r"has learned positions, one vector each for 64 tokens \(transformer\.wpe\.weight\)"),
-        ("opt", r"has learned positions, one vector each for 64 tokens \(model\.decoder\.embed_positions\.weight\)"),
-        ("gpt_bigcode", r"learned positions, one vector each for 64 tokens"),
-        ("jamba", "no positions at all, so nothing needs extending"),
-        ("nemotron_h", "no positions at all, so nothing needs extending"),
-        ("mamba", "no positions at all, so nothing needs extending"),
-        ("gptj", "rotates by a sinusoid table"),
-        ("t5", "32 buckets of relative distances"),
-        ("pegasus_x", "sinusoids to its input .*, which its own code"),
-    ],
-)
-def test_why_there_is_nothing_to_extend(model_type: str, said: str) -> None:
-    with pytest.raises(IncompatibleError, match=said):
-        ctxext.patch(tiny(model_type), "yarn", factor=4.0)

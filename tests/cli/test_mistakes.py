@@ -170,19 +170,6 @@ def test_tables_that_are_missing(cli: Cli, llama: Path, tmp_path: Path, method: 
     assert "needs " in refused(cli("plot", "frequencies", llama, "-m", method, "-o", tmp_path / "x.png"))
 
 
-def test_tables_of_another_size() -> None:
-    model = tiny()
-    with pytest.raises(InvalidParameterError, match="the length of long_factor must be 16"):
-        ctxext.patch(model, "longrope", factor=4, short_factor=[1, 2], long_factor=[1, 2])
-    assert ctxext.describe(model).method is None
-
-
-@pytest.mark.parametrize("extent", [{"factor": 1e308}, {"factor": 1e9}, {"target_length": 10**30}])
-def test_further_than_anything(extent: dict[str, Any]) -> None:
-    with pytest.raises(InvalidParameterError, match=r"(factor|target_length) must be at most 1,000,000"):
-        ctxext.patch(tiny(), "yarn", **extent)
-
-
 @pytest.mark.parametrize("device", ["toaster", "cuda:99", "xpu"])
 def test_a_device_that_is_not_there(cli: Cli, llama: Path, device: str) -> None:
     said = refused(cli("eval", "perplexity", llama, "--device", device, "--text", __file__))

@@ -20,7 +20,7 @@ import ctxext
 import ctxext.models.rope
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import crossed, paired, some
@@ -297,11 +297,3 @@ def test_nothing_global_is_reassigned(method: type[RopeMethod]) -> None:
     assert len(during) == 1
     for seen in (*during, _everything_global()):
         assert [key for key, value in before.items() if seen.get(key) != value] == []
-
-
-def test_a_model_without_rotary_positions_is_refused_untouched() -> None:
-    model = tiny("gptj")
-    before = State.of(model, tokens(TRAINED_LENGTH))
-    with pytest.raises(IncompatibleError, match="no positions that ctxext can extend"):
-        ctxext.patch(model, "yarn", factor=4.0)
-    assert before.difference(model) is None

@@ -221,11 +221,3 @@ def test_an_annotation_that_cannot_be_checked_is_refused_by_name() -> None:
         Parameter.of("where", torch.Tensor)
     assert Parameter.of("ramp", Literal["a", "b", "c"] | None).checked("b") == "b"
     assert str(Parameter.of("ramp", Literal["a", "b", "c"] | None)) == "'a', 'b' or 'c', or None"
-
-
-@pytest.mark.parametrize("name", ["learned", "pi", "tile"])
-def test_a_table_of_positions_has_an_end(name: str) -> None:
-    """A factor of 1e6 is in range, and a table of so many rows would fill the memory."""
-    model = tiny() if name == "learned" else tiny("gpt2")
-    with pytest.raises(InvalidParameterError, match="at most 16,777,216 of them"):
-        ctxext.patch(model, name, factor=1e6)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import IncompatibleError, PatchStateError
 from tests._checkpoints import try_only
 from tests._models import tiny, tokens
 from tests._products import crossed
@@ -87,19 +87,6 @@ def test_a_live_model_that_is_not_its_config_is_refused(change: Callable[[PreTra
             ctxext.patch(model, method, factor=2, **scaled)
     assert torch.equal(rotary_of(model).inv_freq, frequencies)
     assert model.config.to_dict() == config
-
-
-def test_a_config_without_its_rope_dict_is_refused() -> None:
-    model = tiny()
-    model.config.rope_parameters = None
-    with pytest.raises(PatchStateError, match=r"rope_parameters=None.*Load the model again"):
-        ctxext.patch(model, "pi", factor=2)
-
-
-def test_a_length_that_no_model_has_is_refused() -> None:
-    model = tiny(max_position_embeddings=10**30)
-    with pytest.raises(InvalidParameterError, match=r"The trained length that the config names must be at most"):
-        ctxext.patch(model, "pi", factor=2)
 
 
 def cast(dtype: torch.dtype) -> Callable[[PreTrainedModel], PreTrainedModel]:

@@ -16,22 +16,6 @@ from ctxext.errors import IncompatibleError
 from tests._models import RECENT, tiny, tokens
 from tests.walk.check import State, rotating_layers
 
-# Their full-attention layers do not rotate at all; what rotates sees only a window.
-LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")
-
-recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
-
-
-@pytest.mark.parametrize("model_type", LOCAL_ONLY)
-@recent
-def test_a_model_that_rotates_in_its_windows_only_is_refused(model_type: str) -> None:
-    model = tiny(model_type)
-    before = State.of(model, tokens())
-    for method in ("yarn", "dynamic_ntk", "alibi"):
-        with pytest.raises(IncompatibleError, match="belong to its sliding-window layers only"):
-            ctxext.patch(model, method, factor=4.0)
-    assert before.difference(model) is None
-
 
 def test_inspecting_such_a_model_says_so_too() -> None:
     from ctxext.core.rotary import find_sites
@@ -39,12 +23,6 @@ def test_inspecting_such_a_model_says_so_too() -> None:
     model = tiny("cohere2")
     with pytest.raises(IncompatibleError, match="belong to its sliding-window layers only"):
         find_sites(Subject.of(model), 64)
-
-
-@pytest.mark.parametrize("model_type", ["smollm3"])
-def test_alibi_is_refused_where_some_layers_have_no_positions(model_type: str) -> None:
-    with pytest.raises(IncompatibleError, match="some of its layers have no positions"):
-        ctxext.patch(tiny(model_type), "alibi", factor=4.0)
 
 
 def seen_of(model: Any) -> Layers:

@@ -23,7 +23,7 @@ from transformers import (
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import PatchStateError
 from tests._checkpoints import rewrite
 from tests._formulas import spectrum
 from tests._models import logits, tiny, tokens
@@ -168,28 +168,6 @@ def test_replacing_is_asked_for_by_name(kind: str, tmp_path: Path) -> None:
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
-def test_choices_that_contradict() -> None:
-    for arguments, message in (
-        ({"scaling": "keep"}, "scaling must be 'extend' or 'replace'"),
-        ({"scaling": "replace", "trained_length": 128}, "contradicts the config"),
-    ):
-        with pytest.raises(InvalidParameterError, match=message):
-            ctxext.patch(scaled("llama3"), "yarn", factor=16, **arguments)
-    with pytest.raises(InvalidParameterError, match="are not scaled"):
-        ctxext.patch(tiny(), "yarn", factor=4, scaling="extend")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"scaling": "replace", "factor": 4}, {"scaling": "extend", "trained_length": 128, "factor": 2}],
-    ids=lambda value: value["scaling"],
-)
-def test_a_window_is_never_shrunk(arguments: dict[str, Any]) -> None:
-    """``inspect`` once advised ``trained_length=8192, factor=4`` for Llama 3.1: 32K instead of its 128K."""
-    with pytest.raises(InvalidParameterError, match=f"below the {LENGTH} that this checkpoint reads already"):
-        ctxext.patch(scaled("llama3"), "yarn", **arguments)
-
-
 @pytest.mark.slow
 def test_the_temperature_that_latent_attention_was_trained_with_is_kept(tmp_path: Path) -> None:
     """DeepSeek multiplies its whole scores; stock code reads by how much off the scaling of its config."""
@@ -218,11 +196,6 @@ def test_every_yarn_sharpens_whole_scores_of_latent_attention(parameters: dict[s
     scale = parameters.get("attention_factor", 0.1 * math.log(4) + 1)
     assert attention.scaling == pytest.approx(plain_scaling * scale**2, rel=1e-6)
     assert model.model.rotary_emb.attention_scaling == 1.0
-
-
-def test_a_temperature_that_follows_the_length_is_refused_there() -> None:
-    with pytest.raises(IncompatibleError, match="temperature of 'dynamic_yarn' follows the length"):
-        ctxext.patch(tiny("deepseek_v3"), "dynamic_yarn", factor=4)
 
 
 @pytest.mark.parametrize(("model_type", "whole"), [("gpt_neox", False), ("llama", True)])
@@ -359,8 +332,3 @@ def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
     alone = vision_language(copy.deepcopy(shared))
     own = alone.config.text_config
     assert ctxext.patch(alone, "yarn", factor=4).config.text_config is own
-
-
-def test_a_factor_is_needed() -> None:
-    with pytest.raises(InvalidParameterError, match="needs to know how far to reach"):
-        ctxext.patch(tiny(), "yarn")

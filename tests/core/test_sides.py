@@ -243,12 +243,6 @@ def test_copied_and_undone() -> None:
     assert torch.equal(logits(ctxext.unpatch(copied), inputs, inputs), plain)
 
 
-def test_one_config_for_both_sides_is_refused_by_name() -> None:
-    model = tiny_model(tiny_config("moonshine"))
-    with pytest.raises(IncompatibleError, match="one and the same config"):
-        ctxext.patch(model, "yarn", factor=4.0)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["yarn", "alibi"])
 def test_dia_which_writes_several_tokens_at_each_place(method: str, tmp_path: Path) -> None:

@@ -126,13 +126,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(arguments: Any, error: ty
     assert torch.equal(both_sides(model), both_sides(tiny("t5")))
 
 
-def test_a_number_that_was_changed_in_a_live_config_without_effect_is_found() -> None:
-    model = tiny("t5")
-    model.config.relative_attention_max_distance = 512
-    with pytest.raises(IncompatibleError, match=r"buckets distances up to 128, but its config says .*=512"):
-        ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
-
-
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [

@@ -12,7 +12,7 @@ import transformers
 import ctxext
 from ctxext.core.probe import Layers
 from ctxext.errors import IncompatibleError
-from tests._models import RECENT, tiny
+from tests._models import tiny
 from tests._products import some
 from tests.walk import check, run
 from tests.walk.check import Stock, check_model, walked_methods
@@ -78,30 +78,6 @@ def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path
         "dynamic_ntk": "refused",
     }
     assert "'proportional'" in found["yarn"][1]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("gptj", "rotates by a sinusoid table"),
-        ("roformer", "rotates by a sinusoid table"),
-        ("blt", "follow configs of their own"),
-        pytest.param(
-            "cohere_compass_text",
-            "belong to its sliding-window layers only",
-            marks=pytest.mark.skipif(not RECENT, reason="transformers 5.17 cannot build its layers without positions"),
-        ),
-        ("gpt2", "learned positions, one vector each for 64 tokens"),
-    ],
-)
-def test_a_refusal_names_its_reason(model_type: str, reason: str) -> None:
-    with pytest.raises(IncompatibleError, match=reason):
-        ctxext.patch(tiny(model_type), "yarn", factor=4.0)
-
-
-def test_rotation_that_the_config_leaves_off_is_named() -> None:
-    with pytest.raises(IncompatibleError, match="this checkpoint's config switches them off"):
-        ctxext.patch(tiny("granitemoehybrid", position_embedding_type=None), "yarn", factor=4.0)
 
 
 def test_rotation_by_another_class_is_not_called_left_off() -> None:

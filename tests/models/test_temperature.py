@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import ctxext
-from ctxext.errors import IncompatibleError
 from ctxext.methods.yarn import YaRN
 from tests._models import logits, tiny, tokens
 
@@ -46,13 +45,6 @@ def test_yarn_leaves_the_temperature_to_the_model(scaling: str, tmp_path: Path) 
     assert "adds nothing" in " ".join(ctxext.describe(model).notes)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(ctxext.load(tmp_path, attn_implementation="eager"), inputs), logits(model, inputs))
-
-
-@pytest.mark.parametrize("model_type", ["ministral3", "mistral4"])
-def test_a_temperature_that_would_come_twice_is_refused(model_type: str) -> None:
-    for method, more in (("self_extend", {"temperature": "logn"}), ("dynamic_yarn", {})):
-        with pytest.raises(IncompatibleError, match="both together would sharpen twice"):
-            ctxext.patch(tiny(model_type), method, factor=4.0, scaling="extend", **more)
 
 
 def test_a_checkpoint_that_was_saved_with_both_is_loaded_as_it_was(tmp_path: Path, monkeypatch: Any) -> None:
