@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,17 +14,21 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from tests._models import RECENT, tiny, tokens
 from tests.attention.test_both_ways import encoder
+from tests.models.test_sinusoid import build
+from tests.models.test_table import gpt2
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 Row = tuple[str | Callable[[], PreTrainedModel], str, dict[str, Any], str]
 """A model or its type, methods, arguments of ``patch``, and what is said."""
 
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 # Their full-attention layers do not rotate at all; what rotates sees only a window.
 LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 LEARNED, NONE = "learned positions, one vector each for 64 tokens", "no positions at all, so nothing needs extending"
+TEMPERATURE = "temperature must be (a finite number, above 0 and )?at most 1, found"
 OWN_ATTENTION = {"window": 16, "trained_length": TRAINED_LENGTH}
 
 
@@ -107,6 +112,51 @@ INCOMPATIBLE: list[Row] = [
         "decoder of this moonshine are built from one and the same config",
         marks=recent,
     ),
+    *(
+        (
+            partial(encoder, model_type),
+            "retrieval_heads",
+            {"heads": heads},
+            r"see later ones.* predicts? the next token",
+        )
+        for model_type in ("eurobert", "llama")
+        for heads in ((0,), None)
+    ),
+    # Tables of learned positions.
+    *(
+        (
+            gpt2,
+            method,
+            {},
+            f"one vector each for 32 tokens .*, which method '{method}' cannot change. .*hierarchical, pi",
+        )
+        for method in ("yarn", "ntk", "alibi", "self_extend")
+    ),
+    ("llama", "tile", {}, "This llama has rotations, which method 'tile' does not extend"),
+    pytest.param(
+        partial(tiny, "luke", entity_vocab_size=50),
+        "pi",
+        {},
+        r"reading tokens never asks for a row of luke\.entity_",
+        marks=slow,
+    ),
+    pytest.param(
+        "prophetnet", "pi", {}, r"\[1, 2, 3, 4, 5, 6\] and \[2, 3, 4, 5, 6, 7\], not for one row", marks=nightly
+    ),
+    # Sinusoids.
+    *(
+        (partial(build, "MarianForCausalLM"), method, {"factor": 2}, f"{why}.*pi")
+        for method, why in {
+            "yarn": r"also multiplies cos and sin by 1\.069.*no such effect.*attention_factor=1\.0",
+            "dynamic_ntk": "follows the length of each text",
+            "self_extend": "gives a token several positions",
+            "nope": "the same vector to every token",
+            **dict.fromkeys(("alibi", "tile", "hierarchical"), "gives no frequencies"),
+        }.items()
+    ),
+    ("pegasus_x", "pi", {}, "which its own code computes for each text"),
+    (partial(tiny, "trocr", use_learned_position_embeddings=False), "pi", {}, "which its own code computes for"),
+    *((model_type, "pi", {}, "rotates by a sinusoid table") for model_type in ("gptj", "roformer")),
     # Temperatures that would meet.
     ("deepseek_v3", "dynamic_yarn", {}, "temperature of 'dynamic_yarn' follows the length"),
     *(
@@ -137,6 +187,25 @@ INVALID: list[Row] = [
         HALVES,
         "'symmetric' for 3 heads",
     ),
+    # Tables of learned positions, and of sinusoids.
+    (gpt2, "hierarchical", {"factor": 33}, "reaches 1,024 positions with two digits"),
+    (gpt2, "tile", {"factor": None}, "needs to know how far to reach"),
+    (gpt2, "pi", {"factor": None, "target_length": 16}, "target_length=16 is below the trained length of 32"),
+    (gpt2, "pi", {"factor": 1.5, "trained_length": 16}, "below the 32 that transformer.wpe.weight has"),
+    (gpt2, "stretch", {"factor": 2, "keep": 31}, "keep=31 leaves less than two"),
+    (gpt2, "pi", {"sliding_window": "lift"}, "sliding_window=.*leaves attention to the model"),
+    (gpt2, "pi", {"attention": "sdpa"}, "attention=.*leaves attention to the model"),
+    (partial(build, "XGLMForCausalLM"), "pi", {"factor": None}, "needs to know how far to reach"),
+    (partial(build, "XGLMForCausalLM"), "pi", {"attention": "sdpa"}, "leave attention to the model"),
+    (partial(build, "XGLMForCausalLM"), "pi", {"sliding_window": "lift"}, "leave attention to the model"),
+    *(
+        (model, "pi", {"trained_length": 64}, "have rows for 32 tokens. Leave")
+        for model in (gpt2, partial(build, "XGLMForCausalLM"))
+    ),
+    *(
+        ("t5", "stretch_buckets", {"temperature": bad, "trained_length": TRAINED_LENGTH}, TEMPERATURE)
+        for bad in (0, -1, 1.1, math.nan, "0.8", True)
+    ),
     # Scaled checkpoints, of which the window is never shrunk.
     (scaled, "yarn", {"factor": 16, "scaling": "keep"}, "scaling must be 'extend' or 'replace'"),
     (scaled, "yarn", {"factor": 16, "scaling": "replace", "trained_length": 128}, "contradicts the config"),
@@ -163,9 +232,10 @@ def test_it_is_refused_by_name_and_stays_as_it_was(
     error: type[Exception], model: Any, methods: str, arguments: dict[str, Any], said: str
 ) -> None:
     model = tiny(model) if isinstance(model, str) else model()
-    before = State.of(model, tokens(40))
+    before, weights = State.of(model, tokens(30)), dict(model.named_parameters(remove_duplicate=False))
     for method in methods.split():
         with pytest.raises(error, match=said):
             ctxext.patch(model, method, **{"factor": 4.0} | arguments)
     assert before.difference(model) is None
+    assert all(weight is weights[name] for name, weight in model.named_parameters(remove_duplicate=False))
     assert ctxext.describe(model).method is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from tests._products import crossed
 from tests._remap import ROPE, dense, relative_positions, spec_of
 from tests.attention.test_both_ways import LENGTH, keep_of, logits, require_alone_in_a_pack, require_saved_and_undone
 from tests.attention.test_both_ways import encoder as encoder_of
-from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 REMAPS = [cls for cls in METHODS.values() if issubclass(cls, RemapMethod) and cls is not RetrievalHeads]
@@ -210,16 +208,6 @@ def test_a_cache_of_a_decoder_turned_into_an_encoder_keeps_the_keys_that_it_was_
         assert after.shape[2] == LENGTH
         assert torch.equal(after[:, :, : keys.shape[2]], keys)
         assert second.logits.isfinite().all()
-
-
-@pytest.mark.parametrize("heads", [(0,), None])
-@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
-def test_heads_that_retrieve_are_for_models_that_predict_the_next_token(model_type: str, heads: Any) -> None:
-    model = encoder(model_type).float()
-    before = State.of(model, tokens(LENGTH))
-    with pytest.raises(IncompatibleError, match=r"see later ones.* predicts? the next token"):
-        ctxext.patch(model, "retrieval_heads", factor=4.0, heads=heads)
-    assert before.difference(model) is None
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -36,7 +36,6 @@ from ctxext.models.table import LearnedTable
 from ctxext.models.table_rows import places_of
 from tests._models import RECENT
 from tests._tokenizer import make_tokenizer
-from tests.walk.check import State
 from tests.walk.tiny import tiny_config, tiny_model
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
@@ -137,52 +136,11 @@ def test_a_field_that_says_the_length_again_is_raised_too() -> None:
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-def refused(model: PreTrainedModel, error: type[Exception], match: str, method: str = "pi", **arguments: Any) -> None:
-    inputs = torch.randint(10, 100, (1, 16))
-    before = State.of(model, inputs) if not model.config.is_encoder_decoder else None
-    objects = dict(model.named_parameters(remove_duplicate=False))
-    with pytest.raises(error, match=match):
-        ctxext.patch(model, method, **arguments)
-    assert ctxext.describe(model).method is None
-    assert all(weight is objects[name] for name, weight in model.named_parameters(remove_duplicate=False))
-    assert before is None or before.difference(model) is None
-
-
-@pytest.mark.slow
-def test_one_length_for_two_tables_of_which_tokens_read_one() -> None:
-    model = tiny_model(tiny_config("luke", entity_vocab_size=50))
-    refused(
-        model,
-        IncompatibleError,
-        r"but not of that alone: reading tokens never asks for a row of luke\.entity_",
-        factor=2,
-    )
-
-
 def test_a_table_of_fewer_rows_than_are_read() -> None:
     for rows in (4, 5):
         model = BertModel(BertConfig(**BERT | {"max_position_embeddings": rows})).eval()
         with pytest.raises(IncompatibleError, match=f"position_embeddings.weight has {rows} rows, fewer than the 6"):
             ctxext.patch(model, "pi", factor=4)
-
-
-@pytest.mark.nightly
-def test_a_table_that_is_read_twice() -> None:
-    model = tiny_model(tiny_config("prophetnet"))
-    refused(
-        model, IncompatibleError, r"rows \[1, 2, 3, 4, 5, 6\] and \[2, 3, 4, 5, 6, 7\], not for one row after", factor=2
-    )
-
-
-@pytest.mark.parametrize("method", ["yarn", "ntk", "alibi", "self_extend"])
-def test_methods_for_other_positions(method: str) -> None:
-    match = f"one vector each for 32 tokens .*, which method '{method}' cannot change. Methods for it: .*"
-    refused(gpt2(), IncompatibleError, match + "hierarchical, pi", method, factor=2)
-
-
-def test_methods_for_tables_on_a_rotary_model() -> None:
-    message = "This llama has rotations, which method 'tile' does not extend"
-    refused(tiny_model(tiny_config("llama")), IncompatibleError, message, "tile", factor=2)
 
 
 @pytest.mark.parametrize("method", ["pi", "group", "tile", "hierarchical", "stretch"])
@@ -194,23 +152,6 @@ def test_rows_that_stay_whole_are_found_without_a_matrix(method: str, trained: i
     matrix = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
     whole = (matrix == 1) & ((matrix != 0).sum(1, keepdim=True) == 1)
     assert torch.equal(places_of(trained, rows), whole.int().argmax(0)[whole.any(0)])
-
-
-@pytest.mark.slow
-def test_targets_that_cannot_be() -> None:
-    refused(gpt2(), InvalidParameterError, "reaches 1,024 positions with two digits", "hierarchical", factor=33)
-    refused(gpt2(), InvalidParameterError, "needs to know how far to reach", "tile")
-    refused(gpt2(), InvalidParameterError, "target_length=16 is below the trained length of 32", target_length=16)
-    refused(gpt2(), InvalidParameterError, "have rows for 32 tokens. Leave", factor=2, trained_length=64)
-    refused(
-        gpt2(), InvalidParameterError, "below the 32 that transformer.wpe.weight has", factor=1.5, trained_length=16
-    )
-    refused(gpt2(), InvalidParameterError, "keep=31 leaves less than two", "stretch", factor=2, keep=31)
-
-
-@pytest.mark.parametrize("choice", [{"sliding_window": "lift"}, {"attention": "sdpa"}])
-def test_choices_for_other_models(choice: dict[str, str]) -> None:
-    refused(gpt2(), InvalidParameterError, f"{next(iter(choice))}=.*leaves attention to the model", factor=2, **choice)
 
 
 def test_a_quantised_table() -> None:

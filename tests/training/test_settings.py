@@ -70,26 +70,6 @@ def test_a_list_may_be_given_in_several_options(read: Any) -> None:
     assert len(read("--train", "a", "--stages", stage, "--stages", stage).stages) == 2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["--factor", "4", "--factor", "8"], r"--factor is given more than once, and takes one value\. Give it once"),
-        (["--factor", "4", "--extension.factor=4"], r"--factor and --extension\.factor are both on the command line"),
-        (["--seed", "1", "--steps", "2", "--seed", "2"], r"--seed is given more than once"),
-        (["--merge", "--merge", "no"], r"--merge is given more than once"),
-        (["--factor", "4", "--target_length", "32"], r"--factor and --target_length are both"),
-        (
-            ["--extension.parameters.beta_slow", "1", "--extension.parameters", "{beta_slow: 2}"],
-            r"--extension\.parameters\.beta_slow and --extension\.parameters are both",
-        ),
-        (["--extension.parameters.beta_slow", "1"] * 2, r"parameters\.beta_slow is given more than once"),
-    ],
-)
-def test_all_else_is_given_once(read: Any, overrides: list[str], said: str) -> None:
-    with pytest.raises(InvalidParameterError, match=said):
-        read("--train", "a", *overrides)
-
-
 def test_a_run_starts_from_a_choice(read: Any, tmp_path: Path) -> None:
     method = YaRN(factor=2, beta_slow=2.0, divisor=3.0, attention_factor=1.01)
     path = tmp_path / "choice.json"
@@ -107,80 +87,92 @@ def test_a_run_starts_from_a_choice(read: Any, tmp_path: Path) -> None:
     assert resolve(extension.method, extension.factor, None, 64, extension.parameters) == method
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["--fator", "3"], r"Unknown setting 'fator'\. Did you mean 'factor'\?"),
-        (["--training.step", "3"], r"Unknown setting 'training.step'\. Did you mean 'training.steps'\?"),
-        (["--lora.parameters.x", "3"], r"Unknown setting 'lora.parameters.x'"),
-    ],
-)
-def test_unknown_on_the_command_line(read: Any, overrides: list[str], said: str) -> None:
-    with pytest.raises(UnknownNameError, match=said):
-        read("--train", "a", *overrides)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("lora: {rnak: 8}", r"Unknown setting in .*settings.yaml: 'lora.rnak'\. Did you mean 'lora.rank'\?"),
-        ("sede: 3", r"'sede'\. Did you mean 'seed'\?"),
-        ("stages: [{steps: 1, factor: 1, lenght: 8}]", r"'stages.0.lenght'\. Did you mean 'stages.0.length'\?"),
-    ],
-)
-def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
-    with pytest.raises(UnknownNameError, match=said):
-        read("--train", "a", text=FILE + line)
-
-
 def test_words_are_themselves_and_numbers_those_of_yaml_1_2(read: Any) -> None:
     settings = read("--train", "texts #2/a.txt", "--steps", "010", "--output", "2026-11-27")
     assert settings.data.train == ["texts #2/a.txt"]
     assert (settings.training.steps, settings.output) == (10, "2026-11-27")
     assert read("--train", "a", "--output", "'it #1'").output == "it #1"
-    with pytest.raises(InvalidParameterError, match=r"training.steps: .*, found '1:30'"):
-        read("--train", "a", "--steps", "1:30")
+
+
+TRAIN = ("--train", "a")
+BETA = "--extension.parameters.beta_slow"
+BOOLEAN = "input should not be true or false"
+REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
+    UnknownNameError: [
+        ([*TRAIN, "--fator", "3"], r"Unknown setting 'fator'\. Did you mean 'factor'\?"),
+        ([*TRAIN, "--training.step", "3"], r"Unknown setting 'training.step'\. Did you mean 'training.steps'\?"),
+        ([*TRAIN, "--lora.parameters.x", "3"], r"Unknown setting 'lora.parameters.x'"),
+        ([*TRAIN, "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
+    ],
+    InvalidParameterError: [
+        # What is no list is given once.
+        (
+            [*TRAIN, "--factor", "4", "--factor", "8"],
+            r"--factor is given more than once, and takes one value\. Give it",
+        ),
+        (
+            [*TRAIN, "--factor", "4", "--extension.factor=4"],
+            r"--factor and --extension\.factor are both on the command",
+        ),
+        ([*TRAIN, "--seed", "1", "--steps", "2", "--seed", "2"], r"--seed is given more than once"),
+        ([*TRAIN, "--merge", "--merge", "no"], r"--merge is given more than once"),
+        ([*TRAIN, "--factor", "4", "--target_length", "32"], r"--factor and --target_length are both"),
+        (
+            [*TRAIN, BETA, "1", "--extension.parameters", "{beta_slow: 2}"],
+            rf"{BETA} and --extension\.parameters are both",
+        ),
+        ([*TRAIN, *[BETA, "1"] * 2], r"parameters\.beta_slow is given more than once"),
+        # Values that cannot be.
+        ([], r"data.train is missing; set it in the file or with --data.train\.$"),
+        ([*TRAIN, "--length", "x", "--rank=0"], r"data.length: input should be a valid integer.*'x'; lora.rank: "),
+        ([*TRAIN, "--learning_rate", "nan"], r"training.learning_rate: input should be a finite number, found"),
+        ([*TRAIN, "--factor", "null"], r"extension: give one of factor and target_length, found"),
+        ([*TRAIN, "--positions", "skip"], r"data.positions: .* be 'consecutive', 'pose' or 'packed', found 'skip'"),
+        (["train", "a"], r"Expected --key value on the command line, found 'train'"),
+        ([*TRAIN, "--steps"], rf"training.steps: {BOOLEAN}, found True"),
+        ([*TRAIN, "--steps", "1:30"], r"training.steps: .*, found '1:30'"),
+        ([*TRAIN, "--retrieval"], rf"data.retrieval: {BOOLEAN}, found True"),
+        ([*TRAIN, "--learning_rate", "yes"], rf"training.learning_rate: {BOOLEAN}"),
+        (["--train", "[draft] a"], r"(?s)--train \[draft\] a is not valid YAML: .*--train '\"\[draft\] a\"'"),
+        (["--train", "@a"], r"--train @a is not valid YAML"),
+        ([*TRAIN, "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
+        (
+            [*TRAIN, "--checkpointing", "no", "--save_attention", "yes"],
+            r"save_attention is about what checkpointing keeps",
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([], r"data.train is missing; set it in the file or with --data.train\.$"),
-        (
-            ["--train", "a", "--length", "x", "--rank=0"],
-            r"data.length: input should be a valid integer.*'x'; lora.rank: ",
-        ),
-        (["--train", "a", "--learning_rate", "nan"], r"training.learning_rate: input should be a finite number, found"),
-        (["--train", "a", "--factor", "null"], r"extension: give one of factor and target_length, found"),
-        (
-            ["--train", "a", "--positions", "skip"],
-            r"data.positions: input should be 'consecutive', 'pose' or 'packed', found 'skip'",
-        ),
-        (["--train", "a", "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
-        (["train", "a"], r"Expected --key value on the command line, found 'train'"),
-        (["--train", "a", "--steps"], r"training.steps: input should not be true or false, found True"),
-        (["--train", "a", "--retrieval"], r"data.retrieval: input should not be true or false, found True"),
-        (["--train", "a", "--learning_rate", "yes"], r"training.learning_rate: input should not be true or false"),
-        (["--train", "[draft] a"], r"(?s)--train \[draft\] a is not valid YAML: .*--train '\"\[draft\] a\"'"),
-        (["--train", "@a"], r"--train @a is not valid YAML"),
-        (["--train", "a", "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
-        (
-            ["--train", "a", "--checkpointing", "no", "--save_attention", "yes"],
-            r"memory: save_attention is about what checkpointing keeps",
-        ),
-    ],
+    ("error", "words", "said"), [(error, *row) for error, rows in REFUSED.items() for row in rows], ids=str
 )
-def test_values_that_cannot_be(read: Any, overrides: list[str], said: str) -> None:
-    with pytest.raises((InvalidParameterError, UnknownNameError), match=said):
-        read(*overrides)
+def test_command_lines_that_cannot_be(read: Any, error: type[Exception], words: list[str], said: str) -> None:
+    with pytest.raises(error, match=said):
+        read(*words)
 
 
-def test_files_that_are_none(read: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "text", "said"),
+    [
+        (UnknownNameError, FILE + "lora: {rnak: 8}", r"in .*settings.yaml: 'lora.rnak'\. Did you mean 'lora.rank'\?"),
+        (UnknownNameError, FILE + "sede: 3", r"'sede'\. Did you mean 'seed'\?"),
+        (
+            UnknownNameError,
+            FILE + "stages: [{steps: 1, factor: 1, lenght: 8}]",
+            r"'stages.0.lenght'\. Did you mean 'stages.0.length'\?",
+        ),
+        (InvalidParameterError, FILE + "output: other", r"is not valid YAML: 'output' is set twice"),
+        (InvalidParameterError, "- a", r"must hold settings by name, found list"),
+        (InvalidParameterError, "a: [", r"is not valid YAML"),
+    ],
+    ids=["lora", "seed", "stages", "twice", "list", "no YAML"],
+)
+def test_files_that_cannot_be(read: Any, error: type[Exception], text: str, said: str) -> None:
+    with pytest.raises(error, match=said):
+        read("--train", "a", text=text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match=r"Cannot read the settings in '.*none.yaml': No such file"):
         read_settings(tmp_path / "none.yaml")
-    with pytest.raises(InvalidParameterError, match=r"is not valid YAML: 'output' is set twice"):
-        read(text=FILE + "output: other")
-    with pytest.raises(InvalidParameterError, match=r"must hold settings by name, found list"):
-        read(text="- a")
-    with pytest.raises(InvalidParameterError, match=r"is not valid YAML"):
-        read(text="a: [")
