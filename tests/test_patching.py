@@ -243,49 +243,6 @@ def test_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
     assert before.difference(model) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("yran", {"factor": 4}, "Unknown method 'yran'. Did you mean 'yarn'? Known: abf, alibi,"),
-        ("zzz", {}, "Unknown method 'zzz'. Known: abf,"),
-        ("linear", {"factor": 4}, "Unknown method 'linear'. Did you mean 'pi'?"),  # rope types of transformers
-        ("dynamic", {"factor": 4}, "Unknown method 'dynamic'. Did you mean 'dynamic_ntk'?"),
-        ("fier", {}, "Unknown method 'fier'. Did you mean 'fire'?"),  # of the laboratory
-        ("su", {}, "Unknown method 'su'. Did you mean 'longrope'?"),
-        ("NTK-aware", {}, "Unknown method 'NTK-aware'. Did you mean 'ntk'?"),
-        ("", {}, "Unknown method ''."),
-        ("yarn", {"beta_fats": 3}, "Unknown yarn parameter 'beta_fats'. Did you mean 'beta_fast'?"),
-        ("pi", {"beta_fast": 3}, "Unknown pi parameter 'beta_fast'."),
-    ],
-)
-def test_unknown_names(name: str, parameters: dict[str, Any], message: str) -> None:
-    refused(tiny(), UnknownNameError, message, name, **parameters)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        (
-            {"factor": 2, "target_length": 256},
-            "factor=2 and target_length=256 contradict each other: the checkpoint was trained for 64 tokens, so "
-            "target_length means factor=4. Give one of them.",
-        ),
-        ({"target_length": 32}, "target_length=32 is below the trained length of 64 tokens; there is nothing to"),
-        ({"target_length": 96, "trained_length": 128}, "target_length=96 is below the trained length of 128 tokens"),
-        ({"factor": 0.5}, "factor must be a finite number, at least 1, found 0.5."),
-        ({"target_length": 0}, "target_length must be a positive whole number of tokens, found 0."),
-    ],
-)
-def test_bad_lengths(lengths: dict[str, Any], message: str) -> None:
-    refused(tiny(), InvalidParameterError, message, "pi", **lengths)
-
-
-@pytest.mark.parametrize("extra", [{"factor": 4}, {"target_length": 256}, {"beta_fast": 16.0}], ids=str)
-def test_an_object_takes_no_parameters_beside_it(extra: dict[str, Any]) -> None:
-    message = f"A method object already holds its parameters; give {next(iter(extra))} to YaRN(...)"
-    refused(tiny(), InvalidParameterError, message, YaRN(factor=4), **extra)
-
-
 @pytest.fixture
 def chosen(tmp_path: Path) -> Path:
     """A file such as ``ctxext choose`` writes."""
@@ -338,22 +295,6 @@ def test_a_file_without_a_method(tmp_path: Path, text: str | None, message: str)
 
 def test_a_choice_takes_no_parameters_beside_it(chosen: Path) -> None:
     refused(tiny("llama"), InvalidParameterError, "already holds its parameters", str(chosen), factor=2)
-
-
-@pytest.mark.parametrize("method", [None, 4, YaRN, {"method": "yarn"}, b"yarn"], ids=str)
-def test_what_is_no_method(method: Any) -> None:
-    message = f"method must be a name or a ctxext method object, found {method!r}."
-    refused(tiny(), InvalidParameterError, message, method)
-
-
-def test_unknown_choices() -> None:
-    refused(
-        tiny(), InvalidParameterError, "sliding_window must be 'keep' or 'lift'", "pi", factor=4, sliding_window="drop"
-    )
-    refused(
-        tiny(), InvalidParameterError, "method 'pi' leaves attention to the model", "pi", factor=4, attention="sdpa"
-    )
-    refused(tiny(), UnknownNameError, "Did you mean 'flash'?", "alibi", attention="flahs")
 
 
 FRESH = """
@@ -447,13 +388,6 @@ def test_an_extended_checkpoint_says_relative_to_what(rope: dict[str, Any], said
     ctxext.patch(model, "pi", factor=8, trained_length=16, scaling="replace")
     plain = ctxext.patch(tiny(max_position_embeddings=16), "pi", factor=8)
     assert torch.equal(logits(model, tokens()), logits(plain, tokens())), "the old extension shows through"
-
-
-def test_a_config_without_its_base() -> None:
-    model = tiny()
-    del model.config.rope_parameters["rope_theta"]
-    message = "The config of this llama has no rope_theta in rope_parameters={'rope_type': 'default'}. Add the base"
-    refused(model, IncompatibleError, message, "yarn", factor=4)
 
 
 def test_a_copy_of_a_refused_model_is_as_good_as_new() -> None:

@@ -79,26 +79,6 @@ def test_a_cache_can_be_cropped_repeated_and_reordered(model: PreTrainedModel) -
 
 
 @pytest.mark.slow
-def test_beams_are_those_that_are_found_without_a_cache(model: PreTrainedModel) -> None:
-    ids = tokens(20, rows=2)
-    how = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "early_stopping": False}
-    with torch.no_grad():
-        with_cache, without = (model.generate(ids, use_cache=use, **how) for use in (True, False))
-    assert torch.equal(with_cache, without)
-
-
-@pytest.mark.slow
-def test_generates_in_a_static_cache_as_without_one(model: PreTrainedModel) -> None:
-    ids = tokens(20, rows=2)
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
-    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        found = model.generate(ids, cache_implementation="static", **how)
-        assert torch.equal(found, model.generate(ids, use_cache=False, **how))
-
-
-@pytest.mark.slow
 def test_a_cache_laid_out_for_keys_alone_is_laid_out_anew(model: PreTrainedModel) -> None:
     config, ids = model.config, tokens(30)
     cache = StaticCache(config=config, max_cache_len=40)

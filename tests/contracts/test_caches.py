@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -245,18 +244,6 @@ def test_a_layer_whose_cache_has_an_unknown_name_is_refused(model_type: str, mon
     assert model.config.to_dict() == before
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
-def test_a_copy_of_a_cache_remembers(copied: Any) -> None:
-    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0})
-    prompt = copied(filled_by(model, TRAINED_LENGTH - 4))
-    whole = tokens(TRAINED_LENGTH)
-    torch.testing.assert_close(read(model, whole[:, -4:], prompt), logits(model, whole)[:, -4:], atol=3e-4, rtol=0)
-    long = copied(filled_by(model))
-    long.crop(KEPT - LONG)
-    with pytest.raises(IncompatibleError, match="those of a sequence of 100"):
-        read(model, edited()[:, KEPT:], long)
-
-
 @following
 def test_a_pass_that_failed_half_way_spoils_the_cache(model_type: str, method: dict[str, Any]) -> None:
     """An interrupt, or too little memory: some layers hold keys of the new length, others do not."""
@@ -318,15 +305,6 @@ def test_patched_as_it_was_and_otherwise() -> None:
             read(model, edited()[:, KEPT:], other)
         ctxext.unpatch(model)
     ctxext.patch(model, trained_length=TRAINED_LENGTH, method="yarn", factor=4.0)
-    torch.testing.assert_close(read(model, edited()[:, KEPT:], cache), expected, atol=3e-4, rtol=0)
-
-
-def test_a_copy_of_the_model_takes_its_cache() -> None:
-    model = extended("llama", {"method": "yarn", "factor": 4.0})
-    cache, expected = filled_by(model, KEPT), logits(model, edited())[:, KEPT:]
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    torch.testing.assert_close(read(twin, edited()[:, KEPT:], copy.deepcopy(cache)), expected, atol=3e-4, rtol=0)
-    ctxext.unpatch(twin)
     torch.testing.assert_close(read(model, edited()[:, KEPT:], cache), expected, atol=3e-4, rtol=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.methods.yarn import YaRN
 from tests._models import RECENT, tiny, tokens
 from tests.attention.test_both_ways import encoder
 from tests.models.test_sinusoid import build
@@ -19,7 +21,7 @@ from tests.models.test_table import gpt2
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-Row = tuple[str | Callable[[], PreTrainedModel], str, dict[str, Any], str]
+Row = tuple[str | Callable[[], PreTrainedModel], Any, dict[str, Any], str]
 """A model or its type, methods, arguments of ``patch``, and what is said."""
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
@@ -38,6 +40,12 @@ def without_rope() -> PreTrainedModel:
     return model
 
 
+def without_base() -> PreTrainedModel:
+    model = tiny()
+    del model.config.rope_parameters["rope_theta"]
+    return model
+
+
 def changed_buckets() -> PreTrainedModel:
     model = tiny("t5")
     model.config.relative_attention_max_distance = 512
@@ -52,6 +60,7 @@ def scaled() -> PreTrainedModel:
 
 
 INCOMPATIBLE: list[Row] = [
+    (without_base, "yarn", {}, "The config of this llama has no rope_theta in rope_parameters=.*default.*Add the base"),
     # No positions, or those of another kind.
     ("gpt2", "yarn", {}, rf"has {LEARNED} \(transformer\.wpe\.weight\)"),
     ("opt", "yarn", {}, rf"has {LEARNED} \(model\.decoder\.embed_positions\.weight\)"),
@@ -165,9 +174,63 @@ INCOMPATIBLE: list[Row] = [
         for method, more in (("self_extend", {"temperature": "logn"}), ("dynamic_yarn", {}))
     ),
 ]
+UNKNOWN: list[Row] = [
+    ("llama", "yran", {}, r"Unknown method 'yran'\. Did you mean 'yarn'\? Known: abf, alibi,"),
+    ("llama", "zzz", {}, r"Unknown method 'zzz'\. Known: abf,"),
+    ("llama", "linear", {}, r"Unknown method 'linear'\. Did you mean 'pi'\?"),  # rope types of transformers
+    ("llama", "dynamic", {}, r"Unknown method 'dynamic'\. Did you mean 'dynamic_ntk'\?"),
+    ("llama", "fier", {}, r"Unknown method 'fier'\. Did you mean 'fire'\?"),  # of the laboratory
+    ("llama", "su", {}, r"Unknown method 'su'\. Did you mean 'longrope'\?"),
+    ("llama", "NTK-aware", {}, r"Unknown method 'NTK-aware'\. Did you mean 'ntk'\?"),
+    ("llama", "", {}, r"Unknown method ''\."),
+    ("llama", "yarn", {"beta_fats": 3}, r"Unknown yarn parameter 'beta_fats'\. Did you mean 'beta_fast'\?"),
+    ("llama", "pi", {"beta_fast": 3}, r"Unknown pi parameter 'beta_fast'\."),
+    ("llama", "alibi", {"attention": "flahs"}, r"Did you mean 'flash'\?"),
+]
 HALVES = {"both_ways": "halves", "trained_length": TRAINED_LENGTH}
 INVALID: list[Row] = [
+    *(
+        (
+            "llama",
+            method,
+            {"factor": None},
+            re.escape(f"method must be a name or a ctxext method object, found {method!r}."),
+        )
+        for method in (None, 4, YaRN, {"method": "yarn"}, b"yarn")
+    ),
+    *(
+        (
+            "llama",
+            YaRN(factor=4),
+            {"factor": None} | more,
+            rf"A method object .* parameters; give {name} to YaRN\(\.\.\.\)",
+        )
+        for name, more in {
+            "factor": {"factor": 4},
+            "target_length": {"target_length": 256},
+            "beta_fast": {"beta_fast": 16.0},
+        }.items()
+    ),
+    ("llama", "pi", {"sliding_window": "drop"}, "sliding_window must be 'keep' or 'lift'"),
+    ("llama", "pi", {"attention": "sdpa"}, "method 'pi' leaves attention to the model"),
+    # How far to reach.
     ("llama", "yarn", {"factor": None}, "needs to know how far to reach"),
+    (
+        "llama",
+        "pi",
+        {"factor": 2, "target_length": 256},
+        "factor=2 and target_length=256 contradict each other: the checkpoint was trained for 64 tokens, so "
+        r"target_length means factor=4\. Give one of them\.",
+    ),
+    *(
+        ("llama", "pi", {"factor": None} | extent, said)
+        for extent, said in [
+            ({"target_length": 32}, "target_length=32 is below the trained length of 64 tokens; there is nothing to"),
+            ({"target_length": 96, "trained_length": 128}, "=96 is below the trained length of 128 tokens"),
+            ({"factor": 0.5}, r"factor must be a finite number, at least 1, found 0\.5\."),
+            ({"target_length": 0}, r"target_length must be a positive whole number of tokens, found 0\."),
+        ]
+    ),
     *(
         ("llama", "yarn", extent, r"(factor|target_length) must be at most 1,000,000")
         for extent in ({"factor": 1e308}, {"factor": 1e9}, {"factor": None, "target_length": 10**30})
@@ -216,7 +279,12 @@ INVALID: list[Row] = [
 PATCHED_OR_CHANGED: list[Row] = [
     (without_rope, "pi", {}, r"rope_parameters=None.*Load the model again"),
 ]
-EVERY = {IncompatibleError: INCOMPATIBLE, InvalidParameterError: INVALID, PatchStateError: PATCHED_OR_CHANGED}
+EVERY = {
+    IncompatibleError: INCOMPATIBLE,
+    InvalidParameterError: INVALID,
+    UnknownNameError: UNKNOWN,
+    PatchStateError: PATCHED_OR_CHANGED,
+}
 
 
 def rows() -> Any:
@@ -229,11 +297,11 @@ def rows() -> Any:
 
 @pytest.mark.parametrize(("error", "model", "methods", "arguments", "said"), rows())
 def test_it_is_refused_by_name_and_stays_as_it_was(
-    error: type[Exception], model: Any, methods: str, arguments: dict[str, Any], said: str
+    error: type[Exception], model: Any, methods: Any, arguments: dict[str, Any], said: str
 ) -> None:
     model = tiny(model) if isinstance(model, str) else model()
     before, weights = State.of(model, tokens(30)), dict(model.named_parameters(remove_duplicate=False))
-    for method in methods.split():
+    for method in (methods.split() or [""]) if isinstance(methods, str) else [methods]:
         with pytest.raises(error, match=said):
             ctxext.patch(model, method, **{"factor": 4.0} | arguments)
     assert before.difference(model) is None
