@@ -315,8 +315,9 @@ class _CurrentPass(threading.local):
     """The running pass of a decoder in this thread.
 
     Args:
-        under: the extension of the decoder that runs, and ``under`` of the call around it.
-        filling: of a dynamic method, outside of graphs; ``fitted`` has the modules of a graph.
+        under: extension of the decoder that runs, and ``under`` of the call around it.
+        filling: record of the pass of a dynamic method, outside of graphs.
+        fitted: rotary modules of such a pass in a graph.
     """
 
     def __init__(self) -> None:
