@@ -11,7 +11,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
+.PHONY: demo core test nightly referee docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
@@ -27,6 +27,9 @@ test: $(INSTALLED) ## the test suite: CPU, offline (5 to 8 minutes on 2 idle cor
 
 nightly: $(INSTALLED) tools ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
 	$(BIN)/python scripts/nightly.py $(if $(PART),--part $(PART))
+
+referee: $(INSTALLED) ## random combinations against a float64 reference, for MINUTES=30; failures are kept for make test
+	$(BIN)/python -m tests.referee --minutes $(or $(MINUTES),30)
 
 docs: $(DOCS)/installed ## the documentation site, in site/ (seconds; its search needs a server: python -m http.server -d site)
 	$(DOCS)/bin/mkdocs build
