@@ -243,8 +243,7 @@ def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
 
     After an interrupt (Ctrl-C) a second call undoes the rest. A cache that was filled by the patched model is refused
-    from then on. A copy of a cache that the patched model never used, or a cache on the disk, cannot be detected:
-    discard these.
+    from then on, as are copies of it, also from the disk.
 
     Returns:
         The same model.
