@@ -86,7 +86,10 @@ def imported(name: str) -> frozenset[str]:
 
 
 def closure(name: str) -> set[str]:
-    """Return every module that importing one pulls in, the face of the library left out."""
+    """Return the modules that a reader reaches from one by following imports, the face of the library left out.
+
+    Python loads more: the face imports by names that it puts together, and the first patch fills the list of steps.
+    """
     seen, left = set(), {name}
     while left:
         module = left.pop()

@@ -1,6 +1,7 @@
 """The rule by which the code is divided, and its budgets: rooms that know only those below, no circle, and no growth.
 
-Every import counts: at the top of a file, inside a function, under TYPE_CHECKING, and through a string.
+Every import that a reader can follow counts: at the top of a file, inside a function, under TYPE_CHECKING, and a name
+written out for ``import_module``. Python loads more: rooms whose names are put together register with the core.
 """
 
 from __future__ import annotations

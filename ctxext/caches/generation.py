@@ -10,7 +10,7 @@ With ``growth="request"`` the length is the one that a text may reach, which ``g
 (``RequestedLengths``), so that nothing changes until its end.
 
 A cache may have been cropped since it was filled, so its current length does not tell. Every pass records the fitted
-lengths on the cache: see ``caches.py``.
+lengths on the cache: see ``records.py``.
 """
 
 from __future__ import annotations
