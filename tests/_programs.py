@@ -39,21 +39,26 @@ app(sys.argv[2:])
 """
 
 
-def command(*arguments: object) -> Result:
-    """``ctxext ARGUMENTS`` in this process; a traceback is a failure of the test, whatever the exit code."""
+def command(*arguments: object, code: int | None = None) -> Result:
+    """``ctxext ARGUMENTS`` in this process, which ends with ``code`` if one is given; a traceback fails the test."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    assert code in (None, result.exit_code), result.output
     return result
 
 
-def ran(arguments: Sequence[str], place: Path, typed: str = "") -> subprocess.CompletedProcess[str]:
-    """What ``python ARGUMENTS`` said, run in the folder ``place``, with ``typed`` as its standard input."""
+def ran(
+    arguments: Sequence[str], place: Path, typed: str = "", code: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What ``python ARGUMENTS`` said in the folder ``place``, with ``typed`` as its input and ``code`` as its end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     words = [sys.executable, *arguments]
-    return subprocess.run(
+    done = subprocess.run(
         words, input=typed, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False
     )
+    assert code in (None, done.returncode), done.stderr[-2000:]
+    return done
 
 
 def killed_at(line: int, arguments: Sequence[str], place: Path) -> None:

@@ -74,8 +74,7 @@ def place(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 @pytest.mark.nightly
 @each
 def test_a_script_runs(script: Path, place: Path) -> None:
-    done = ran([str(script)], place)
-    assert done.returncode == 0, done.stderr
+    done = ran([str(script)], place, code=0)
     assert re.search(PRINTS[script.stem], done.stdout), done.stdout
 
 

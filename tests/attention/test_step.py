@@ -20,8 +20,7 @@ pytest.importorskip("triton")
 def test_steps_through_the_kernels_are_one_pass(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...]) -> None:
     """On dynamic and static caches, a padded row beside a full one, one to three tokens at a time."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    done = ran(["-m", "tests.attention.step_program", *methods], ROOT)
-    assert done.returncode == 0, done.stderr
+    done = ran(["-m", "tests.attention.step_program", *methods], ROOT, code=0)
     errors = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(errors) == len(methods)
     assert all(error < 2e-6 for pair in errors for error in pair), errors

@@ -107,11 +107,9 @@ def test_the_card_of_the_source_comes_along_with_the_name_of_the_source(plain: P
 def test_results_stand_in_the_card_without_their_pictures(plain: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     report.write_text("# Loss\n\n![a picture](figures/loss.png)\n\n## Below\n\n- 0.1 nats better\n")
-    done = command("patch", plain, tmp_path / "long", "-m", "yarn", "-f", 4, "--results", report)
-    assert done.exit_code == 0
+    command("patch", plain, tmp_path / "long", "-m", "yarn", "-f", 4, "--results", report, code=0)
     assert "Measured:\n\n### Loss\n\n#### Below\n\n- 0.1 nats better\n\n" + END in card(tmp_path / "long").text
-    missing = command("patch", plain, tmp_path / "other", "-m", "yarn", "-f", 4, "--results", tmp_path / "reprot.md")
-    assert missing.exit_code == 2
+    command("patch", plain, tmp_path / "other", "-m", "yarn", "-f", 4, "--results", tmp_path / "reprot.md", code=2)
     assert not (tmp_path / "other").exists()
 
 

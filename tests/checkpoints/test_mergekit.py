@@ -33,8 +33,7 @@ def test_an_extended_base_model_extends_the_merge(method: str, tmp_path: Path) -
             ctxext.patch(tiny(seed=seed), method, factor=4), tmp_path / name, tokenizer=make_tokenizer(bos=True)
         )
     (tmp_path / "merge.yaml").write_text(MERGE.format(place=tmp_path), encoding="utf-8")
-    done = ran(["-m", "mergekit.scripts.run_yaml", "merge.yaml", "merged"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran(["-m", "mergekit.scripts.run_yaml", "merge.yaml", "merged"], tmp_path, code=0)
     first, second, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second", "merged"))
     assert all(torch.allclose(merged[name], (first[name] + second[name]) / 2) for name in merged)
     model = ctxext.load(tmp_path / "merged").eval()

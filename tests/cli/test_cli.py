@@ -189,8 +189,7 @@ def test_inspect_names_what_is_refused(cli: Cli, tmp_path: Path) -> None:
 
 def test_an_adapter_that_carries_no_extension(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    result = cli("inspect", tmp_path)
-    assert result.exit_code == 1
+    result = cli("inspect", tmp_path, code=1)
     assert "carries no extension" in result.stderr
 
 
@@ -204,8 +203,7 @@ def test_inspect_reads_the_scaling_in_a_gguf_file(cli: Cli, tmp_path: Path) -> N
     assert found["positions"][0]["rope_type"] == "yarn"
     assert found["extended"].startswith("rope_type=yarn, factor 4")
     path.write_bytes(b"GGUF")
-    result = cli("inspect", path)
-    assert result.exit_code == 1
+    result = cli("inspect", path, code=1)
     assert "cannot be read as GGUF" in result.stderr
 
 
@@ -231,8 +229,9 @@ def test_models_that_are_more_than_a_decoder_or_less(cli: Cli, tmp_path: Path, n
 
 
 def test_patch_says_what_it_did(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    result = cli("patch", llama, tmp_path / "long", "-m", "yarn", "-f", 4, "-p", "beta_fast=16", "-p", "truncate=false")
-    assert result.exit_code == 0
+    result = cli(
+        "patch", llama, tmp_path / "long", "-m", "yarn", "-f", 4, "-p", "beta_fast=16", "-p", "truncate=false", code=0
+    )
     for expected in (
         "Wrote",
         "beta_fast=16.0",
@@ -257,14 +256,12 @@ def test_patch_json_and_copy(cli: Cli, llama: Path, tmp_path: Path) -> None:
 def test_patch_takes_long_parameters_from_a_file(cli: Cli, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "factors.json").write_text(json.dumps([1.5] * 8))
     both = [f"{name}=@{tmp_path}/factors.json" for name in ("short_factor", "long_factor")]
-    result = cli("patch", llama, tmp_path / "long", "-m", "longrope", "-f", 4, "-p", both[0], "-p", both[1])
-    assert result.exit_code == 0
+    cli("patch", llama, tmp_path / "long", "-m", "longrope", "-f", 4, "-p", both[0], "-p", both[1], code=0)
     assert json.loads((tmp_path / "long/config.json").read_text())["rope_parameters"]["long_factor"] == [1.5] * 8
 
 
 def test_patch_usage_errors(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    result = cli("patch", llama, tmp_path / "long", "-m", "yarn", "-f", "abc")
-    assert result.exit_code == 2
+    result = cli("patch", llama, tmp_path / "long", "-m", "yarn", "-f", "abc", code=2)
     assert "--factor" in result.stderr
     assert cli("patch", llama, tmp_path / "long").exit_code == 2
     assert list(tmp_path.iterdir()) == []
@@ -353,8 +350,7 @@ def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
         ("two.png", [llama, "-m", "yarn", "-m", "ntk", "-f", "8"]),
         ("one.png", ["--rotary-dim", "64", "--base", "1e4", "--trained-length", "8192", "-m", "pi"]),
     ):
-        result = cli("plot", "frequencies", *arguments, "-o", tmp_path / name)
-        assert result.exit_code == 0
+        cli("plot", "frequencies", *arguments, "-o", tmp_path / name, code=0)
         assert (tmp_path / name).stat().st_size > 5000
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
@@ -377,8 +373,7 @@ def test_bands_of_the_spectrum() -> None:
 def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
     config = config_only(tmp_path / "mistral", MistralConfig(**SHAPE, sliding_window=128))
     assert cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4, "--sliding-window", "open").exit_code == 2
-    result = cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4)
-    assert result.exit_code == 1
+    result = cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4, code=1)
     assert "--sliding-window lift" in result.stderr
 
 

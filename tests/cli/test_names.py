@@ -72,8 +72,9 @@ def outputs(folder: Path, stem: str) -> list[Any]:
 )
 def test_a_measurement_ends_in_its_files(asked: list[str], place: Path, tmp_path: Path) -> None:
     texts = ["-t", place / "texts.jsonl", *(["-n", "2"] if "perplexity" in asked else [])]
-    done = command(*asked[:2], place / CHECKPOINT, *asked[2:], *texts, "--dtype", "fp32", *outputs(tmp_path, "found"))
-    assert done.exit_code == 0, done.output
+    done = command(
+        *asked[:2], place / CHECKPOINT, *asked[2:], *texts, "--dtype", "fp32", *outputs(tmp_path, "found"), code=0
+    )
     assert CHECKPOINT in done.output
     if "perplexity" in asked:
         assert all(name in done.output.replace("\n", " ") for name in NAMES[:2])
@@ -85,16 +86,14 @@ def test_a_measurement_ends_in_its_files(asked: list[str], place: Path, tmp_path
 def test_masked_tokens_end_in_their_files(tmp_path: Path) -> None:
     model = saved(tmp_path / CHECKPOINT)
     texts = jsonl(tmp_path, ["The quick brown fox jumps over the lazy dog. " * 12])
-    done = command("eval", "masked", model, "-t", texts, "-m", "pi", "-f", "4", *outputs(tmp_path, "loss"))
-    assert done.exit_code == 0, done.output
+    done = command("eval", "masked", model, "-t", texts, "-m", "pi", "-f", "4", *outputs(tmp_path, "loss"), code=0)
     assert NAMES[0] in done.output
 
 
 @pytest.mark.nightly
 def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
     asked = ["eval", "compare", place / CHECKPOINT, "-t", place / "texts.jsonl", "-n", "7", "--dtype", "fp32"]
-    done = command(*asked, "-m", "yarn", "--no-passkey", "-o", tmp_path / "report")
-    assert done.exit_code == 0, done.output
+    command(*asked, "-m", "yarn", "--no-passkey", "-o", tmp_path / "report", code=0)
     said = text_of((tmp_path / "report" / "report.md").read_text(encoding="utf-8"))
     assert CHECKPOINT in said
     assert all(" ".join(name.split()) in said for name in NAMES)
@@ -107,8 +106,7 @@ def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
     monkeypatch.setattr(halving, "ENOUGH", 1)
     asked = ["choose", place / CHECKPOINT, "-t", place / "texts.jsonl", "--target", 1024, "--dtype", "fp32"]
-    done = command(*asked, "--no-passkey", "--budget", "30 passes", *outputs(tmp_path, "my (own) choice"))
-    assert done.exit_code == 0, done.output
+    command(*asked, "--no-passkey", "--budget", "30 passes", *outputs(tmp_path, "my (own) choice"), code=0)
     page = (tmp_path / "my (own) choice.md").read_text(encoding="utf-8")
     tokens = MarkdownIt("commonmark").parse(page)
     pictures = [child for token in tokens for child in token.children or () if child.type == "image"]

@@ -353,14 +353,11 @@ def test_an_interrupted_command_goes_on_and_writes_the_same(
 
     monkeypatch.setattr(choices, "logits_of_answers", interrupted)
     given = ["eval", "retrieval", checkpoint, *ASKED]
-    stopped = command(*given, *(part for path in outputs for part in ("-o", path)))
-    assert stopped.exit_code == 130
+    stopped = command(*given, *(part for path in outputs for part in ("-o", path)), code=130)
     assert "Interrupted. 4 of 12 jobs are finished" in stopped.output
-    resumed = command(*given, *(part for path in outputs for part in ("-o", path)))
-    assert resumed.exit_code == 0, resumed.output
+    command(*given, *(part for path in outputs for part in ("-o", path)), code=0)
     assert asked == 5 + 8
-    whole = command(*given, "-o", tmp_path / "whole.json")
-    assert whole.exit_code == 0, whole.output
+    command(*given, "-o", tmp_path / "whole.json", code=0)
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in (outputs[0], tmp_path / "whole.json")]
     read = [RetrievalReport.from_dict(report) for report in reports]
     assert read[0].readings == read[1].readings

@@ -308,8 +308,7 @@ def test_the_command(
     given += ["-t", tmp_path / "one.txt", "-t", tmp_path / "two.txt", "--keys", tmp_path / "keys.json"]
     given += ["--short", 96, "--stride", 32, "--alpha", 0.5, "--beta", -6]
 
-    shown = command(*given, *(part for name in names for part in ("-o", tmp_path / name)))
-    assert shown.exit_code == 0, shown.output
+    shown = command(*given, *(part for name in names for part in ("-o", tmp_path / name)), code=0)
     saved = json.loads((tmp_path / "longppl.json").read_text(encoding="utf-8"))
     report = LongPplResult.from_dict(saved)
     texts = corpus_of(TEXTS, bos_tokenizer, tokens=901)
@@ -331,14 +330,12 @@ def test_the_command(
         raise AssertionError("key tokens were found before")
 
     monkeypatch.setattr(key_tokens, "prepare_search", never)
-    again = command(*given, "--json")
-    assert again.exit_code == 0, again.output
+    again = command(*given, "--json", code=0)
     printed = json.loads(again.stdout)["readings"]
     assert [one["scores"] for one in printed] == [one["scores"] for one in saved["readings"]]
     assert re.search(r"\d+ key tokens out of .*keys\.json, found by tiny", again.stderr)
     given[given.index("--alpha") + 1] = 1
-    other = command(*given)
-    assert other.exit_code == 1
+    other = command(*given, code=1)
     assert "holds key tokens found with alpha=0.5, and alpha=1.0 is asked for" in other.stderr
 
 

@@ -42,8 +42,7 @@ def test_passkeys_are_those_of_the_evaluation(
     checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     outputs = [tmp_path / f"keys.{kind}" for kind in ("json", "md", "png")]
-    shown = command("eval", "passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)))
-    assert shown.exit_code == 0, shown.output
+    shown = command("eval", "passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)), code=0)
     saved = json.loads(outputs[0].read_text(encoding="utf-8"))
     report = PasskeyReport.from_dict(saved)
     assert json.loads(json.dumps(report.to_dict())) == saved
@@ -97,8 +96,7 @@ def test_saved_extended_checkpoints_are_read_as_saved(
     for name in ("patched", "adapter", "merged"):
         bos_tokenizer.save_pretrained(tmp_path / name)
         given = ("passkey", tmp_path / name, "--dtype", "fp32", "--depth", "0")
-        shown = command("eval", *given, "--reference", checkpoint, "-o", tmp_path / f"{name}.json")
-        assert shown.exit_code == 0, shown.output
+        command("eval", *given, "--reference", checkpoint, "-o", tmp_path / f"{name}.json", code=0)
         report = PasskeyReport.from_dict(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")))
         assert [one.reading for one in report.readings] == ["unpatched", "truncated", "as saved"]
         assert report.readings[2].lengths == (512, 1024)
@@ -268,8 +266,7 @@ def test_ruler_is_that_of_the_evaluation(
     output = tmp_path / "ruler.json"
     given = ["ruler", checkpoint, "--dtype", "fp32", "-m", "pi", "-l", "1024", "-l", "1400", "--samples", "2"]
     given += ["--task", "niah_single_1", "--task", "niah_single_2", "-t", prose, "-o", output]
-    shown = command("eval", *given, "-o", tmp_path / "ruler.png")
-    assert shown.exit_code == 0, shown.output
+    command("eval", *given, "-o", tmp_path / "ruler.png", code=0)
     report = RulerReport.from_dict(json.loads(output.read_text(encoding="utf-8")))
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()

@@ -28,8 +28,7 @@ def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokeniz
         "-o",
         "study",
     ]
-    first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path)
-    assert first.returncode == 0, first.stderr
+    first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path, code=0)
     assert "1 methods, 2 texts, 12 jobs" in first.stdout
     more = ran([*arguments, "-m", "self_extend", "-m", "yarn", "--trials", "0"], tmp_path)
     assert "14 jobs, 12 of them finished before" in more.stdout, more.stderr

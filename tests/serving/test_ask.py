@@ -192,8 +192,7 @@ def test_at_the_command_line(cli: Cli, tmp_path: Path, tokenizer: PreTrainedToke
     for name in ("a", "b"):
         (folder / f"{name}.txt").write_text(TEXT[:50])
     given = ["ask", place, "-t", folder, QUESTIONS[0], "-q", QUESTIONS[1], "--tokens", NEW, "--dtype", "fp32"]
-    found = cli(*given, "--json")
-    assert found.exit_code == 0, found.stderr
+    found = cli(*given, "--json", code=0)
     read = f"# a\n\n{TEXT[:50]}\n\n# b\n\n{TEXT[:50]}"
     extended = model("self_extend", factor=3)
     expected = [whole(extended, tokenizer, read, question) for question in QUESTIONS]
@@ -218,8 +217,7 @@ def test_a_sentence_alone_is_the_question(
     monkeypatch.setattr(ReadText, "answer", lambda text, question, streamer=None: asked.append(question) or "")
     asked: list[str] = []
     checkpoint = [tmp_path / "model"] if given[0] == "Who" else []
-    told = cli("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW)
-    assert told.exit_code == 0, told.stderr
+    told = cli("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW, code=0)
     assert asked == [words.rstrip() for words in given if words != "-q"]
     assert told.stderr.count("(no answer)") == len(asked)
 
@@ -236,8 +234,7 @@ def test_a_text_without_words_is_refused(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "folder").mkdir()
     for name in ("empty.txt", "folder"):
-        found = cli("ask", tmp_path, "-t", tmp_path / name, "Who?")
-        assert found.exit_code == 1
+        found = cli("ask", tmp_path, "-t", tmp_path / name, "Who?", code=1)
         assert "no text" in found.stderr
 
 
@@ -250,8 +247,7 @@ def test_a_window_of_attention_is_lifted_as_is_advised(
     (tmp_path / "text.txt").write_text("a" * 100)
     given = ["ask", tmp_path / "model", "-t", tmp_path / "text.txt", "Who?", "--tokens", NEW, "--dtype", "fp32"]
     assert "--sliding-window lift" in cli(*given).stderr
-    found = cli(*given, "--sliding-window", "lift")
-    assert found.exit_code == 0, found.stderr
+    found = cli(*given, "--sliding-window", "lift", code=0)
     assert "self_extend, reads" in found.stderr
 
 
@@ -263,11 +259,9 @@ def test_questions_are_typed_where_none_is_given(
     (tmp_path / "a.txt").write_text("x" * 400)
     typed = iter([QUESTIONS[0], "x" * 600, QUESTIONS[1], ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    told = cli("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8)
-    assert told.exit_code == 0, told.stderr
+    told = cli("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8, code=0)
     assert "of the text are left out: they exceed the window" in told.stderr
     assert "Text, question and answer take" in told.stderr, "a question that is too long ends nothing"
     assert len(told.stdout.splitlines()) >= 2
-    refused = cli("ask", tmp_path / "model", "-t", "-")
-    assert refused.exit_code == 1
+    refused = cli("ask", tmp_path / "model", "-t", "-", code=1)
     assert "-t - reads all that is typed as text. Give a question." in refused.stderr
