@@ -24,13 +24,7 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.core import steps
 from ctxext.core.saved import TESTED
-from ctxext.errors import (
-    CtxextError,
-    IncompatibleError,
-    InvalidParameterError,
-    PatchStateError,
-    UnknownNameError,
-)
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, known_methods
 from ctxext.methods.yarn import YaRN
 from ctxext.registry import discover

@@ -33,13 +33,7 @@ from ctxext.checkpoints.export import export, export_config, read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import (
-    CheckpointError,
-    IncompatibleError,
-    InvalidParameterError,
-    PatchStateError,
-    UnknownNameError,
-)
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.measuring.readings import named_method
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.runtimes import RUNTIMES

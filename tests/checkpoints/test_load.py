@@ -21,13 +21,7 @@ from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.source import read_any_config
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
-from ctxext.errors import (
-    BackendUnavailableError,
-    CheckpointError,
-    CtxextError,
-    InvalidParameterError,
-    PatchStateError,
-)
+from ctxext.errors import BackendUnavailableError, CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.yarn import YaRN

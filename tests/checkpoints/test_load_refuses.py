@@ -15,13 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.checkpoints.source import read_any_config, read_tokenizer
-from ctxext.errors import (
-    CheckpointError,
-    IncompatibleError,
-    InvalidParameterError,
-    UnknownNameError,
-    VerificationError,
-)
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, VerificationError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec

@@ -11,11 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CompileConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 import ctxext
 from ctxext.errors import IncompatibleError
