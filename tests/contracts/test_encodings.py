@@ -354,16 +354,6 @@ def test_backends_serve_it_or_say_why_not(name: str) -> None:
             logits(extended(name, attention="flex"), tokens(40))
 
 
-@pytest.mark.nightly
-@every_encoding
-def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
-    model = tiny("gemma2")
-    before = model.state_dict().keys()
-    with pytest.raises(IncompatibleError, match=f"Method '{name}' cannot replace the rotation of this gemma2: it caps"):
-        ctxext.patch(model, name, factor=4.0)
-    assert model.state_dict().keys() == before
-
-
 @pytest.mark.slow
 def test_what_needs_the_whole_text_takes_no_sliding_window() -> None:
     """A cache of the last tokens would drop what it reads; without a window the same model is served."""

@@ -195,18 +195,7 @@ def test_how_far_to_reach_is_checked_like_a_parameter(name: str, value: Any) -> 
     assert model.config.to_dict() == before
 
 
-@pytest.mark.parametrize("value", ["", [], 0, False], ids=repr)
-@pytest.mark.parametrize("name", ["scaling", "attention"])
-def test_an_empty_choice_is_not_one_left_out(name: str, value: Any) -> None:
-    for method in ("yarn", "alibi"):
-        with pytest.raises(InvalidParameterError, match=f"{name} must be one of its choices, or left out; found"):
-            ctxext.patch(tiny(), method, factor=2, **{name: value})
-
-
-@pytest.mark.parametrize(("target", "reach"), [(256, 2.0), (300, 2.0), (128, 4.0)])
-def test_a_target_and_a_reach_that_contradict_each_other(target: int, reach: float) -> None:
-    with pytest.raises(InvalidParameterError, match=f"target_length={target} and the parameters of dynamic_ntk contra"):
-        ctxext.patch(tiny(), "dynamic_ntk", target_length=target, reach=reach)
+def test_a_target_and_a_reach_may_say_the_same() -> None:
     assert ctxext.describe(ctxext.patch(tiny(), "dynamic_ntk", target_length=128, reach=2.0)).target_length == 128
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods.yarn import YaRN
 from tests._models import RECENT, tiny, tokens
 from tests.attention.test_both_ways import encoder
@@ -20,9 +20,6 @@ from tests.models.test_sinusoid import build
 from tests.models.test_table import gpt2
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
-
-Row = tuple[str | Callable[[], PreTrainedModel], Any, dict[str, Any], str]
-"""A model or its type, methods, arguments of ``patch``, and what is said."""
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
@@ -59,7 +56,8 @@ def scaled() -> PreTrainedModel:
     return tiny(max_position_embeddings=512, rope_parameters=llama3)
 
 
-INCOMPATIBLE: list[Row] = [
+# Rows: a model or its type, methods, arguments of ``patch`` beside a factor of 4, and what is said.
+INCOMPATIBLE: list[Any] = [
     (without_base, "yarn", {}, "The config of this llama has no rope_theta in rope_parameters=.*default.*Add the base"),
     # No positions, or those of another kind.
     ("gpt2", "yarn", {}, rf"has {LEARNED} \(transformer\.wpe\.weight\)"),
@@ -131,6 +129,10 @@ INCOMPATIBLE: list[Row] = [
         for model_type in ("eurobert", "llama")
         for heads in ((0,), None)
     ),
+    *(
+        pytest.param("gemma2", name, {}, f"'{name}' cannot replace the rotation of this gemma2: it caps", marks=nightly)
+        for name in ENCODINGS
+    ),
     # Tables of learned positions.
     *(
         (
@@ -174,7 +176,7 @@ INCOMPATIBLE: list[Row] = [
         for method, more in (("self_extend", {"temperature": "logn"}), ("dynamic_yarn", {}))
     ),
 ]
-UNKNOWN: list[Row] = [
+UNKNOWN: list[Any] = [
     ("llama", "yran", {}, r"Unknown method 'yran'\. Did you mean 'yarn'\? Known: abf, alibi,"),
     ("llama", "zzz", {}, r"Unknown method 'zzz'\. Known: abf,"),
     ("llama", "linear", {}, r"Unknown method 'linear'\. Did you mean 'pi'\?"),  # rope types of transformers
@@ -188,7 +190,7 @@ UNKNOWN: list[Row] = [
     ("llama", "alibi", {"attention": "flahs"}, r"Did you mean 'flash'\?"),
 ]
 HALVES = {"both_ways": "halves", "trained_length": TRAINED_LENGTH}
-INVALID: list[Row] = [
+INVALID: list[Any] = [
     *(
         (
             "llama",
@@ -213,7 +215,21 @@ INVALID: list[Row] = [
     ),
     ("llama", "pi", {"sliding_window": "drop"}, "sliding_window must be 'keep' or 'lift'"),
     ("llama", "pi", {"attention": "sdpa"}, "method 'pi' leaves attention to the model"),
+    *(
+        ("llama", "yarn alibi", {name: empty}, f"{name} must be one of its choices, or left out; found")
+        for name in ("scaling", "attention")
+        for empty in ("", [], 0, False)
+    ),
     # How far to reach.
+    *(
+        (
+            "llama",
+            "dynamic_ntk",
+            {"factor": None, "target_length": target, "reach": reach},
+            f"target_length={target} and the parameters of dynamic_ntk contra",
+        )
+        for target, reach in ((256, 2.0), (300, 2.0), (128, 4.0))
+    ),
     ("llama", "yarn", {"factor": None}, "needs to know how far to reach"),
     (
         "llama",
@@ -276,7 +292,7 @@ INVALID: list[Row] = [
     (scaled, "yarn", {"factor": 2, "scaling": "extend", "trained_length": 128}, "below the 512 that this checkpoint"),
     ("llama", "yarn", {"scaling": "extend"}, "are not scaled"),
 ]
-PATCHED_OR_CHANGED: list[Row] = [
+PATCHED_OR_CHANGED: list[Any] = [
     (without_rope, "pi", {}, r"rope_parameters=None.*Load the model again"),
 ]
 EVERY = {
