@@ -145,7 +145,8 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("error", "words", "said"), [(error, *row) for error, rows in REFUSED.items() for row in rows], ids=str
+    ("error", "words", "said"),
+    [pytest.param(error, *row, id=" ".join(row[0])) for error, rows in REFUSED.items() for row in rows],
 )
 def test_command_lines_that_cannot_be(read: Any, error: type[Exception], words: list[str], said: str) -> None:
     with pytest.raises(error, match=said):
