@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,13 +21,13 @@ def some(values: Iterable[Any], *kept: Any, ids: Any = None) -> list[Any]:
 
 def crossed(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     """All pairs as cases; those with neither the first row nor the first column are nightly."""
-    return _pairs(rows, columns, lambda row, column: row == 0 or column == 0)
-
-
-def paired(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
-    """All pairs as cases; by day, each of the more with one of the fewer, in turn."""
-    turns = min(len(rows), len(columns))
-    return _pairs(rows, columns, lambda row, column: row % turns == column % turns)
+    return [
+        pytest.param(
+            *(row, column), marks=[pytest.mark.nightly] * (i > 0 and j > 0), id=f"{_name(row)}-{_name(column)}"
+        )
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
@@ -64,15 +64,6 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
 
 def _case(value: Any) -> Any:
     return value if hasattr(value, "marks") else pytest.param(value, id=_name(value))
-
-
-def _pairs(rows: Sequence[Any], columns: Sequence[Any], by_day: Callable[[int, int], bool]) -> list[Any]:
-    return [
-        pytest.param(*pair, marks=[] if by_day(*at) else pytest.mark.nightly, id="-".join(map(_name, pair)))
-        for at, pair in zip(
-            itertools.product(range(len(rows)), range(len(columns))), itertools.product(rows, columns), strict=True
-        )
-    ]
 
 
 def _name(value: Any) -> str:

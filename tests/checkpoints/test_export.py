@@ -45,7 +45,7 @@ from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, TRAINED, try_only
 from tests._formulas import spectrum
 from tests._models import FOR_LLAMA, tiny
-from tests._products import paired
+from tests._products import pairwise
 from tests.walk.tiny import tiny_config
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
@@ -603,7 +603,7 @@ def test_bad_input(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "to"), paired([True, False], list(RUNTIMES)))
+@pytest.mark.parametrize(("saved", "to"), pairwise([True, False], list(RUNTIMES)))
 def test_what_no_field_says_to_others_is_refused(to: str, saved: bool, tmp_path: Path) -> None:
     """A Phi-3 in pieces keeps its rope as it was: by that, a runtime would read it as the plain model."""
     model = ctxext.patch(tiny("phi3"), "self_extend", factor=4.0, trained_length=TRAINED)

@@ -23,7 +23,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from tests._models import MODELS, RECENT, logits, tiny, tokens
-from tests._products import crossed, paired, some
+from tests._products import crossed, pairwise, some
 from tests.walk.check import State, Stock, check_model
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -88,7 +88,7 @@ def test_a_second_model_and_the_class_stay_as_they_were(method: type[RopeMethod]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("copied", "method"), paired([copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ROPE_METHODS)
+    ("copied", "method"), pairwise([copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ROPE_METHODS)
 )
 def test_a_copy_is_a_patched_model_of_its_own(method: type[RopeMethod], copied: Any) -> None:
     plain = State.of(tiny(), tokens())
@@ -104,7 +104,7 @@ def test_a_copy_is_a_patched_model_of_its_own(method: type[RopeMethod], copied: 
     assert torch.equal(logits(other, tokens()), extended)
 
 
-@pytest.mark.parametrize(("dtype", "model_type"), paired([torch.bfloat16, torch.float16], list(MODELS)))
+@pytest.mark.parametrize(("dtype", "model_type"), pairwise([torch.bfloat16, torch.float16], list(MODELS)))
 def test_a_cast_never_rounds_frequencies(model_type: str, dtype: torch.dtype) -> None:
     model = ctxext.patch(tiny(model_type), "yarn", factor=4.0)
     exact = {path: dict(rotary.named_buffers()) for path, rotary in Subject(model).rotaries}

@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 import ctxext
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS, TableMethod
-from tests._products import paired
+from tests._products import pairwise
 from tests.walk.check import State, Stock
 from tests.walk.stock import logits_of
 from tests.walk.tiny import tiny_config, tiny_model
@@ -126,7 +126,7 @@ def test_loading_restores_and_unpatching_brings_the_model_back(
             assert torch.equal(weight, before.weights[name]), name
 
 
-@pytest.mark.parametrize(("method", "model_type"), paired(sorted(EXACT), list(MODELS)))
+@pytest.mark.parametrize(("method", "model_type"), pairwise(sorted(EXACT), list(MODELS)))
 def test_short_texts_are_read_exactly_as_before(method: str, model_type: str) -> None:
     model = table_model(model_type)
     before = logits_of(model, text(LENGTH))
@@ -134,7 +134,7 @@ def test_short_texts_are_read_exactly_as_before(method: str, model_type: str) ->
     assert torch.equal(logits_of(model, text(LENGTH)), before)
 
 
-@pytest.mark.parametrize(("side", "model_type"), paired(["left", "right"], list(MODELS)))
+@pytest.mark.parametrize(("side", "model_type"), pairwise(["left", "right"], list(MODELS)))
 def test_padding_changes_nothing(side: str, model_type: str) -> None:
     """A padded row says of its tokens what it says of them alone, where the model itself does so before."""
     model = table_model(model_type)

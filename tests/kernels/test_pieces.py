@@ -23,7 +23,7 @@ from ctxext.methods.remap import PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
-from tests._products import paired, pairwise
+from tests._products import pairwise
 from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 from tests._steps import launches
 from tests.kernels.cases import leave_flex_uncompiled, turned
@@ -327,7 +327,7 @@ class Watched(Reference):
         return super().with_lse(q, k, v, rule)
 
 
-@pytest.mark.parametrize(("name", "layout"), paired(list(METHODS), list(LAYOUTS)))
+@pytest.mark.parametrize(("name", "layout"), pairwise(list(METHODS), list(LAYOUTS)))
 def test_what_takes_a_mask_is_not_for_flash_attn_and_all_else_is(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

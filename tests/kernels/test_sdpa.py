@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ctxext.kernels import Layout, Need
 from ctxext.kernels.reference import Reference
 from ctxext.kernels.sdpa import Sdpa, kernel_order
-from tests._products import paired
+from tests._products import pairwise
 from tests._programs import ROOT, ran
 from tests.kernels.cases import HEADS, LAYOUTS, N, case, error, naive, truth
 
@@ -21,7 +21,7 @@ FORMS = {"blocks": Sdpa(block_overhead=0, dense_rows=0), "mask": Sdpa(1 << 60, 0
 SLOPES = torch.tensor([0.5, 0.25])
 
 
-@pytest.mark.parametrize(("how", "layout"), paired(list(itertools.product(FORMS, (True, False))), list(LAYOUTS)))
+@pytest.mark.parametrize(("how", "layout"), pairwise(list(itertools.product(FORMS, (True, False))), list(LAYOUTS)))
 def test_every_form_is_right_wherever_it_is_taken(layout: str, how: tuple[str, bool]) -> None:
     form, biased = how
     one = case(layout, torch.bfloat16, biased=biased)
