@@ -28,12 +28,12 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_035,
-    "lines that importing the verb pulls in": 4_206,
+    "lines of ctxext/": 53_751,
+    "lines that importing the verb pulls in": 4_267,
     "files that importing the verb pulls in": 21,
-    "lines of the core": 4_926,
+    "lines of the core": 4_952,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 13_955,
+    "lines that eval perplexity pulls in": 14_234,
     "arguments without a noun": 0,
     "classes of evaluation/": 60,
     "files that one patch enters": 26,
@@ -42,8 +42,8 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
-    "lines of scripts/": 5_351,
-    "lines of tests/": 49_259,
+    "lines of scripts/": 5_464,
+    "lines of tests/": 50_816,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

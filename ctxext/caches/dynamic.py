@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.caches.call import PositionedForward, declared_length, paged_batch
@@ -43,22 +44,24 @@ class CountedForward(PositionedForward):
         new = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if new is not None:
             of_row(declared_length(), 0, new.shape[0])  # here, as rotary modules may be given positions of one row
-            start = 0 if cache is None else int(cache.get_seq_length())
             in_graph = torch.compiler.is_compiling() and positions is not None  # which reads no length from positions
-            real, counted = (None, None) if in_graph else _tokens_of(given.get("attention_mask"), start, new.shape[1])
+            real, counted = (None, None) if in_graph else _tokens_of(given.get("attention_mask"), cache, new.shape[1])
             positions = counted if positions is None else positions
             if real is not None and positions is not None and not bool(real.all()):
                 kwargs = kwargs | {"position_ids": _without_padding(positions, real).to(new.device)}
         return super().run(*args, **kwargs)
 
 
-def _tokens_of(mask: Any, start: int, width: int) -> tuple[Tensor | None, Tensor | None]:
+def _tokens_of(mask: Any, cache: Any, width: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the slots of a call that hold tokens, and their positions, both ``[rows, width]``; None where unknown.
 
     The first is of all slots so far where some earlier one is padding: positions differ from slots then.
     """
     mask = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
-    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < start + width:
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or isinstance(cache, PagedAttentionCache):
+        return None, None
+    start = 0 if cache is None else int(cache.get_seq_length())
+    if mask.shape[-1] < start + width:
         return None, None
     if mask.ndim == 4:  # generate() has prepared it: a token sees itself, and nothing sees padding
         seen = mask if mask.dtype is torch.bool else mask == 0

@@ -308,7 +308,8 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
                 elif value is not None:
                     setattr(part, leaf, copy.deepcopy(value))
         except REFUSALS as error:
-            raise CheckpointError(f"The extension in this config is damaged, under original: {error}") from error
+            place = config._name_or_path or "this config"
+            raise CheckpointError(f"The extension in {place} is damaged, under original: {error}") from error
     del plain.ctxext
     if GUARD in plain.to_json_string():
         raise CheckpointError("The extension in this config is damaged: original lacks what it replaced.")

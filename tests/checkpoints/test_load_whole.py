@@ -306,7 +306,7 @@ def test_a_field_of_another_type_in_what_was_before_is_a_sentence(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 2}, "has format 2"),
+        ({"format": 2}, "incomplete, without sides"),
         ("yes", "has format 'yes'"),
         ({"format": 1}, "incomplete, without"),
         ({"method": "yarn"}, "method='yarn' is no dict"),
