@@ -42,7 +42,8 @@ def _error_of_python(code: str) -> str:
 
 
 def _error_of_command(line: str) -> str:
-    result = command(*shlex.split(line, comments=True)[1:], code=1)
+    result = command(*shlex.split(line, comments=True)[1:])
+    assert result.exit_code == 1, f"This example ends in no error: {line}"
     return result.stderr
 
 

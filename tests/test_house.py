@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_751,
+    "lines of ctxext/": 53_753,
     "lines that importing the verb pulls in": 4_267,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_952,
@@ -43,7 +43,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_464,
-    "lines of tests/": 50_816,
+    "lines of tests/": 50_817,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

@@ -208,9 +208,11 @@ class DynamicForward:
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _outside(self, site: DynamicSite, forward: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
-        declared = declared_length()
-        if declared is not None and not isinstance(declared, int):  # one row of positions does not serve all
-            position_ids = position_ids.expand(*position_ids.shape[:-2], len(declared), position_ids.shape[-1])
+        declared, filling = declared_length(), current_pass.filling
+        fitted_before = filling.before.fitted_lengths if filling is not None and filling.before is not None else ()
+        rows = declared if declared is not None and not isinstance(declared, int) else fitted_before
+        if len(rows) > 1 and position_ids.shape[-2] == 1:  # which does not serve all of them
+            position_ids = position_ids.expand(*position_ids.shape[:-2], len(rows), position_ids.shape[-1])
         kwargs = site.site.arguments
         lengths = self._lengths(position_ids, site)
         pieces = [piece for row in lengths for piece in row]

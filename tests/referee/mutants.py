@@ -9,7 +9,6 @@ tried on a copy of the package; Ctrl-C loses the one in progress.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -17,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import typer
 
 ROOT = Path(__file__).parents[2]
 DAY = "from tests.referee.point import covering\nfrom tests.referee.walk import verdict\n"
@@ -48,17 +49,16 @@ def seen(mutant: tuple[str, str, str], minutes: float) -> str | None:
     return None if done.returncode == 0 else next((line for line in said if "seed" in line), said[-1])[:110]
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--minutes", type=float, default=0, help="minutes of a night for each mutant; 0 for the day's cover"
-    )
-    parser.add_argument("--part", default="1/1", help="some of the mutants, as 1/2")
-    how = parser.parse_args()
-    part, parts = map(int, how.part.split("/"))
-    killed = 0
-    for mutant in (mutants := drawn()[part - 1 :: parts]):
-        said = seen(mutant, how.minutes)
+def main(minutes: float = 0, part: str = "1/1") -> None:
+    """Try mutants by the day's cover, or by so many minutes of a night each; of a part of them, as 1/2."""
+    number, parts = map(int, part.split("/"))
+    killed, mutants = 0, drawn()[number - 1 :: parts]
+    for mutant in mutants:
+        said = seen(mutant, minutes)
         killed += said is not None
         print("survives" if said is None else "killed", *mutant, said, sep=" | ", flush=True)
     print(f"{killed} of {len(mutants)} killed")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -9,6 +9,7 @@ import re
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers.utils import logging
 
 import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
 from tests._models import tiny
-from tests.referee.point import Point
+from tests.referee.point import Point, drawn
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
 
@@ -645,3 +647,15 @@ def verdict(point: Point) -> str | None:
     finally:
         torch.set_num_threads(threads)
     return None
+
+
+def walked(seed: int) -> tuple[int, str | None]:
+    """Return a seed and why its point fails."""
+    return seed, verdict(drawn(seed))
+
+
+def quiet() -> None:
+    """Keep transformers, and what is deprecated, from talking."""
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
