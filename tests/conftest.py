@@ -38,7 +38,7 @@ for _verb in (
     base.method,
     base.resolve,
     base._factor_for,
-    load.load,
+    load.load.__wrapped__,
 ):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]
 
