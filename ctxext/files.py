@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 from ctxext.errors import CheckpointError
 
 NAME_BYTES = 255  # the longest file name, on every file system in use
-LFS = b"version https://git-lfs.github.com/spec/"  # begins what lies in place of a file until Git LFS fetches it
+LFS = b"version https://git-lfs.github.com/spec/"  # first bytes of a pointer file, until Git LFS fetches the real one
 CONFIGS = ("config.json", "adapter_config.json")
 DAY = 24 * 60 * 60
 LEVELS = 100  # of lists and objects within each other; programs that walk deeper ones end in a RecursionError

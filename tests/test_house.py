@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 53_753,
+    "lines of ctxext/": 53_755,
     "lines that importing the verb pulls in": 4_267,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_952,

@@ -45,29 +45,31 @@ class CountedForward(PositionedForward):
         if new is not None:
             of_row(declared_length(), 0, new.shape[0])  # here, as rotary modules may be given positions of one row
             in_graph = torch.compiler.is_compiling() and positions is not None  # which reads no length from positions
-            real, counted = (None, None) if in_graph else _tokens_of(given.get("attention_mask"), cache, new.shape[1])
-            positions = counted if positions is None else positions
-            if real is not None and positions is not None and not bool(real.all()):
+            mask = None if in_graph else given.get("attention_mask")
+            real = _tokens_among(mask, cache, new.shape[1], earlier=positions is None)
+            if real is not None and not bool(real.all()):
+                if positions is None:
+                    positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
                 kwargs = kwargs | {"position_ids": _without_padding(positions, real).to(new.device)}
         return super().run(*args, **kwargs)
 
 
-def _tokens_of(mask: Any, cache: Any, width: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the slots of a call that hold tokens, and their positions, both ``[rows, width]``; None where unknown.
+def _tokens_among(mask: Any, cache: Any, width: int, *, earlier: bool) -> Tensor | None:
+    """Return the slots of a call that hold tokens, ``[rows, slots]``; None where the mask does not say it.
 
-    The first is of all slots so far where some earlier one is padding: positions differ from slots then.
+    Args:
+        width: slots of the call.
+        earlier: True for the slots of earlier calls in front, which a mask that generate() prepared does not tell.
     """
     mask = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or isinstance(cache, PagedAttentionCache):
-        return None, None
+        return None
     start = 0 if cache is None else int(cache.get_seq_length())
-    if mask.shape[-1] < start + width:
-        return None, None
-    if mask.ndim == 4:  # generate() has prepared it: a token sees itself, and nothing sees padding
-        seen = mask if mask.dtype is torch.bool else mask == 0
-        return seen[:, 0].diagonal(start, 1, 2)[:, :width], None
-    real = mask[:, : start + width].bool()
-    return real, (real.long().cumsum(1) - 1).clamp(min=0)[:, start:]
+    if mask.shape[-1] < start + width or (earlier and mask.ndim == 4):
+        return None
+    if mask.ndim == 4:  # a token sees itself, and nothing sees padding
+        return (mask if mask.dtype is torch.bool else mask == 0)[:, 0].diagonal(start, 1, 2)[:, :width]
+    return mask[:, 0 if earlier else start : start + width].bool()
 
 
 def _without_padding(positions: Tensor, real: Tensor) -> Tensor:
@@ -75,8 +77,8 @@ def _without_padding(positions: Tensor, real: Tensor) -> Tensor:
 
     Args:
         positions: positions of the slots of a call, ``[rows, slots]``, perhaps with axes in front.
-        real: slots that hold tokens, ``[rows, slots]``, perhaps after those of earlier calls. In a row without any,
-            all positions are ``NO_TOKEN``.
+        real: slots that hold tokens, ``[rows, slots]``; slots of earlier calls may lie in front. A row without a token
+            gets the position ``NO_TOKEN`` everywhere.
     """
     real = real[:, -positions.shape[-1] :].to(positions.device)
     slots, rows = torch.arange(real.shape[1], device=real.device), torch.arange(len(real), device=real.device)

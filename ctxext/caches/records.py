@@ -117,17 +117,17 @@ def filled(cache: Any) -> Filled | None:
     if record is None or not record.fitted_lengths:
         return None
     rows = getattr(_first_layer(cache), ROWS, None)
-    return record if rows is None or torch.compiler.is_compiling() else record.pick(rows.tolist())
+    return record.pick(rows.tolist()) if isinstance(rows, Tensor) and not torch.compiler.is_compiling() else record
 
 
 def remember(cache: Any, **changes: Any) -> None:
-    """Change fields of the record of a cache; fitted lengths are those of its rows as they lie now."""
+    """Change fields of the record of a cache. Fitted lengths are in the present order of its rows."""
     holder = _keys_of(cache)
     setattr(holder, FILLED, replace(getattr(holder, FILLED, None) or Filled(), **changes))
     lengths, layer = changes.get("fitted_lengths", ()), _first_layer(cache)
     if lengths and layer is not None:
         keys = getattr(layer, "keys", None)
-        setattr(layer, ROWS, torch.arange(len(lengths) if keys is None else len(keys), device="cpu"))
+        setattr(layer, ROWS, range(len(lengths) if keys is None else len(keys)))  # a tensor once they move
 
 
 def _first_layer(cache: Any) -> Any:
@@ -425,7 +425,7 @@ def _leave(layer: Any) -> None:
 def _move(layer: Any, order: Callable[[Tensor], Tensor]) -> None:
     """Keep the numbers that the rows had when the cache was recorded."""
     if (rows := getattr(layer, ROWS, None)) is not None:
-        setattr(layer, ROWS, order(rows))
+        setattr(layer, ROWS, order(rows if isinstance(rows, Tensor) else torch.tensor([*rows], device="cpu")))
 
 
 def _learns_prefix(decoder: nn.Module) -> bool:

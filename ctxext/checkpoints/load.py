@@ -411,7 +411,7 @@ def _read_model(
 def refuse_unfit(
     place: str | os.PathLike[str], model: PreTrainedModel, report: dict[str, Any], stored: dict[str, torch.Tensor]
 ) -> None:
-    """Raise ``CheckpointError`` where weights are not those of ``model``: random ones would stand in their place.
+    """Raise ``CheckpointError`` for weights that do not fit ``model``, which would keep random ones instead.
 
     Args:
         report: The loading info of ``from_pretrained``.
@@ -425,7 +425,7 @@ def refuse_unfit(
         )
     for name, found, needed in sorted(report["mismatched_keys"]):
         raise CheckpointError(
-            f"The weights in {place} are not those of its config.json: {name} has the shape {tuple(found)}, and a "
+            f"The weights in {place} do not fit its config.json: {name} has the shape {tuple(found)}, and a "
             f"{type(model).__name__} of that config needs {tuple(needed)}. Download both again."
         )
     for name, weight in model.named_parameters():

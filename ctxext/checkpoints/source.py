@@ -52,7 +52,7 @@ REMOTE_MODULE = "ctxext_remote"
 class Contents:
     """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
 
-    ``tensors`` holds those of each weight file, without numbers, on the meta device.
+    ``tensors`` holds the tensors of each weight file on the meta device, without numbers.
     """
 
     weights: list[Path] = field(default_factory=list)

@@ -69,7 +69,7 @@ class StrictCommand(TyperCommand):
         return ["".join((spelled if spelled and flag in others else flag, *rest)) for flag, *rest in words]
 
     def _name_bundled(self, ctx: Any) -> None:
-        """Put the bundled checkpoint in the place of the word ``demo``, and of none before a question."""
+        """Replace the word ``demo`` by the bundled checkpoint; take it too if a question is the only argument."""
         given = str(ctx.params.get("checkpoint"))
         if ctx.params.get("question", "") is None and SENTENCE.fullmatch(given) and not os.path.exists(given):
             ctx.params |= {"question": given, "checkpoint": None}

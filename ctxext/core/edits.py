@@ -105,8 +105,8 @@ class Edits:
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
         """Call ``before`` and ``after`` around each forward pass of a module, as torch hooks with keywords.
 
-        An object in place of ``forward`` is bound to one module; a hook receives the replica that runs. ``after`` gets
-        None for the output of a pass that failed.
+        A replacement of ``forward`` is bound to one module, but a hook receives the replica that runs. After a pass
+        that failed, the output that ``after`` receives is None.
         """
         self._entries.append((module, HOOKS, _Absent.ABSENT, False))
         for (called, *settings), function in ((BEFORE, before), (AFTER, after)):

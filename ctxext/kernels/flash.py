@@ -30,7 +30,7 @@ def _says(name: str, file: str, word: str) -> bool:
     """Return whether a file of an installed package, which is not imported, holds a word."""
     spec = importlib.util.find_spec(name)
     folders = [] if spec is None else spec.submodule_search_locations or [str(Path(spec.origin or "").parent)]
-    return any(word in path.read_text() for folder in folders if (path := Path(folder, file)).is_file())
+    return any(word in path.read_text(encoding="utf-8") for folder in folders if (path := Path(folder, file)).is_file())
 
 
 # A build of one's own, or the wheel of PyPI, which holds no more than the forward pass in bfloat16 without windows.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def pairs(length: int) -> tuple[Tensor, Tensor]:
     return at[:, None], at[None]
 
 
-def by_frequencies(kind: Callable[[float], tuple[Tensor, float]], width: int) -> Rule:
+def by_frequencies(kind: Callable[[float], tuple[Tensor, float]]) -> Rule:
     """Plain distances under other frequencies; ``kind`` is of the length over the trained length, at least 1."""
 
     def rule(length: int, fitted: int, _: int) -> Relation:
@@ -191,7 +191,7 @@ def alibi(how: dict[str, Any], width: int) -> Rule:
 def rule_of(name: str, how: dict[str, Any], width: int) -> Rule | None:
     """The rule of a method; None where there is no formula here."""
     if name in FREQUENCIES:
-        return by_frequencies(lambda s: FREQUENCIES[name](width, how, s), width)
+        return by_frequencies(lambda s: FREQUENCIES[name](width, how, s))
     if name in REMAPS:
         return remapped(name, how, width)
     makers = {"retrieval_heads": retrieval_heads, "alibi": alibi}
@@ -205,7 +205,6 @@ class Decoder:
     weights: dict[str, Tensor]
     config: Any
     rule: Rule
-    tokens_known: dict[Any, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, rule: Rule) -> Decoder:

@@ -11,7 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,6 @@ class Walk:
     point: Point
     chance: random.Random = field(default_factory=random.Random)
     texts: list[Text] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
     way: str = ""
     now: int = 0
 
@@ -192,7 +191,7 @@ class Walk:
         fitted = self.fitted(len(tokens), declared)
         key = (tuple(tokens), fitted)
         if key not in self.known:
-            with torch.no_grad(), nullcontext():
+            with torch.no_grad():
                 self.known[key] = self.truth.logits(torch.tensor(tokens), fitted)
         return self.known[key]
 
@@ -209,11 +208,15 @@ class Walk:
     def mode(self) -> Iterator[None]:
         """The mode of a call."""
         modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
-        with modes[self.point.mode](), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+        with modes[self.point.mode](), self.backend():
             yield
 
-    def go(self) -> list[str]:
-        """Do all operations; return the refusals that were met.
+    def backend(self) -> AbstractContextManager[None]:
+        """The kernels of a CPU or of a GPU."""
+        return on_a_gpu() if self.point.backend == "gpu" else nullcontext()
+
+    def go(self) -> None:
+        """Do all operations.
 
         Raises:
             Wrong: for a wrong number, and for a refusal that is not true.
@@ -227,7 +230,6 @@ class Walk:
                 getattr(self, f"do_{name}")(text if text is not None else self.begin())
             except CtxextError as error:
                 self._judge(name, error, self.texts[-1] if self.texts else None)
-        return self.refusals
 
     def _judge(self, name: str, error: CtxextError, text: Text | None) -> None:
         sentence = str(error)
@@ -235,7 +237,6 @@ class Walk:
             if re.search(pattern, sentence):
                 if text is None or not is_true(self, text):
                     raise Wrong(f"{name}: refused without reason: {sentence[:200]}") from error
-                self.refusals.append(f"{name}: {sentence[:60]}")
                 self.texts.remove(text)  # it is over
                 return
         raise Wrong(f"{name}: refused by an unlisted sentence: {sentence[:300]}") from error
@@ -443,7 +444,7 @@ class Walk:
         if self.chance.random() < 0.5:
             self.model.gradient_checkpointing_enable()
         self.model.train()
-        with torch.enable_grad(), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+        with torch.enable_grad(), self.backend():
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self.model.eval()
         self.model.gradient_checkpointing_disable()
@@ -580,7 +581,7 @@ class Walk:
             text.history, text.fitted = [[0] for _ in text.history], [L] * rows  # refused once it outgrows the window
         if text not in self.texts:
             self.texts.append(text)
-        with torch.no_grad(), on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+        with torch.no_grad(), self.backend():
             out = self.model.generate(**inputs, **options)
         self._generated(out, way, histories, new)
         self.texts.remove(text)
@@ -613,7 +614,7 @@ class Walk:
         prompts = [[self.chance.randrange(40, 120) for _ in range(length)] for length in (70, 12, 40)]
         settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
         sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, page_size=32, return_logprobs=True)
-        with on_a_gpu() if self.point.backend == "gpu" else nullcontext():
+        with self.backend():
             how = {"generation_config": settings, "continuous_batching_config": sizes, "warmup": False}
             results = self.model.generate_batch(prompts, **how)
         for prompt, result in zip(prompts, results.values(), strict=True):
