@@ -20,7 +20,7 @@ import typer
 from transformers import DynamicCache
 
 import ctxext
-from ctxext.caches.bounded import SplitLayer
+from ctxext.caches.held import held_layers
 from ctxext.measuring.checkpoint import DTYPES
 from ctxext.measuring.readings import named_method
 from ctxext.methods.retrieval_heads import RetrievalHeads
@@ -48,7 +48,7 @@ def method_for(text: str, tokens: int, groups: int, layers: int) -> Any:
 
 def held(cache: DynamicCache) -> int:
     """Return the bytes of keys and values in a cache."""
-    near = [layer.near for layer in cache.layers if isinstance(layer, SplitLayer) and layer.near is not None]
+    near = [layer.near for layer in held_layers(cache) if layer.near is not None]
     return sum(part.keys.nbytes + part.values.nbytes for part in [*cache.layers, *near])
 
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-from ctxext.caches.bounded import bounded_layer_of, require_one_length
 from ctxext.caches.call import ATTENTION, current, paged_batch
+from ctxext.caches.held import require_as_read
 from ctxext.caches.layout_mask import UNPATCH, LayoutMask, layout_of
 from ctxext.core.code import shows_all
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
@@ -95,10 +95,8 @@ def _layout_mask(
     replaced |= _apart(layout, mask_function)
     if refusal is not None:
         return LayoutMask(None, call.length, local_size, replaced, refusal=refusal)
-    bounded = bounded_layer_of(call.cache)
-    if bounded is not None and not torch.compiler.is_compiling():
-        require_one_length(call.cache)
-        bounded.require_padding(layout)
+    if not torch.compiler.is_compiling():
+        require_as_read(call.cache, layout)
     if sees_both_ways:
         layout = layout.both_ways
     return LayoutMask(layout, call.length, local_size, replaced, is_plain=is_plain)

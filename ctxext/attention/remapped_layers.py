@@ -19,7 +19,8 @@ from ctxext.attention.attend import (
     try_install,
     why_no_layer_attends_by_layout,
 )
-from ctxext.attention.remap import HeadPieces, RemapAttend
+from ctxext.attention.engines import RemapAttend
+from ctxext.attention.remap import HeadPieces
 from ctxext.attention.rotation import rotation_form
 from ctxext.attention.split_heads import Groups
 from ctxext.core.edits import Edits

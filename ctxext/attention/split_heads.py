@@ -3,98 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
-
-from ctxext.attention.attend import Tried, as_autocast_wants
-from ctxext.attention.remap import HeadPieces, RemapAttend, settled_for_kernel
-from ctxext.caches.bounded import SETTLED, Reach, SplitLayer
+from ctxext.attention.attend import Tried
+from ctxext.attention.engines import RemapAttend
+from ctxext.attention.remap import HeadPieces
 from ctxext.errors import InvalidParameterError
-from ctxext.kernels import Layout
 from ctxext.kernels.groups import SplitGroups
-from ctxext.kernels.step import StepPlan, attend_split, plan_split, plan_step
-from ctxext.methods.remap import Piece
 from ctxext.methods.retrieval_heads import RetrievalHeads
 
 SHOWN_GROUPS = 24
 """Groups that a note lists."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitAttend(RemapAttend):
-    """Attention of a layer of which some heads attend in the pieces of one method, and the others in another's.
-
-    Args:
-        near: Pieces of the heads that do not read far.
-        heads: Groups of both kinds.
-    """
-
-    near: HeadPieces
-    heads: SplitGroups
-
-    @property
-    def _all_pieces(self) -> tuple[Piece, ...]:
-        return (*super()._all_pieces, *self.near.pieces)
-
-    @property
-    def reach(self) -> Reach | None:
-        return self.near.reach
-
-    def _dropping(self, reach: Reach, cached: DynamicLayer) -> SplitLayer:
-        return SplitLayer(reach, self.heads, cached)
-
-    def _sharpened(self, q: Tensor, layout: Layout, precise: torch.dtype) -> Tensor:
-        """Return the queries of all heads, with the temperature in those that read far."""
-        sharp = super()._sharpened(q, layout, precise)
-        return sharp if sharp is q else torch.where(self.heads.far_heads(q), sharp, q)
-
-    def _plan(self, q: Tensor, layout: Layout, precise: torch.dtype) -> StepPlan:
-        far, near = (heads.turned(layout, precise, form=self.form) for heads in (self.far, self.near))
-        return plan_step(layout, far, q, few=near, many=self.heads.far_groups(q.device))
-
-    def _all_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, *, by_kernel: bool, **how: Any
-    ) -> Tensor:
-        self.heads.far_groups(q.device)  # before a graph, which may not keep what it makes
-        if not by_kernel:
-            return self._apart(q, k, v, layout, cached, by_kernel=False, **how)
-        if getattr(cached, "near", None) is None:
-            return self._step(q, k, v, layout, **how)
-        return self._step_of_split(q, k, v, layout, cached, **how)
-
-    def _step_of_split(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: SplitLayer, **how: Any) -> Tensor:
-        """Compute a few queries of all heads by the kernel, from a layer that is split."""
-        assert cached.near is not None
-        precise, held = torch.promote_types(k.dtype, torch.float32), cached.near.held(layout)
-        far, near = (heads.turned(at, precise, form=self.form) for heads, at in ((self.far, layout), (self.near, held)))
-        plan = layout.memo(("step", self.far, self.near), lambda: plan_split(layout, far, held, near, q))
-        k, how["settled"] = settled_for_kernel(cached, k, layout, far)
-        q, *kv = as_autocast_wants(self._sharpened(q, layout, precise), k, v, cached.near.keys, cached.near.values)
-        return attend_split(q, (kv[0], kv[1]), (kv[2], kv[3], self.heads.places(q.device)), plan, **how)
-
-    def _apart(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cached: Any, *, sinks: Tensor | None, **how: Any
-    ) -> Tensor:
-        """Compute the heads that read far and the others, each in their pieces."""
-        far, near = self.heads.far, self.heads.near
-        bounded = cached.near if isinstance(cached, SplitLayer) else None
-        if bounded is None:  # k and v are those of all heads, and stay as the model rotated them
-            if cached is not None:
-                vars(cached).pop(SETTLED, None)
-            far_kv, near_kv, settling = (far.of(k), far.of(v)), (near.of(k), near.of(v)), None
-        else:
-            far_kv, near_kv, settling = (k, v), (bounded.keys, bounded.values), cached
-        far_sinks, near_sinks = (
-            None if sinks is None else kind.of(sinks[None, :, None, None]).flatten() for kind in (far, near)
-        )
-        return self.heads.joined(
-            self._attend(self.far, far.of(q), *far_kv, layout, settling, sinks=far_sinks, **how),
-            self._attend(self.near, near.of(q), *near_kv, layout, bounded, sinks=near_sinks, **how),
-        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +96,6 @@ class Groups:
             elif not far:
                 layers[path] = replace(attend, far=near, kind="near")
             else:
-                shared = {each.name: getattr(attend, each.name) for each in fields(attend)}
-                own = {"near": near, "heads": SplitGroups.of(far, count), "kind": f"{far} of {count}"}
-                layers[path] = SplitAttend(**shared | own)
+                groups = SplitGroups.of(far, count)
+                layers[path] = replace(attend, near=near, heads=groups, kind=f"{far} of {count}")
         return layers

@@ -7,31 +7,21 @@ replaced by one that records the call, and the mask function, the layers and the
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from ctxext.caches.bounded import BoundedLayer, SplitLayer
+from ctxext.caches.held import HeldLayer, held_layers
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import PagedBatch
-from ctxext.caches.records import cache_in, plain_class, returned
+from ctxext.caches.records import cache_in
 from ctxext.core.override import ForwardOverride
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.kernels import Layout
-
-PLAIN_LAYERS = (
-    DynamicLayer,
-    StaticLayer,
-    BoundedLayer,
-    SplitLayer,
-)  # layers of other classes store something else than they return
-
 
 ATTENTION = "ctxext"
 
@@ -46,7 +36,6 @@ class DecoderCall:
     cache: Any = None
     has_encoder: bool = False
     batch: PagedBatch | None = None
-    later: list[tuple[weakref.ref[Tensor], Callable[[Any], None]]] = field(default_factory=list)
 
 
 class _CurrentCall(threading.local):
@@ -91,7 +80,7 @@ class PositionedForward(ForwardOverride):
         if by_layout:
             kwargs = kwargs | _checked(self.module.config, given)
         outer = current.call
-        call = DecoderCall(None, None) if outer is None else replace(outer, later=[])
+        call = outer or DecoderCall(None, None)
         if cache_in(given) is not None:
             call = replace(call, cache=cache_in(given))
         if isinstance(call.cache, PagedAttentionCache) and call.batch is None:
@@ -106,13 +95,7 @@ class PositionedForward(ForwardOverride):
             call = replace(call, shard=_shard(given, call))
         current.call = call
         try:
-            output = self.run(*args, **kwargs)
-            if call.later and call.cache is None:
-                current.call = replace(call, cache=returned(output))
-                for keys, change in call.later:
-                    if (layer := cache_layer_of(keys())) is not None:
-                        change(layer)
-            return output
+            return self.run(*args, **kwargs)
         finally:
             current.call = outer
 
@@ -192,26 +175,10 @@ def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | Non
     return longest[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens.shape[1]]
 
 
-def change_later(keys: Tensor, change: Callable[[Any], None]) -> None:
-    """Change the layer of a cache that holds ``keys``, if the decoder made one, at the end of its call."""
-    if current.call is not None:
-        current.call.later.append((weakref.ref(keys), change))
-
-
-def cache_layer_of(keys: Tensor | None) -> Any:
-    """Return the plain cache layer whose storage ``keys`` is; None if the keys are a copy, or new."""
-    cache = None if current.call is None else current.call.cache
-    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    return next(
-        (layer for layer in layers if plain_class(layer) in PLAIN_LAYERS and layer.keys is keys is not None), None
-    )
-
-
-def replace_cache_layer(old: Any, new: Any) -> None:
-    """Replace a layer that ``cache_layer_of`` returned in this call."""
-    cache: Any = None if current.call is None else current.call.cache
-    layers = getattr(cache, "self_attention_cache", cache).layers
-    layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
+def holder_of(keys: Tensor) -> HeldLayer | None:
+    """Return the layer of the running call's cache that holds ``keys``; None if the keys are a copy, or new."""
+    layers = () if current.call is None else held_layers(current.call.cache)
+    return next((layer for layer in layers if layer.keys is keys), None)
 
 
 def paged_batch() -> PagedBatch | None:

@@ -23,11 +23,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
 
+from ctxext.caches.held import HeldLayer
 from ctxext.core.code import masks_follow_positions
 from ctxext.core.saved import identity
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import CACHE_ARGUMENTS, cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.methods.remap import RemapMethod
 
 # Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
 PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
@@ -203,17 +205,22 @@ class CacheGuard:
     Args:
         takes_made: True to accept a cache without a record, once PEFT was seen to learn a prefix.
         released: True once the model is unpatched; another thread may still be reading a text.
+        holds: True if a growing layer becomes a ``HeldLayer``, whose keys attention may rotate and drop.
     """
 
     extension: FilledUnder
     names: tuple[str, ...]
     takes_made: bool = False
     released: bool = False
+    holds: bool = False
 
     def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Begin a call under this extension; refuse a cache of another one, and documents that see each other."""
         current_pass.under = (self.extension, current_pass.under)
         self._check(module, args, kwargs)
+        cache = _keys_of(self.cache_of(args, kwargs)) if self.holds else None
+        if cache is not None and not getattr(cache, "is_compileable", True):  # another one is read in one graph
+            self._hold(cache)
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """End a call, and record on its cache the extension that filled it; a call that failed has no output."""
@@ -256,9 +263,22 @@ class CacheGuard:
                 setattr(half, EXTENSION, self.extension)
             for layer in getattr(half, "layers", ()) if not torch.compiler.is_compiling() else ():
                 if isinstance(layer, CacheLayerMixin):
-                    setattr(layer, EXTENSION, self.extension)
-                    kind: Any = type(layer)
-                    layer.__class__ = owned(kind)
+                    self._own(layer)
+
+    @outside_graphs("ctxext: a growing cache becomes one whose keys can be rotated and dropped.")
+    def _hold(self, cache: Any) -> None:
+        """Make the growing layers of a cache held ones, also those that it makes later."""
+        for layer in getattr(cache, "layers", ()):
+            if plain_class(layer) is DynamicLayer:
+                self._own(layer)
+        if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
+            cache.layer_class_to_replicate = HeldLayer
+
+    def _own(self, layer: Any) -> None:
+        """Let a layer take keys only under this extension."""
+        setattr(layer, EXTENSION, self.extension)
+        kind = plain_class(layer)
+        layer.__class__ = owned(HeldLayer if self.holds and kind is DynamicLayer else kind)
 
     def stands(self, cache: Any) -> bool:
         """Return whether a cache may be continued."""
@@ -460,7 +480,7 @@ def _guard_caches(work: Work) -> None:
     for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(under, arguments[module])
+        guard = kind(under, arguments[module], holds=isinstance(method, RemapMethod))
         work.edits.hook(module, guard.before, guard.after)
         guards.append(guard)
 

@@ -41,9 +41,10 @@ class StepPlan(NamedTuple):
     form: RotationForm = RotationForm()
 
 
-def takes_step(q: Tensor, k: Tensor) -> bool:
-    """Return whether a call has few queries, and as many slots in each call."""
-    return isinstance(q.shape[2], int) and isinstance(k.shape[2], int) and q.shape[2] <= FEW
+def why_no_step(q: Tensor, k: Tensor) -> str | None:
+    """Return why a call is no step, which has few queries, and as many slots in each call; None if it is one."""
+    is_fixed = isinstance(q.shape[2], int) and isinstance(k.shape[2], int)
+    return None if is_fixed and q.shape[2] <= FEW else f"a step has up to {FEW} tokens, and a fixed number of them"
 
 
 def served_by(layout: Layout, pieces: Sequence[TurnedPiece], first: int = 0) -> UInt8[Tensor, "rows 1 query key"]:
@@ -126,7 +127,7 @@ def plan_step(
     if many is not None:
         numbers = torch.where(many[:, None, None], numbers, served_by(layout, few, len(pieces)))
     pieces = (*pieces, *few)
-    return _for_kernel(pieces, numbers, q) if takes_kernel(q, pieces) else StepPlan(pieces, numbers)
+    return _for_kernel(pieces, numbers, q) if why_no_kernel(q, pieces) is None else StepPlan(pieces, numbers)
 
 
 def plan_split(
@@ -150,13 +151,17 @@ def attend_split(
     return _rows(q, *far, plan.numbers, *plan.for_kernel, form=plan.form, near=near, **how)
 
 
-def takes_kernel(q: Tensor, pieces: Sequence[Piece | TurnedPiece]) -> bool:
-    """Return whether the Triton kernel computes a step in these pieces, on whatever keys the cache has rotated.
+def why_no_kernel(q: Tensor, pieces: Sequence[Piece | TurnedPiece]) -> str | None:
+    """Return why the Triton kernel does not compute a step in these pieces, whatever keys are rotated; None if it does.
 
-    It has no gradient, knows ``MOST_PIECES`` pieces, and rotates keys in one way, as keys ahead of a query are not.
+    It rotates keys in one way, as keys ahead of a query are not.
     """
-    fits = len(pieces) <= MOST_PIECES and not any(isinstance(piece.region, Ahead) for piece in pieces)
-    return fits and runs_triton(q.device) and q.dtype is not torch.float64 and not torch.is_grad_enabled()
+    if not runs_triton(q.device):
+        return "its kernel runs on CUDA, with Triton"
+    if q.dtype is torch.float64 or torch.is_grad_enabled():
+        return "its kernel has no gradient, and no float64"
+    few = len(pieces) <= MOST_PIECES and not any(isinstance(piece.region, Ahead) for piece in pieces)
+    return None if few else f"its kernel takes up to {MOST_PIECES} pieces, none of them of keys ahead of a query"
 
 
 def _for_kernel(pieces: tuple[TurnedPiece, ...], numbers: Tensor, q: Tensor) -> StepPlan:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxext.caches.bounded import Reach
+from ctxext.caches.held import Reach
 from ctxext.caches.records import cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS

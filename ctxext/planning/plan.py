@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctxext.attention.remap import RemapAttend
-from ctxext.attention.split_heads import SplitAttend
-from ctxext.caches.bounded import Reach
+from ctxext.attention.engines import RemapAttend
+from ctxext.caches.held import Reach
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
 from ctxext.core.saved import plain_config, saved_extension
@@ -258,7 +257,7 @@ def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Frac
     for index, layer in enumerate(layers_of(model)):
         for attend in (getattr(module, "_ctxext_attend", None) for module in layer.modules()):
             if isinstance(attend, RemapAttend) and attend.drops and attend.reach is not None:
-                near = attend.heads.near if isinstance(attend, SplitAttend) else None
+                near = None if attend.heads is None else attend.heads.near
                 bounds[index] = attend.reach, Fraction(len(near.numbers), near.total) if near else Fraction(1)
     return bounds
 

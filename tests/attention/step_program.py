@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 import ctxext
-from ctxext.caches.bounded import Reach
+from ctxext.caches.held import Reach
 from ctxext.kernels import step
 
 SHAPE = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -15,7 +15,8 @@ import ctxext
 from ctxext.attention.alibi import AlibiAttend
 from ctxext.attention.attend import Backends
 from ctxext.attention.encodings import EncodingAttend
-from ctxext.attention.remap import HeadPieces, RemapAttend
+from ctxext.attention.engines import RemapAttend
+from ctxext.attention.remap import HeadPieces
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.travelling import Travelling
 from ctxext.kernels import BACKENDS, Call, Layout, flex, named

@@ -16,7 +16,7 @@ from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flash import INSTALLED, Flash
 from ctxext.kernels.pieces import RotationForm, Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.kernels.reference import Reference
-from ctxext.kernels.step import attend_step, plan_step, takes_kernel
+from ctxext.kernels.step import attend_step, plan_step, why_no_kernel
 from ctxext.methods.dpe import DPE
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.remap import PositionMap, RemapMethod
@@ -193,12 +193,12 @@ def test_the_kernel_of_a_step_is_left_what_it_can(monkeypatch: pytest.MonkeyPatc
     pieces = METHODS["self_extend"].pieces(ROPE, 4 * ROPE.trained_length)
     ahead = [piece.ahead for piece in pieces if piece.ahead is not None]
     q = torch.zeros(1, HEADS, 1, HEAD_DIM)
-    assert takes_kernel(q, pieces)
-    assert not takes_kernel(q, (*pieces, *ahead))
-    assert not takes_kernel(q, (*pieces, *pieces, *pieces))
-    assert not takes_kernel(q.double(), pieces)
+    assert why_no_kernel(q, pieces) is None
+    assert why_no_kernel(q, (*pieces, *ahead))
+    assert why_no_kernel(q, (*pieces, *pieces, *pieces))
+    assert why_no_kernel(q.double(), pieces)
     with torch.enable_grad():
-        assert not takes_kernel(q, pieces)
+        assert why_no_kernel(q, pieces)
 
 
 @pytest.mark.nightly
