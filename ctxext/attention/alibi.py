@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from ctxext.attention.attend import Backends, as_autocast_wants
+from ctxext.attention.attend import Backends, Reading
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.records import current_pass
 from ctxext.errors import IncompatibleError
 from ctxext.files import digest
-from ctxext.kernels import Call, Layout
+from ctxext.kernels import Layout
 from ctxext.kernels.base import expand_heads
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
@@ -40,48 +40,38 @@ class AlibiAttend:
         """True if it computes continuous batches: the slopes are the same for each request."""
         return not self.method.dynamic
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: LayoutMask,
-        *,
-        scale: float,
-        window: int | None,
-        dropout: float,
-        **_: Any,
-    ) -> Tensor:
-        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        layout = mask.layout
-        q, k, v = as_autocast_wants(q, k, v)
-
-        def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, length: int) -> Tensor:
-            slopes = self.slopes(length, q.device)
-            if self.method.splits_heads:
-                return self._halves(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout)
-            call = Call.of(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout)
-            return self.backends.for_(call.need).run(call)
-
+    def __call__(self, reading: Reading) -> Tensor:
+        """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        layout = reading.mask.layout
         if not self.method.dynamic:
-            return run(q, k, v, layout, self.alibi.trained_length)
-        rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(mask))
+            return self._run(reading, layout, self.alibi.trained_length)
+        rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(reading.mask))
         fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
         if len(fitted_lengths) == 1:
-            return run(q, k, v, layout, fitted_lengths.pop())
+            return self._run(reading, layout, fitted_lengths.pop())
         parts = []
         for row, documents in enumerate(rows):
             row_layout = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
-            here = slice(row, row + 1)
-            out = torch.zeros_like(q[here])
-            for fitted in sorted(set(documents.values())):
-                part = run(q[here], k[here], v[here], row_layout, fitted)
+            q, k, v = (part[row : row + 1] for part in reading[:3])
+            alone, (first, *others) = reading._replace(q=q, k=k, v=v), sorted(set(documents.values()))
+            out = self._run(alone, row_layout, first)
+            for fitted in others:
+                part = self._run(alone, row_layout, fitted)
                 out = torch.where(_is_in(row_layout, documents, fitted), part, out)
             parts.append(out)
         return torch.cat(parts)
 
-    def _halves(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, slopes: Tensor, **how: Any) -> Tensor:
+    def _run(self, reading: Reading, layout: Layout, length: int) -> Tensor:
+        """Attend with the slopes for a length in tokens."""
+        slopes = self.slopes(length, reading.q.device)
+        if self.method.splits_heads:
+            return self._halves(reading, layout, slopes)
+        call = reading.call(layout, slopes=slopes)
+        return self.backends.for_(call.need).run(call)
+
+    def _halves(self, reading: Reading, layout: Layout, slopes: Tensor) -> Tensor:
         """Attend with the first half of the heads to earlier tokens, with the other half to later ones."""
+        q, k, v, *_ = reading
         if layout.sees != "both":
             raise IncompatibleError(
                 "both_ways='halves' needs attention that sees both ways, but it is causal here. Unpatch the model for "
@@ -101,9 +91,10 @@ class AlibiAttend:
         first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)
         past = layout.memo("past", lambda: layout.past)
         mirrored = layout.memo("mirrored", lambda: layout.mirrored)
-        call = Call.of(q, k, v, past, slopes=first, **how)
+        call = reading.call(past, q=q, k=k, v=v, slopes=first)
         back = self.backends.for_(call.need).run(call)
-        call = Call.of(q_ahead.flip(2), k_ahead.flip(2), v_ahead.flip(2), mirrored, slopes=second, **how)
+        q, k, v = (part.flip(2) for part in (q_ahead, k_ahead, v_ahead))
+        call = reading.call(mirrored, q=q, k=k, v=v, slopes=second)
         ahead = self.backends.for_(call.need).run(call)
         return torch.cat([back, ahead.flip(2)], 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError
-from ctxext.kernels import AttentionBackend, Call, Need, named, require_usable, select
+from ctxext.kernels import AttentionBackend, Call, Layout, Need, named, require_usable, select
 from ctxext.methods import EncodingMethod
 from ctxext.spec import Description
 
@@ -62,6 +62,32 @@ class Backends:
         return backend
 
 
+class Reading(NamedTuple):
+    """One call of an attention layer, with queries and keys as the model rotated them.
+
+    Args:
+        q: queries, ``[batch, heads, query, head_dim]``; keys and values have fewer heads, one for each group.
+        window: tokens that a query sees, itself included; None for all.
+        given: arguments of the layer's attention function.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: LayoutMask
+    module: nn.Module
+    scale: float
+    window: int | None = None
+    dropout: float = 0.0
+    given: Mapping[str, Any] = {}
+
+    def call(self, layout: Layout | None = None, **changes: Any) -> Call:
+        """Return the call of a backend, with tensors in the dtype of autocast; on all keys of the text by itself."""
+        q, k, v = as_autocast_wants(*(changes.pop(name, getattr(self, name)) for name in "qkv"))
+        how = {"scale": self.scale, "window": self.window, "dropout": self.dropout}
+        return Call.of(q, k, v, self.mask.layout if layout is None else layout, **how | changes)
+
+
 def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast queries, keys and values to the dtype that autocast uses for torch's own attention.
 
@@ -90,10 +116,9 @@ def attention_function(module: nn.Module, implementation: str) -> Any:
     return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
 
 
-def attend_as_before(
-    implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, given: dict[str, Any]
-) -> Tensor:
+def attend_as_before(implementation: str, reading: Reading) -> Tensor:
     """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit."""
+    q, k, v, mask, module, *_, given = reading
     attention = attention_function(module, implementation)
     # Flash attention reads in the config of the layer which kernel to load.
     layer = _Under(module, config=_Under(module.config, _attn_implementation=implementation))
@@ -180,11 +205,11 @@ class TriedLayer:
     arguments: frozenset[str] = frozenset()
     calls: int = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, given: dict[str, Any], **_: Any) -> Tensor:
-        self.mask, self.keys, self.key_heads, self.calls = mask, k, k.shape[1], self.calls + 1
-        self.window = given.get("sliding_window") if mask.window is None else mask.window
-        self.arguments = frozenset(name for name, value in given.items() if value is not None)
-        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    def __call__(self, reading: Reading) -> Tensor:
+        self.mask, self.keys, self.key_heads = reading.mask, reading.k, reading.k.shape[1]
+        self.window, self.calls = reading.window if self.mask.window is None else self.mask.window, self.calls + 1
+        self.arguments = frozenset(name for name, value in reading.given.items() if value is not None)
+        return reading.q.new_empty(*reading.q.shape[:-1], reading.v.shape[-1])
 
     @property
     def sees_both_ways(self) -> bool:
@@ -270,11 +295,9 @@ class LeaveAttend:
     checks_window: ClassVar[bool] = False
     reads_pages: ClassVar[bool] = True
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, module: nn.Module, given: dict[str, Any], **_: Any
-    ) -> Tensor:
-        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        return attend_as_before(self.implementation, module, q, k, v, mask, given)
+    def __call__(self, reading: Reading) -> Tensor:
+        """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        return attend_as_before(self.implementation, reading)
 
 
 @dataclass
@@ -283,17 +306,14 @@ class CrossAttend:
 
     backends: Backends
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, dropout: float, **_: Any
-    ) -> Tensor:
-        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        if not mask.crosses:
+    def __call__(self, reading: Reading) -> Tensor:
+        """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        if not reading.mask.crosses:
             raise IncompatibleError(
                 "A layer that attends to an encoder's text was called without encoder_hidden_states, which ctxext's "
                 "attention needs. Give the model the encoder's output, or unpatch it for such inputs."
             )
-        q, k, v = as_autocast_wants(q, k, v)
-        call = Call.of(q, k, v, mask.layout, scale=scale, dropout=dropout)
+        call = reading.call(window=None)
         return self.backends.for_(call.need).run(call)
 
 

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ctxext.attention.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
-from ctxext.caches.layout_mask import LayoutMask, layout_of
+from ctxext.attention.attend import (
+    Backends,
+    Reading,
+    as_autocast_wants,
+    attention_layers,
+    decoder_of,
+    install_attention,
+)
+from ctxext.caches.layout_mask import layout_of
 from ctxext.caches.travelling import Travelling
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
@@ -45,28 +52,16 @@ class EncodingAttend:
     owner: nn.Module
     backends: Backends
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: LayoutMask,
-        *,
-        scale: float,
-        window: int | None,
-        dropout: float,
-        **_: Any,
-    ) -> Tensor:
-        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        q, k, v = as_autocast_wants(q, k, v)
+    def __call__(self, reading: Reading) -> Tensor:
+        """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        q, k, v = as_autocast_wants(*reading[:3])
         with without_autocast(q.device):
-            call = self._call(q, k, v, mask, scale=scale, window=window, dropout=dropout)
+            call = self._call(reading._replace(q=q, k=k, v=v))
             return self.backends.for_(call.need).run(call)
 
-    def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
-    ) -> Call:
+    def _call(self, reading: Reading) -> Call:
         """Return the call of a backend, with the encoding's term."""
+        q, k, _, mask, window = *reading[:4], reading.window
         layout = mask.layout
         rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
 
@@ -79,7 +74,7 @@ class EncodingAttend:
             k,
             layout.query_positions[rows],
             layout.key_positions[rows],
-            scale,
+            reading.scale,
             visible,
             None if mask.travels is None else _carried(mask.travels, k, layout, rows),
             documents,
@@ -89,7 +84,7 @@ class EncodingAttend:
             raise IncompatibleError(
                 f"this encoding needs all tokens before a query, and a sliding window of {window} keeps the last"
             )
-        return Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
+        return reading.call(score=score)
 
 
 def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:

@@ -12,20 +12,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ctxext.attention.attend import Backends, as_autocast_wants, attend_as_before
+from ctxext.attention.attend import Backends, Reading, as_autocast_wants, attend_as_before
 from ctxext.attention.remap import HeadPieces
 from ctxext.caches.call import current, holder_of
 from ctxext.caches.held import HeldLayer, Reach
-from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import pads_little
 from ctxext.caches.records import outside_graphs
 from ctxext.errors import IncompatibleError
-from ctxext.kernels import Call, Layout
+from ctxext.kernels import Layout
 from ctxext.kernels.groups import SplitGroups
 from ctxext.kernels.pieces import RotationForm, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.kernels.step import attend_split, attend_step, plan_split, plan_step, why_no_kernel, why_no_step
@@ -78,18 +77,16 @@ class RemapAttend:
         """Pieces of all heads."""
         return (*self.far.pieces, *self.far.ahead, *(self.near.pieces if self.near else ()))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **how: Any) -> Tensor:
-        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
-        how.pop("window")
-        reading = Reading(self, q, k, v, mask, **how)
-        if torch.compiler.is_compiling() and STEP.why_not(reading) is None:
-            return STEP.run(reading)
+    def __call__(self, reading: Reading) -> Tensor:
+        """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        if torch.compiler.is_compiling() and STEP.why_not(self, reading, None) is None:
+            return STEP.run(self, reading, None)
         return self._outside(reading)
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _outside(self, reading: Reading) -> Tensor:
         """Compute the attention of one layer outside of graphs."""
-        layout = reading.mask.layout
+        layout, held = reading.mask.layout, holder_of(reading.k)
         traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if traced or any(isinstance(x.shape[2], torch.SymInt) for x in (reading.q, reading.k)):
             raise IncompatibleError(NOT_ONE_GRAPH)
@@ -101,151 +98,124 @@ class RemapAttend:
             )
         if self.heads is not None:
             self.heads.far_groups(reading.q.device)  # before a graph, which may not keep what it makes
-        reading = reading._replace(held=holder_of(reading.k))
-        for engine in ENGINES:
-            if engine.why_not(reading) is None:
-                break
-        else:
+        engine = next((engine for engine in ENGINES if engine.why_not(self, reading, held) is None), None)
+        if engine is None:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {reading.dropout:g}. Set config.attention_dropout = 0."
             )
-        out = engine.run(reading)
-        if engine is not OWN and reading.held is not None and self.reach is not None and self.drops:
-            reading.held.drop(layout, self.reach, self.heads)
+        out = engine.run(self, reading, held)
+        if engine is not OWN and held is not None and self.reach is not None and self.drops:
+            held.drop(layout, self.reach, self.heads)
         return out
 
-
-class Reading(NamedTuple):
-    """One call of a remapped layer, with queries and keys as the model rotated them.
-
-    Args:
-        held: the cache layer that holds the keys; None if these are in no growing cache.
-        given: arguments of the layer's attention function.
-    """
-
-    by: RemapAttend
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: LayoutMask
-    scale: float
-    dropout: float
-    module: nn.Module
-    given: dict[str, Any]
-    held: HeldLayer | None = None
-
-    @property
-    def precise(self) -> torch.dtype:
-        """Dtype of rotations."""
-        return torch.promote_types(self.k.dtype, torch.float32)
-
-    @property
-    def few(self) -> HeldLayer | None:
-        """The cache layer of the heads that do not read far, once these have one of their own."""
-        return None if self.held is None else self.held.near
-
-    def turned(self, heads: HeadPieces, layout: Layout) -> tuple[TurnedPiece, ...]:
+    def turned(self, heads: HeadPieces, reading: Reading, layout: Layout) -> tuple[TurnedPiece, ...]:
         """Return the pieces of some heads, with rotations on the layout of their keys."""
-        return heads.turned(layout, self.precise, form=self.by.form)
+        return heads.turned(layout, _precise(reading), form=self.form)
 
-    def settled(self, pieces: tuple[TurnedPiece, ...], layout: Layout, *, by_kernel: bool) -> tuple[Tensor, int]:
-        """Return the cached keys of the heads that read far, and how many leading ones have their last rotation."""
-        by, held = self.by, self.held
-        if held is None or by.far.reach is not None or by.far.ahead or (by.heads is not None and held.near is None):
-            return self.k, 0
+    def settled(
+        self, pieces: tuple[TurnedPiece, ...], k: Tensor, held: HeldLayer | None, layout: Layout, *, by_kernel: bool
+    ) -> tuple[Tensor, int]:
+        """Return the keys of the heads that read far, and how many leading ones have their last rotation."""
+        if held is None or self.far.reach is not None or self.far.ahead or (self.heads is not None and not held.near):
+            return k, 0
         return held.settle(layout, pieces, by_kernel=by_kernel)
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Call:
-        """Return the call of a kernel, with tensors as autocast wants them."""
-        q, k, v = as_autocast_wants(q, k, v)
-        return Call.of(q, k, v, layout, lse=True, scale=self.scale, softcap=self.given.get("softcap"))
 
 
 class Engine(NamedTuple):
-    """A way to compute a reading, and the reason why it cannot compute one; None if it can."""
+    """A way to compute a reading, and the reason why it cannot compute one; None if it can.
 
-    why_not: Callable[[Reading], str | None]
-    run: Callable[[Reading], Tensor]
+    Both take the cache layer that holds the keys, or None if they are in no growing cache.
+    """
 
-
-def _why_not_own(reading: Reading) -> str | None:
-    if not reading.mask.is_plain_before(reading.by.exact_length):
-        return f"the text has more than {reading.by.exact_length} tokens, or a row holds several texts"
-    return None if reading.held is None or reading.held.is_whole else "the cache dropped or rotated keys"
+    why_not: Callable[[RemapAttend, Reading, HeldLayer | None], str | None]
+    run: Callable[[RemapAttend, Reading, HeldLayer | None], Tensor]
 
 
-def _own(reading: Reading) -> Tensor:
+def _precise(reading: Reading) -> torch.dtype:
+    """Return the dtype of rotations."""
+    return torch.promote_types(reading.k.dtype, torch.float32)
+
+
+def _why_not_own(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> str | None:
+    if not reading.mask.is_plain_before(by.exact_length):
+        return f"the text has more than {by.exact_length} tokens, or a row holds several texts"
+    return None if held is None or held.is_whole else "the cache dropped or rotated keys"
+
+
+def _own(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Tensor:
     """Compute attention by the model's own function."""
-    by, q, k, v, mask, *_ = reading
-    return attend_as_before(by.implementation, reading.module, q, k, v, mask, reading.given)
+    return attend_as_before(by.implementation, reading)
 
 
-def _why_not_step(reading: Reading) -> str | None:
+def _why_not_step(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> str | None:
     if (reason := why_no_step(reading.q, reading.k)) is not None:
         return reason
     if not torch.compiler.is_compiling():
-        return why_no_kernel(reading.q, reading.by.pieces)
-    if reading.dropout or reading.mask.layout.sees != reading.by.far.sees:
+        return why_no_kernel(reading.q, by.pieces)
+    if reading.dropout or reading.mask.layout.sees != by.far.sees:
         return "it is refused, outside of the graph"
     cache = None if current.call is None else current.call.cache
     return None if getattr(cache, "is_compileable", True) else "a growing cache rotates and drops keys"
 
 
-def _step(reading: Reading) -> Tensor:
+def _step(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Tensor:
     """Compute a few queries of all heads; no value is read on the host, so that a graph can hold it."""
-    by, layout, few, v = reading.by, reading.mask.layout, reading.few, reading.v
-    sinks, q = reading.given.get("s_aux"), by.far.sharpened(reading.q, layout, reading.precise)
+    layout, k, few = reading.mask.layout, reading.k, None if held is None else held.near
+    sinks, softcap = (reading.given.get(name) for name in ("s_aux", "softcap"))
+    q = by.far.sharpened(reading.q, layout, _precise(reading))
     if by.heads is not None and q is not reading.q:
         q = torch.where(by.heads.far_heads(q), q, reading.q)
-    if reading.held is not None and few is None:
-        layout = reading.held.layout(layout)
-    far = reading.turned(by.far, layout)
-    k, settled = reading.settled(far, layout, by_kernel=True)
+    if held is not None and few is None:
+        layout = held.layout(layout)
+    far = by.turned(by.far, reading, layout)
+    k, settled = by.settled(far, k, held, layout, by_kernel=True)
     if by.heads is None or by.near is None:
         plan = layout.memo(f"step {by.kind}", lambda: plan_step(layout, far, q))
     elif few is None:  # all heads read the same keys
-        near, many = reading.turned(by.near, layout), by.heads.far_groups(q.device)
+        near, many = by.turned(by.near, reading, layout), by.heads.far_groups(q.device)
         plan = layout.memo(f"step {by.kind}", lambda: plan_step(layout, far, q, few=near, many=many))
     else:
         at = few.layout(layout)
-        near = reading.turned(by.near, at)
+        near = by.turned(by.near, reading, at)
         plan = layout.memo(f"step of two {by.kind}", lambda: plan_split(layout, far, at, near, q))
-        q, k, v, *others = as_autocast_wants(q, k, v, few.keys, few.values)
-        theirs = (others[0], others[1], by.heads.places(q.device))
-        how: dict[str, Any] = {"scale": reading.scale, "softcap": reading.given.get("softcap"), "sinks": sinks}
-        return attend_split(q, (k, v), theirs, plan, settled=settled, **how)
-    return attend_step(reading.call(q, k, v, layout), plan, settled=settled, sinks=sinks)
+        q, k, v, *others = as_autocast_wants(q, k, reading.v, few.keys, few.values)
+        theirs, how = (others[0], others[1], by.heads.places(q.device)), {"settled": settled, "sinks": sinks}
+        return attend_split(q, (k, v), theirs, plan, scale=reading.scale, softcap=softcap, **how)
+    call = reading.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
+    return attend_step(call, plan, settled=settled, sinks=sinks)
 
 
-def _in_pieces(reading: Reading) -> Tensor:
+def _in_pieces(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Tensor:
     """Compute heads that attend in the same pieces together, and those that read far and the others apart."""
-    by, (q, k, v), few = reading.by, reading[1:4], reading.few
-    layout = reading.mask.layout.memo("analysed", lambda: _analysed(reading.mask.layout))
-    sinks = reading.given.get("s_aux")
+    (q, k, v, mask), few = reading[:4], None if held is None else held.near
+    layout, sinks = mask.layout.memo("analysed", lambda: _analysed(mask.layout)), reading.given.get("s_aux")
     if by.heads is None or by.near is None:
-        at = layout if reading.held is None else reading.held.layout(layout)
-        return _of_heads(reading, by.far, (q, k, v), at, sinks)
-    sides = by.heads.far, by.heads.near
-    if few is None:
-        kv, at = [(kind.of(k), kind.of(v)) for kind in sides], layout
-    else:
-        kv, at = [(k, v), (few.keys, few.values)], few.layout(layout)
-    own = [None if sinks is None else kind.of(sinks[None, :, None, None]).flatten() for kind in sides]
+        at = layout if held is None else held.layout(layout)
+        return _of_heads(by, reading, by.far, held, at, sinks)
+    sides, at = (by.heads.far, by.heads.near), layout
+    kv = [(kind.of(k), kind.of(v)) for kind in sides] if few is None else [(k, v), (few.keys, few.values)]
+    at = layout if few is None else few.layout(layout)
+    far, near = (
+        (
+            reading._replace(q=kind.of(q), k=keys, v=values),
+            None if sinks is None else kind.of(sinks[None, :, None, None]).flatten(),
+        )
+        for kind, (keys, values) in zip(sides, kv, strict=True)
+    )
     return by.heads.joined(
-        _of_heads(reading, by.far, (sides[0].of(q), *kv[0]), layout, own[0]),
-        _of_heads(reading, by.near, (sides[1].of(q), *kv[1]), at, own[1]),
+        _of_heads(by, far[0], by.far, held, layout, far[1]), _of_heads(by, near[0], by.near, None, at, near[1])
     )
 
 
 def _of_heads(
-    reading: Reading, heads: HeadPieces, qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, sinks: Tensor | None
+    by: RemapAttend, reading: Reading, heads: HeadPieces, held: HeldLayer | None, layout: Layout, sinks: Tensor | None
 ) -> Tensor:
     """Compute heads that attend in the same pieces, with the layout of their keys."""
-    (q, k, v), pieces, settled = qkv, reading.turned(heads, layout), 0
-    if heads is reading.by.far and k is reading.k:  # before autocast, which copies keys
-        k, settled = reading.settled(pieces, layout, by_kernel=False)
-    call = reading.call(heads.sharpened(q, layout, reading.precise), k, v, layout)
-    backend = reading.by.backends.for_(need_in_pieces(call, pieces))
+    pieces = by.turned(heads, reading, layout)
+    k, settled = by.settled(pieces, reading.k, held, layout, by_kernel=False)  # before autocast, which copies keys
+    q, softcap = heads.sharpened(reading.q, layout, _precise(reading)), reading.given.get("softcap")
+    call = reading.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
+    backend = by.backends.for_(need_in_pieces(call, pieces))
     return attend_pieces(backend, call, pieces, settled=settled, sinks=sinks)
 
 
@@ -266,5 +236,5 @@ def _analysed(layout: Layout) -> Layout:
 
 OWN = Engine(_why_not_own, _own)
 STEP = Engine(_why_not_step, _step)
-PIECES = Engine(lambda reading: "it has no dropout" if reading.dropout else None, _in_pieces)
+PIECES = Engine(lambda by, reading, held: "it has no dropout" if reading.dropout else None, _in_pieces)
 ENGINES = (OWN, STEP, PIECES)
