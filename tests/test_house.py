@@ -44,6 +44,7 @@ CEILINGS = {
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_464,
     "lines of tests/": 50_817,
+    "lines that a defect of caches makes read": 2_629,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

@@ -23,12 +23,14 @@ from ctxext.caches.call import current, holder_of
 from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.paged_batch import pads_little
 from ctxext.caches.records import outside_graphs
+from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.errors import IncompatibleError
 from ctxext.kernels import Layout
 from ctxext.kernels.groups import SplitGroups
 from ctxext.kernels.pieces import RotationForm, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.kernels.step import attend_split, attend_step, plan_split, plan_step, why_no_kernel, why_no_step
 from ctxext.methods.remap import Piece, RemapMethod
+from ctxext.spec import Description
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces reads the values of position_ids, which one compiled, exported or traced graph cannot "
@@ -238,3 +240,19 @@ OWN = Engine(_why_not_own, _own)
 STEP = Engine(_why_not_step, _step)
 PIECES = Engine(lambda by, reading, held: "it has no dropout" if reading.dropout else None, _in_pieces)
 ENGINES = (OWN, STEP, PIECES)
+
+
+@torch.no_grad()
+def _name_step(part: ExtendedPart, description: Description) -> Description:
+    """Tell by which engine a step in a growing cache is computed on this model now."""
+    model = part.subject.model
+    attends = (vars(module).get("_ctxext_attend") for module in model.modules())
+    by = next((attend for attend in attends if isinstance(attend, RemapAttend)), None)
+    if by is None:
+        return description
+    reason = why_no_kernel(torch.empty(1, dtype=model.dtype, device=model.device), by.pieces)
+    way = "by their kernel" if reason is None else f"in pieces: {reason}"
+    return replace(description, attention=f"{description.attention} (steps {way})")
+
+
+register_description(_name_step)

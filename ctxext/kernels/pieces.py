@@ -9,6 +9,20 @@ of each query's scores. With it, the parts of a query are merged exactly::
 A piece whose keys have a weight other than 1 adds its logarithm to ``lse_part``, at no further cost. A sink (a learned
 score of each head, which takes a share of the softmax and gives nothing) is a part with an output of 0, merged last.
 
+A *region* of pairs and its rotations make a *piece*. Each *tile* of queries is merged at once. What of a piece lies in
+a tile is cut into *parts*, each of which is one call of a kernel; here for near keys (n) up to 2 tokens back, and far
+ones (f)::
+
+    keys      0 1 2 3 4 5
+    tile 1    n . . . . .    one part: the near piece, causal
+              n n . . . .
+              n n n . . .
+    tile 2    f n n n . .    three parts: the far piece, causal; the near piece, fading (keys 1, 2) and causal (3 to 5)
+              f f n n n .
+              f f f n n n
+
+A *span* is a block of rows and slots at consecutive positions. Where a layout has none, the parts of a tile get masks.
+
 Regions do not overlap, so the kernels compute as many scores as plain causal attention. Queries and keys arrive rotated
 by the model itself. Rotations compose, so a piece rotates them further, by the *difference* of the two positions, and a
 cache holds the same keys as in transformers.
