@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -213,6 +213,7 @@ class CacheGuard:
     takes_made: bool = False
     released: bool = False
     holds: bool = False
+    by_length: ClassVar[bool] = False
 
     def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Begin a call under this extension; refuse a cache of another one, and documents that see each other."""
@@ -357,6 +358,8 @@ def _unless_fitted(hook: Callable[..., None]) -> Callable[..., None]:
 
 class DynamicGuard(CacheGuard):
     """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
+
+    by_length = True
 
     @_unless_fitted
     def _check(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

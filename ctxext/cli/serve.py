@@ -27,6 +27,11 @@ class ServerOptions:
     continuous_batching: bool = option(
         "Answer several requests in each pass of the model.", "--continuous-batching", default=False
     )
+    keep_tokens: int | None = token_option(
+        "Tokens of prompts and answers that are kept for requests that begin alike; 0 for none.",
+        show_default="2 windows",
+        least=0,
+    )
     cached_tokens: int | None = token_option(
         "Tokens in the cache of continuous batches.",
         show_default="the free memory of a GPU, 8 windows on a CPU",
@@ -67,6 +72,7 @@ def serve(
         host=server.host,
         continuous_batching=server.continuous_batching,
         cached_tokens=server.cached_tokens,
+        keep_tokens=server.keep_tokens,
         origins=server.cors or (),
     )
     console = terminal()

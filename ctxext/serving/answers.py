@@ -35,9 +35,11 @@ from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError,
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
+from ctxext.core.subject import cache_argument
 from ctxext.errors import InvalidParameterError, require_package
 from ctxext.measuring.forward import logits_in_chunks
 from ctxext.serving.ask import GREEDY
+from ctxext.serving.prefixes import Prefixes
 from ctxext.serving.requests import Sampling, refusal
 
 DRAWN = GREEDY | {"repetition_penalty": 1.0}  # settings of a generation whose tokens a Draw takes
@@ -259,6 +261,7 @@ class Draw:
         self.narrowed = [TopKLogitsWarper(top_k)] if top_k > 0 else []
         self.narrowed += [TopPLogitsWarper(top_p)] if top_p < 1 else []
         self.narrowed += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+        self.cached, self.owner = 0, (asked.cache_salt, asked.prompt_cache_key)
         self.seed = None if asked.seed is None else asked.seed + number
         self.chance: torch.Generator | None = None
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -268,6 +271,11 @@ class Draw:
         self.finish: str | None = None
         self.gone = False
         self.emit: Callable[[AnswerPiece | BaseException], Any] = print
+
+    @property
+    def is_owned(self) -> bool:
+        """True if only requests with the same salt or key may go on from what this one reads."""
+        return self.owner != (None, None)
 
     def __call__(self, scores: Tensor) -> int:
         """Draw the next token from its logits."""
@@ -337,9 +345,9 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
 
     room = None  # tokens of a request that it can hold; None for any number
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, keep: int = 0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.prefixes = model, Prefixes(model, keep)
         self.running: set[Draw] = set()
 
     def begin(self, draw: Draw) -> None:
@@ -360,16 +368,22 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         def stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
             return torch.full((1,), draw.gone or draw.finish is not None, device=ids.device)
 
-        ids = torch.tensor([draw.prompt], device=self.model.device)
+        ids, more = torch.tensor([draw.prompt], device=self.model.device), dict[str, Any]()
+        if self.prefixes.why_not is None:
+            cache, draw.cached = self.prefixes.take(draw.prompt, draw.owner)
+            more[cache_argument(self.model) or "past_key_values"] = cache
         self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             **DRAWN,
+            **more,
             max_new_tokens=draw.limit,
             tokenizer=draw.reader.tokenizer,
             logits_processor=[chosen],
             stopping_criteria=[stopped],
         )
+        for cache in more.values():
+            self.prefixes.put(draw.prompt + draw.tokens, cache, draw.owner)
 
     async def read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
         """Return what is told about the tokens of a prompt."""
@@ -448,7 +462,24 @@ class Together(CBGenerateManager):  # type: ignore[misc]
                 f"Continuous batches do not start: {self._cb.background_thread_status.fatal_error}"
             )
         # A request that does not fit would end the worker, and with it all others.
-        self.room = infer_max_single_request_tokens(self._cb.batch_processor.cache)
+        cache = self._cb.batch_processor.cache
+        self.room = infer_max_single_request_tokens(cache)
+        search, mark = cache.search_prefix_match, cache.mark_complete_blocks
+
+        def shared(request: str, prompt: list[int]) -> int:
+            """Go on from blocks of requests without an owner, and note how many tokens need not be read."""
+            draw = self.rows.draws.get(request)
+            if draw is None or draw.is_owned:
+                return 0
+            draw.cached = search(request, prompt)
+            return draw.cached
+
+        def marked(state: Any, blocks: Any) -> None:
+            draw = self.rows.draws.get(state.request_id)
+            if draw is not None and not draw.is_owned:
+                mark(state, blocks)
+
+        cache.search_prefix_match, cache.mark_complete_blocks = shared, marked
 
     def begin(self, draw: Draw) -> None:
         """Answer in the batches that come next."""

@@ -160,11 +160,13 @@ def _line(event: dict[str, Any]) -> str:
     return f"data: {json.dumps(event)}\n\n"
 
 
-def usage(draws: list[Draw]) -> dict[str, int]:
+def usage(draws: list[Draw]) -> dict[str, Any]:
     """Return the tokens of a request: those of each prompt once, and those of all answers."""
     prompt = sum(len(draw.prompt) for draw in draws if draw.number == 0)
     answers = sum(len(draw.tokens) for draw in draws)
-    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+    cached = {"cached_tokens": sum(draw.cached for draw in draws if draw.number == 0)}
+    counts = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+    return counts | {"prompt_tokens_details": cached}
 
 
 def streamed(lines: AsyncIterator[str], failed: Callable[[dict[str, Any]], list[str]]) -> StreamingResponse:
@@ -462,6 +464,7 @@ class Responses(Templates):
             yield line
         output = [item for item in (events.reasoning_item, events.message_item, *events.tool_calls) if item is not None]
         counted = compute_usage(len(draws[0].prompt), len(draws[0].tokens))
+        counted.input_tokens_details.cached_tokens = draws[0].cached
         cut = finish == "length"
         status: Any = "incomplete" if cut else "completed"
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}

@@ -283,9 +283,11 @@ class Sampling(Exactly):
     stop: Stop | Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=1024, fail_fast=True)] | None = None
     min_tokens: Token | None = None
+    # Requests of other owners do not go on from what this one reads.
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_cache_key: str | None = None
     # These change no answer, by OpenAI's own definition: labels of a request, and wishes about a cache.
     metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import re
 import socket
@@ -29,7 +28,7 @@ from ctxext.caches.continuous import ContinuousBatching
 from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
-from ctxext.serving.answers import OneByOne, Together, TokenText
+from ctxext.serving.answers import LOG, OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
@@ -54,6 +53,7 @@ def application(
     host: str = "",
     continuous_batching: bool = False,
     cached_tokens: int | None = None,
+    keep_tokens: int | None = None,
     origins: Sequence[str] = (),
 ) -> Gate:
     """Build the application that answers requests.
@@ -63,6 +63,8 @@ def application(
         continuous_batching: answer several requests in each pass of the model.
         cached_tokens: tokens of all requests whose keys and values such batches hold; default what is free on a GPU,
             and 8 windows on a CPU, whose memory others need too.
+        keep_tokens: tokens of prompts and answers whose keys and values are kept for requests that begin alike, where
+            these are answered one by one; default two windows, 0 for none.
         origins: Origins of web pages that browsers may show answers to (CORS), such as ``http://localhost:3000``.
 
     Raises:
@@ -73,7 +75,11 @@ def application(
         require_batches(model)
     if cached_tokens is None and model.device.type == "cpu":
         cached_tokens = 8 * (served.window or ANSWER)
-    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model)
+    if keep_tokens is None:
+        keep_tokens = 2 * (served.window or ANSWER)
+    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, keep_tokens)
+    if isinstance(engine, OneByOne) and keep_tokens and engine.prefixes.why_not:
+        LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)
     ends = model.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
     reader = TokenText(served.checkpoint.tokenizer, base_model(model).config.get_text_config().vocab_size, ends)
@@ -115,7 +121,8 @@ def application(
         status = {"status": "ok" if alive else "the worker of continuous batching has died", "model": served.name}
         runs = [{"prompt_tokens": len(draw.prompt), "answer_tokens": len(draw.tokens)} for draw in [*engine.running]]
         status |= {"strict_tools": "kept where tool_choice is 'required' or a name"}
-        return JSONResponse(status | facts | {"requests": runs}, status_code=200 if alive else 503)
+        kept = {"kept": engine.prefixes.facts} if isinstance(engine, OneByOne) else {}
+        return JSONResponse(status | facts | kept | {"requests": runs}, status_code=200 if alive else 503)
 
     @app.exception_handler(CBWorkerDeadError)
     async def ended(_: Request, error: CBWorkerDeadError) -> JSONResponse:
@@ -180,7 +187,7 @@ def serve(gate: Gate, listening: socket.socket) -> NoReturn:
             asyncio.get_running_loop().call_later(2 * PATIENCE, os._exit, status)
         elif count := len(gate.running):
             runs = "request runs" if count == 1 else "requests run"
-            logging.getLogger("uvicorn.error").info("%d %s; Ctrl-C again drops what runs.", count, runs)
+            LOG.info("%d %s; Ctrl-C again drops what runs.", count, runs)
         server.should_exit = True
 
     def signalled(number: int, _: FrameType | None) -> None:

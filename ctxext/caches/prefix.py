@@ -1,0 +1,204 @@
+"""Caches of a text's beginning: taken back to it, copied, and kept in a file.
+
+A prompt that begins like one that was read needs no second reading of that beginning. A layer whose keys all lie in
+memory is cropped; others (a sliding window that is full, dropped keys, a state) can only be copied before they go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ctxext.caches.held import HeldLayer, Reach
+from ctxext.caches.records import guards_of, plain_class
+from ctxext.core.digest import weights_digest
+from ctxext.core.saved import identity
+from ctxext.core.subject import base_model
+from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.files import whole_file
+from ctxext.kernels.groups import SplitGroups
+from ctxext.version import __version__
+
+LAYERS = {kind.__name__: kind for kind in (DynamicLayer, HeldLayer, DynamicSlidingWindowLayer)}
+NUMBERS = ("newest_slot", "whole_until", "turned", "turned_for", "cumulative_length")
+TENSORS = ("keys", "values", "first_slots")
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache with the layers of a model."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def why_no_prefix(outer: nn.Module) -> str | None:
+    """Return why no cache of a model may serve a longer text that begins alike; None if it may."""
+    model = base_model(outer)
+    if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
+        return "an adapter puts tokens of its own before each text"
+    if any(guard.by_length for guard in guards_of(model)):
+        return "the positions of a text follow its length"
+    try:
+        layers = new_cache(model).layers if model._supports_default_dynamic_cache() else []
+    except (AttributeError, TypeError, ValueError):
+        layers = []
+    if not layers or model._is_stateful or any(plain_class(layer).__name__ not in LAYERS for layer in layers):
+        return "its layers keep a state of all that they have read"
+    return None
+
+
+def _crops(layer: Any) -> bool:
+    """Return whether a layer holds the keys of all tokens, of all heads."""
+    is_whole = plain_class(layer) in (DynamicLayer, HeldLayer)
+    return is_whole and getattr(layer, "first_slots", None) is None and getattr(layer, "near", None) is None
+
+
+def shorten(cache: Any, tokens: int) -> bool:
+    """Take a cache back to its first tokens; return False if it cannot be, and is of no use any more."""
+    removed = int(cache.get_seq_length()) - tokens
+    try:
+        if removed > 0:
+            cache.crop(-removed)
+    except (IncompatibleError, RuntimeError, ValueError):  # the last two of a sliding window that is full
+        return False
+    return removed >= 0
+
+
+def beginning(cache: Any, tokens: int) -> Any:
+    """Return a copy of the first tokens of a cache, which takes no memory for others; None if layers hold too few."""
+    if not all(map(_crops, cache.layers)):
+        return None
+    part = copy.copy(cache)
+    part.layers = [copy.copy(layer) for layer in cache.layers]
+    if not shorten(part, tokens):
+        return None
+    for layer in part.layers:
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    return part
+
+
+class Mark:
+    """A place in a text to which its cache can be taken back, whatever was read behind it."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache, self.tokens = cache, int(cache.get_seq_length())
+        self._copies = {
+            number: copy.deepcopy(getattr(layer, "near", None) or layer)
+            for number, layer in enumerate(cache.layers)
+            if not _crops(layer)
+        }
+
+    def back(self) -> bool:
+        """Take the cache back; return False if it cannot be: a layer dropped keys behind the mark."""
+        for number, layer in enumerate(self.cache.layers):
+            copied, near = copy.deepcopy(self._copies.get(number)), getattr(layer, "near", None)
+            if copied is not None and near is None:
+                self.cache.layers[number] = copied
+                continue
+            if copied is None and not _crops(layer):
+                return False
+            layer.near = None
+            layer.crop(min(0, self.tokens - int(layer.get_seq_length())))
+            layer.near = copied
+        return True
+
+
+def _state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a layer, and its numbers."""
+    near, heads = getattr(layer, "near", None), getattr(layer, "heads", None)
+    tensors = {name: value for name in TENSORS if (value := getattr(layer, name, None)) is not None}
+    facts: dict[str, Any] = {"class": plain_class(layer).__name__}
+    facts |= {name: value for name in NUMBERS if isinstance(value := getattr(layer, name, None), int)}
+    if getattr(layer, "reach", None) is not None:
+        facts["reach"] = list(layer.reach)
+    if near is not None and heads is not None:
+        theirs, facts["near"] = _state(near)
+        tensors |= {f"near.{name}": value for name, value in theirs.items()}
+        facts["heads"] = [heads.far.numbers, heads.far.total]
+    return tensors, facts
+
+
+def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give an empty layer what ``_state`` returned of another."""
+    kind: Any = LAYERS[facts["class"]]
+    if not issubclass(kind, type(layer)):
+        raise ValueError(f"layers of {facts['class']}, not of {type(layer).__name__}")
+    layer.__class__ = kind
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    vars(layer).update({name: facts[name] for name in NUMBERS if name in facts})
+    vars(layer).update({name: tensors[name] for name in TENSORS if name in tensors})
+    if "reach" in facts:
+        layer.reach = Reach(*facts["reach"])
+    if "near" in facts:
+        layer.near, layer.heads = HeldLayer(), SplitGroups.of(*facts["heads"])
+        theirs = {name.removeprefix("near."): x for name, x in tensors.items() if name.startswith("near.")}
+        _restore(layer.near, facts["near"], theirs)
+
+
+def _identity(model: nn.Module) -> dict[str, Any]:
+    """Return what a cache depends on: weights, their dtype, the extension, and the versions that computed it."""
+    base = base_model(model)
+    saved = getattr(base.config, "ctxext", None)
+    return {
+        "weights": weights_digest(model),
+        "extension": "none" if saved is None else repr(identity(saved)),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "ctxext": __version__,
+    }
+
+
+def write_prefix(path: Path, model: nn.Module, cache: Any, tokens: list[int]) -> None:
+    """Write a cache and its tokens to a file, whole or not at all.
+
+    Raises:
+        IncompatibleError: if layers hold something else than keys.
+    """
+    tensors, layers = {"tokens": torch.tensor(tokens)}, []
+    for number, layer in enumerate(cache.layers):
+        if plain_class(layer).__name__ not in LAYERS:
+            raise IncompatibleError(f"A cache with layers of {type(layer).__name__} is not written to a file.")
+        own, facts = _state(layer)
+        tensors |= {f"{number}.{name}": value.cpu().contiguous() for name, value in own.items()}
+        layers.append(facts)
+    about = {name: json.dumps(value) for name, value in (_identity(model) | {"layers": layers}).items()}
+    with whole_file(path) as half:
+        save_file(tensors, half, metadata=about)
+
+
+def read_prefix(path: Path, model: nn.Module) -> tuple[Any, list[int]]:
+    """Read a cache of a model that ``write_prefix`` wrote, and its tokens.
+
+    Raises:
+        CheckpointError: if the file is damaged, or belongs to another model, extension, dtype or version.
+    """
+    try:
+        with safetensors.safe_open(path, "pt", device=str(base_model(model).device)) as file:
+            about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+            layers, tensors = about.pop("layers"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        own = _identity(model)
+        for name, value in own.items():
+            if about[name] != value:
+                raise CheckpointError(
+                    f"{path} was written with {name} {about[name]}, and this model has {value}. Delete the file, or "
+                    f"load that model."
+                )
+        cache, tokens = new_cache(base_model(model)), tensors.pop("tokens").tolist()
+        for number, (layer, facts) in enumerate(zip(cache.layers, layers, strict=True)):
+            own = {name.partition(".")[2]: x for name, x in tensors.items() if name.startswith(f"{number}.")}
+            _restore(layer, facts, own)
+            if layer.get_seq_length() != len(tokens):
+                raise ValueError(f"layer {number} holds {layer.get_seq_length()} of {len(tokens)} tokens")
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} holds no text that was read ({error}). Delete it.") from error
+    for guard in guards_of(base_model(model)):
+        guard.claim(cache)
+    return cache, tokens

@@ -1,0 +1,92 @@
+"""Beginnings of prompts that a server has read, for requests that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from ctxext.caches.prefix import beginning, new_cache, shorten, why_no_prefix
+from ctxext.core.subject import base_model
+
+LEAST = 16
+"""Tokens of a common beginning below which a prompt is read anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Tokens of a prompt and its answer, and the cache that holds them.
+
+    Args:
+        owner: what a request must share to go on from it.
+    """
+
+    tokens: list[int]
+    cache: Any
+    owner: Hashable
+
+    @property
+    def memory(self) -> int:
+        """Bytes of keys and values."""
+        layers = [part for layer in self.cache.layers for part in (layer, getattr(layer, "near", None)) if part]
+        return sum(part.nbytes for layer in layers for part in (layer.keys, layer.values) if part is not None)
+
+
+class Prefixes:
+    """Caches of prompts and answers; the least recently used fall first. One thread takes and puts.
+
+    Args:
+        most: tokens that are kept, at most.
+    """
+
+    def __init__(self, model: Any, most: int) -> None:
+        self.model, self.most, self.kept = base_model(model), most, list[Prefix]()
+        self.why_not = why_no_prefix(model) if most else "--keep-tokens is 0"
+        on_cuda = self.model.device.type == "cuda"
+        self.memory = torch.cuda.mem_get_info(self.model.device)[0] // 2 if on_cuda else None
+
+    def take(self, prompt: list[int], owner: Hashable) -> tuple[Any, int]:
+        """Return a cache of the beginning of a prompt, and the number of its tokens; 0 for an empty one.
+
+        At least one token of the prompt is left to read.
+        """
+        lengths = {prefix: min(common(prefix.tokens, prompt), len(prompt) - 1) for prefix in self.kept}
+        lengths = {prefix: length for prefix, length in lengths.items() if prefix.owner == owner and length >= LEAST}
+        if not lengths:
+            return new_cache(self.model), 0
+        prefix = max(lengths, key=lambda prefix: lengths[prefix])
+        length = lengths[prefix]
+        if 2 * length < len(prefix.tokens):  # a longer text, which others may go on from
+            part = beginning(prefix.cache, length)
+            return (new_cache(self.model), 0) if part is None else (part, length)
+        self.kept.remove(prefix)
+        return (prefix.cache, length) if shorten(prefix.cache, length) else (new_cache(self.model), 0)
+
+    def put(self, tokens: Sequence[int], cache: Any, owner: Hashable) -> None:
+        """Keep what a request has read and written; ``tokens`` may have more than the cache."""
+        self.kept.append(Prefix(list(tokens[: int(cache.get_seq_length())]), cache, owner))
+        while self.kept and (self.tokens > self.most or (self.memory is not None and self.bytes > self.memory)):
+            self.kept.pop(0)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are kept."""
+        return sum(len(prefix.tokens) for prefix in [*self.kept])
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all that is kept."""
+        return sum(prefix.memory for prefix in [*self.kept])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ``/health`` tells."""
+        return {"texts": len(self.kept), "tokens": self.tokens, "bytes": self.bytes, "why_none": self.why_not}
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common beginning of two texts, in tokens."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
