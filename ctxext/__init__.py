@@ -28,7 +28,7 @@ if typing.TYPE_CHECKING:
     from ctxext.core.patching import describe, patch, patched, unpatch
     from ctxext.methods import package as methods
     from ctxext.methods.base import method
-    from ctxext.serving.ask import ask
+    from ctxext.serving.ask import ask, read
 
 __all__ = [
     "ask",
@@ -42,6 +42,7 @@ __all__ = [
     "methods",
     "patch",
     "patched",
+    "read",
     "save",
     "training",
     "unpatch",
@@ -57,6 +58,7 @@ _PLACES = {
     "method": "methods.base",
     "patch": "core.patching",
     "patched": "core.patching",
+    "read": "serving.ask",
     "save": "checkpoints.save",
     "unpatch": "core.patching",
 }

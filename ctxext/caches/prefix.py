@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,11 @@ def _crops(layer: Any) -> bool:
     return is_whole and getattr(layer, "first_slots", None) is None and getattr(layer, "near", None) is None
 
 
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common beginning of two texts, in tokens."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
+
+
 def shorten(cache: Any, tokens: int) -> bool:
     """Take a cache back to its first tokens; return False if it cannot be, and is of no use any more."""
     removed = int(cache.get_seq_length()) - tokens
@@ -85,10 +92,15 @@ def beginning(cache: Any, tokens: int) -> Any:
 
 
 class Mark:
-    """A place in a text to which its cache can be taken back, whatever was read behind it."""
+    """A place in a text to which its cache can be taken back, whatever was read behind it.
 
-    def __init__(self, cache: Any) -> None:
+    Args:
+        by_length: True for positions that follow the length of a text: all layers are copied.
+    """
+
+    def __init__(self, cache: Any, *, by_length: bool) -> None:
         self.cache, self.tokens = cache, int(cache.get_seq_length())
+        self._whole = copy.deepcopy(cache) if by_length else None
         self._copies = {
             number: copy.deepcopy(getattr(layer, "near", None) or layer)
             for number, layer in enumerate(cache.layers)
@@ -97,6 +109,9 @@ class Mark:
 
     def back(self) -> bool:
         """Take the cache back; return False if it cannot be: a layer dropped keys behind the mark."""
+        if self._whole is not None:
+            self.cache = copy.deepcopy(self._whole)
+            return True
         for number, layer in enumerate(self.cache.layers):
             copied, near = copy.deepcopy(self._copies.get(number)), getattr(layer, "near", None)
             if copied is not None and near is None:
@@ -147,9 +162,9 @@ def _identity(model: nn.Module) -> dict[str, Any]:
     base = base_model(model)
     saved = getattr(base.config, "ctxext", None)
     return {
-        "weights": weights_digest(model),
         "extension": "none" if saved is None else repr(identity(saved)),
         "dtype": str(base.dtype).removeprefix("torch."),
+        "weights": weights_digest(model),
         "ctxext": __version__,
     }
 
@@ -158,12 +173,12 @@ def write_prefix(path: Path, model: nn.Module, cache: Any, tokens: list[int]) ->
     """Write a cache and its tokens to a file, whole or not at all.
 
     Raises:
-        IncompatibleError: if layers hold something else than keys.
+        IncompatibleError: if no longer text may go on from the cache.
     """
+    if (reason := why_no_prefix(model)) is not None:
+        raise IncompatibleError(f"A text that {type(model).__name__} has read is not written to a file: {reason}.")
     tensors, layers = {"tokens": torch.tensor(tokens)}, []
     for number, layer in enumerate(cache.layers):
-        if plain_class(layer).__name__ not in LAYERS:
-            raise IncompatibleError(f"A cache with layers of {type(layer).__name__} is not written to a file.")
         own, facts = _state(layer)
         tensors |= {f"{number}.{name}": value.cpu().contiguous() for name, value in own.items()}
         layers.append(facts)

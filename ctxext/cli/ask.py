@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +38,10 @@ class AskOptions:
         default=False,
     )
     tokens: int = option("Tokens of an answer, at most.", default=256, min=1)
+    keep: Path | None = option(
+        "File of what was read, to go on from another time: written, or read where it begins alike.",
+        show_default="none",
+    )
     split: Split = None
     column: Column = None
 
@@ -85,7 +90,8 @@ def ask(
         checkpoint = session.checkpoint
         if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
             extend_loaded(checkpoint.model, **extension.arguments())
-        text = ReadText(checkpoint.model, checkpoint.tokenizer, together, questions, asked.tokens, asked.complete)
+        given = (together, questions, asked.tokens, asked.complete, asked.keep)
+        text = ReadText(checkpoint.model, checkpoint.tokenizer, *given)
         if extension.method is None:
             text.extend(extension.sliding_window)
         return text, text.cut()
@@ -105,7 +111,7 @@ def ask(
             notes.print(f"\n{one}", style="bold")
         streamer = None if as_json else TextStreamer(text.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
-            answer = text.answer(one, streamer)
+            answer = text.ask(one, streamer)
         except InvalidParameterError as error:
             if questions:
                 raise

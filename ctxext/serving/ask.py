@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from torch import nn
-from transformers import DynamicCache
+from transformers import TextIteratorStreamer
 
+from ctxext.caches.prefix import Mark, common, new_cache, read_prefix, shorten, write_prefix
+from ctxext.caches.records import guards_of
 from ctxext.core.patching import describe, patch
-from ctxext.core.subject import cache_argument
+from ctxext.core.subject import base_model, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.recommended import RECOMMENDED
 
@@ -57,6 +60,7 @@ class ReadText:
         questions: Questions that are known already; others may follow.
         new: Tokens of an answer, at most, above 0.
         completes: True for questions that are beginnings of a line, which the answers complete.
+        keep: File of what was read: it is gone on from where it begins alike, and written.
     """
 
     model: Any
@@ -65,7 +69,8 @@ class ReadText:
     questions: Sequence[str] = ()
     new: int = ANSWER
     completes: bool = False
-    _cache: Any = field(default=None, init=False)
+    keep: Path | None = None
+    _mark: Mark | None = field(default=None, init=False)
     _cached: list[int] = field(default_factory=list, init=False)
 
     @property
@@ -134,6 +139,7 @@ class ReadText:
         Raises:
             InvalidParameterError: text, question and answer exceed the window.
             IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
+            CheckpointError: the file ``keep`` is of another model, or damaged.
         """
         self._require_room(self.needed)
         self._require_cache()
@@ -141,16 +147,36 @@ class ReadText:
         def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
             progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
 
-        cache, self._cached = self._empty(), self.shared
+        self._cached, cache, known = self.shared, self._empty(), 0
+        if self.keep is not None and self.keep.exists():
+            kept, tokens = read_prefix(self.keep, self.model)
+            length = common(tokens, self._cached)
+            if shorten(kept, length):
+                cache, known = kept, length
+                progress(known)
         hook = self.model.register_forward_hook(advance, with_kwargs=True)
         try:
-            if self._cached:
+            if known < len(self._cached):
                 self._write(self._cached, cache, 1)  # one token, which is not cached
         finally:
             hook.remove()
-        self._cache = cache
+        if self.keep is not None and known < len(self._cached):
+            write_prefix(self.keep, self.model, cache, self._cached)
+        by_length = any(guard.by_length for guard in guards_of(base_model(self.model)))
+        self._mark = Mark(cache, by_length=by_length)
 
-    def answer(self, question: str, streamer: Any = None) -> str:
+    def save(self, path: str | Path) -> None:
+        """Write what was read to a file, from which ``ctxext.read(..., keep=path)`` goes on in another process.
+
+        Raises:
+            IncompatibleError: the model's cache does not serve longer texts that begin alike.
+        """
+        if self._mark is None or not self._mark.back():
+            self.read()
+        assert self._mark is not None
+        write_prefix(Path(path), self.model, self._mark.cache, self._cached)
+
+    def ask(self, question: str, streamer: Any = None) -> str:
         """Return the greedy answer to a question, as ``model.generate`` gives it for the whole prompt.
 
         Raises:
@@ -158,12 +184,24 @@ class ReadText:
         """
         prompt = self._prompt(question)
         self._require_room(len(prompt) + self.new)
-        if self._cache is None:
+        if self._mark is None:
             self.questions = self.questions or [question]
             self.read()
+        elif not self._mark.back():
+            self.read()
+        assert self._mark is not None
         holds = prompt[: len(self._cached)] == self._cached
-        written = self._write(prompt, copy.deepcopy(self._cache) if holds else self._empty(), self.new, streamer)
+        written = self._write(prompt, self._mark.cache if holds else self._empty(), self.new, streamer)
         return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+    def stream(self, question: str) -> Iterator[str]:
+        """Yield the answer to a question piece by piece, while it is written."""
+        pieces: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with ThreadPoolExecutor(1) as pool:  # a stream that is left is written to its end, before another question
+            answer = pool.submit(self.ask, question, pieces)
+            answer.add_done_callback(lambda _: pieces.end())
+            yield from filter(None, pieces)
+            answer.result()
 
     @torch.no_grad()
     def _require_cache(self) -> None:
@@ -197,7 +235,7 @@ class ReadText:
         return prompt_of(self.tokenizer, self.text, question, completes=self.completes)
 
     def _empty(self) -> Any:
-        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return new_cache(base_model(self.model))
 
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
         """Return the tokens that the model writes after a prompt, of which the cache may hold the beginning."""
@@ -235,6 +273,44 @@ def ask(
         InvalidParameterError: text, question and answer exceed the model's window.
         IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
     """
-    texts, questions = ([given] if isinstance(given, str) else list(given) for given in (texts, questions))
-    text = ReadText(model, tokenizer, "\n\n".join(texts), questions, max_new_tokens)
-    return [text.answer(question) for question in questions]
+    questions = [questions] if isinstance(questions, str) else list(questions)
+    text = ReadText(model, tokenizer, _joined(texts), questions, max_new_tokens)
+    return [text.ask(question) for question in questions]
+
+
+def read(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: str | Sequence[str],
+    *,
+    keep: str | Path | None = None,
+    max_new_tokens: int = ANSWER,
+) -> ReadText:
+    """Read texts once, for questions that come later.
+
+    ```python
+    text = ctxext.read(model, tokenizer, novel, keep="novel.safetensors")
+    text.ask("Who is the narrator?")  # in another process, with the same file: nothing is read again
+    ```
+
+    Args:
+        model: Causal language model, extended or not.
+        texts: One text, or several, as for ``ctxext.ask``.
+        keep: File of what was read: reading goes on from it where it begins alike, and writes it otherwise.
+        max_new_tokens: Tokens of an answer, at most, above 0.
+
+    Returns:
+        The text, with ``ask(question)`` and ``stream(question)`` for answers, and ``save(path)``.
+
+    Raises:
+        InvalidParameterError: text, question and answer exceed the model's window.
+        IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
+        CheckpointError: the file ``keep`` is of another model, extension or dtype, or damaged.
+    """
+    text = ReadText(model, tokenizer, _joined(texts), new=max_new_tokens, keep=None if keep is None else Path(keep))
+    text.read()
+    return text
+
+
+def _joined(texts: str | Sequence[str]) -> str:
+    return texts if isinstance(texts, str) else "\n\n".join(texts)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 
-from ctxext.caches.prefix import beginning, new_cache, shorten, why_no_prefix
+from ctxext.caches.prefix import beginning, common, new_cache, shorten, why_no_prefix
 from ctxext.core.subject import base_model
 
 LEAST = 16
@@ -85,8 +84,3 @@ class Prefixes:
     def facts(self) -> dict[str, Any]:
         """What ``/health`` tells."""
         return {"texts": len(self.kept), "tokens": self.tokens, "bytes": self.bytes, "why_none": self.why_not}
-
-
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning of two texts, in tokens."""
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
 import ctxext
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import ReadText, prompt_of
 from tests._models import byte_model, tiny, trained_for
 from tests._tokenizer import make_tokenizer
@@ -71,7 +71,7 @@ def test_the_text_is_read_once_and_in_chunks(
         lambda _, given, named, __: widths.append(named["input_ids"].shape[1]), with_kwargs=True
     )
     for question in QUESTIONS:
-        text.answer(question)
+        text.ask(question)
     assert sum(widths) < 2 * (len(max(QUESTIONS, key=len)) + 40)
 
 
@@ -80,7 +80,7 @@ def test_a_question_that_joins_the_text_is_read_with_it(tokenizer: PreTrainedTok
     text = ReadText(model("yarn"), tokenizer, TEXT, (), NEW)
     text.read()
     text.text = TEXT.lower()
-    assert text.answer(QUESTIONS[0]) == whole(text.model, tokenizer, TEXT.lower(), QUESTIONS[0])
+    assert text.ask(QUESTIONS[0]) == whole(text.model, tokenizer, TEXT.lower(), QUESTIONS[0])
 
 
 def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -94,7 +94,7 @@ def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokeniz
     assert text.needed == 512
     text.read()
     with pytest.raises(InvalidParameterError, match="the model's window has 512"):  # a question that nobody knew of
-        text.answer(max(QUESTIONS, key=len) * 2)
+        text.ask(max(QUESTIONS, key=len) * 2)
     with pytest.raises(InvalidParameterError, match="no room for a text"):
         ReadText(extended, tokenizer, "short", QUESTIONS, 500).cut()
 
@@ -116,7 +116,7 @@ def test_next_to_no_text(text: str, completes: bool, tokenizer: PreTrainedTokeni
     prompt = torch.tensor([prompt_of(tokenizer, text, "Who", completes=completes)])
     tokens = read.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
     written = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
-    assert read.answer("Who") == (written.partition("\n")[0] if completes else written).strip()
+    assert read.ask("Who") == (written.partition("\n")[0] if completes else written).strip()
 
 
 @pytest.mark.parametrize("says", CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
@@ -170,7 +170,7 @@ def test_a_line_is_completed_to_its_end(tokenizer: PreTrainedTokenizerFast, monk
     end = next(letter for letter in written[20:] if letter.isascii() and letter.isalpha())
     monkeypatch.setattr("ctxext.serving.ask.LINE_END", end)  # a random model ends no lines
     text = ReadText(extended, tokenizer, TEXT, (), 200, completes=True)
-    assert text.answer("The ship") == written[: written.index(end) + 1].strip()
+    assert text.ask("The ship") == written[: written.index(end) + 1].strip()
 
 
 @pytest.mark.parametrize(("length", "factor"), [(10, None), (120, 3), (1000, 4), (70, 2)])
@@ -214,7 +214,7 @@ def test_a_sentence_alone_is_the_question(
         part.save_pretrained(tmp_path / "model")
     (tmp_path / "a.txt").write_text(TEXT[:50])
     monkeypatch.setattr("ctxext.measuring.checkpoint.default_checkpoint", lambda: tmp_path / "model")
-    monkeypatch.setattr(ReadText, "answer", lambda text, question, streamer=None: asked.append(question) or "")
+    monkeypatch.setattr(ReadText, "ask", lambda text, question, streamer=None: asked.append(question) or "")
     asked: list[str] = []
     checkpoint = [tmp_path / "model"] if given[0] == "Who" else []
     told = cli("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW, code=0)
@@ -267,3 +267,55 @@ def test_questions_are_typed_where_none_is_given(
     assert len(told.stdout.splitlines()) >= 2
     refused = cli("ask", tmp_path / "model", "-t", "-", code=1)
     assert "-t - reads all that is typed as text. Give a question." in refused.stderr
+
+
+KEPT: list[tuple[str | None, dict[str, Any]]] = [(None, {"factor": 1}), *METHODS[:4]]
+
+
+@pytest.mark.parametrize(("method", "parameters"), KEPT, ids=[str(method) for method, _ in KEPT])
+def test_what_was_read_goes_on_from_a_file(
+    method: str | None, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """By another model object, with the same text and with one that has grown."""
+    extended = model(method, **parameters)
+    text = TEXT[:120] if method else TEXT[:20]
+    extended.config.max_position_embeddings = 512
+    first = ctxext.read(extended, tokenizer, text, max_new_tokens=NEW)
+    expected = [first.ask(question) for question in QUESTIONS]
+    first.save(tmp_path / "kept.safetensors")
+    again = model(method, **parameters)
+    again.config.max_position_embeddings = 512
+    read = list[int]()
+    again.register_forward_hook(
+        lambda _, given, named, __: read.append(named["input_ids"].shape[1] if named else 0), with_kwargs=True
+    )
+    for more in ("", "And they went on, all of them. "):
+        read.clear()
+        second = ctxext.read(again, tokenizer, text + more, keep=tmp_path / "kept.safetensors", max_new_tokens=NEW)
+        assert sum(read) <= (len(more) + 20 if more else 0)  # a prompt goes on after the text
+        answers = [second.ask(question) for question in QUESTIONS]
+        assert answers == (expected if not more else [whole(again, tokenizer, text + more, q) for q in QUESTIONS])
+        assert "".join(second.stream(QUESTIONS[0])).strip() == answers[0]
+
+
+def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.safetensors"
+    ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    changed = model("self_extend")
+    changed.model.layers[0].mlp.up_proj.weight.data += 1
+    others = {
+        "extension": model("self_extend", factor=7),
+        "weights": changed,
+        "dtype": model("self_extend").bfloat16(),
+    }
+    for name, other in others.items():
+        with pytest.raises(CheckpointError, match=rf"kept\.safetensors was written with {name} .*Delete the file"):
+            ctxext.read(other, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    content = kept.read_bytes()
+    for damaged in (b"", content[:-8], content[:300], b"x" * 400, content.replace(b"HeldLayer", b"HeldLaxer")):
+        kept.write_bytes(damaged)
+        if damaged != content:
+            with pytest.raises(CheckpointError, match="holds no text that was read"):
+                ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    with pytest.raises(IncompatibleError, match="positions of a text follow its length"):
+        ctxext.read(model("dynamic_ntk"), tokenizer, TEXT[:120], max_new_tokens=NEW).save(kept)
