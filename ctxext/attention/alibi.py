@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from ctxext.attention.attend import Backends, Reading
+from ctxext.attention.attend import Backends, LayerCall
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.records import current_pass
@@ -40,20 +40,20 @@ class AlibiAttend:
         """True if it computes continuous batches: the slopes are the same for each request."""
         return not self.method.dynamic
 
-    def __call__(self, reading: Reading) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
-        layout = reading.mask.layout
+        layout = layer.mask.layout
         if not self.method.dynamic:
-            return self._run(reading, layout, self.alibi.trained_length)
-        rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(reading.mask))
+            return self._run(layer, layout, self.alibi.trained_length)
+        rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(layer.mask))
         fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
         if len(fitted_lengths) == 1:
-            return self._run(reading, layout, fitted_lengths.pop())
+            return self._run(layer, layout, fitted_lengths.pop())
         parts = []
         for row, documents in enumerate(rows):
             row_layout = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
-            q, k, v = (part[row : row + 1] for part in reading[:3])
-            alone, (first, *others) = reading._replace(q=q, k=k, v=v), sorted(set(documents.values()))
+            q, k, v = (part[row : row + 1] for part in layer[:3])
+            alone, (first, *others) = layer._replace(q=q, k=k, v=v), sorted(set(documents.values()))
             out = self._run(alone, row_layout, first)
             for fitted in others:
                 part = self._run(alone, row_layout, fitted)
@@ -61,17 +61,17 @@ class AlibiAttend:
             parts.append(out)
         return torch.cat(parts)
 
-    def _run(self, reading: Reading, layout: Layout, length: int) -> Tensor:
+    def _run(self, layer: LayerCall, layout: Layout, length: int) -> Tensor:
         """Attend with the slopes for a length in tokens."""
-        slopes = self.slopes(length, reading.q.device)
+        slopes = self.slopes(length, layer.q.device)
         if self.method.splits_heads:
-            return self._halves(reading, layout, slopes)
-        call = reading.call(layout, slopes=slopes)
+            return self._halves(layer, layout, slopes)
+        call = layer.call(layout, slopes=slopes)
         return self.backends.for_(call.need).run(call)
 
-    def _halves(self, reading: Reading, layout: Layout, slopes: Tensor) -> Tensor:
+    def _halves(self, layer: LayerCall, layout: Layout, slopes: Tensor) -> Tensor:
         """Attend with the first half of the heads to earlier tokens, with the other half to later ones."""
-        q, k, v, *_ = reading
+        q, k, v, *_ = layer
         if layout.sees != "both":
             raise IncompatibleError(
                 "both_ways='halves' needs attention that sees both ways, but it is causal here. Unpatch the model for "
@@ -91,10 +91,10 @@ class AlibiAttend:
         first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)
         past = layout.memo("past", lambda: layout.past)
         mirrored = layout.memo("mirrored", lambda: layout.mirrored)
-        call = reading.call(past, q=q, k=k, v=v, slopes=first)
+        call = layer.call(past, q=q, k=k, v=v, slopes=first)
         back = self.backends.for_(call.need).run(call)
         q, k, v = (part.flip(2) for part in (q_ahead, k_ahead, v_ahead))
-        call = reading.call(mirrored, q=q, k=k, v=v, slopes=second)
+        call = layer.call(mirrored, q=q, k=k, v=v, slopes=second)
         ahead = self.backends.for_(call.need).run(call)
         return torch.cat([back, ahead.flip(2)], 1)
 

@@ -62,7 +62,7 @@ class Backends:
         return backend
 
 
-class Reading(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of an attention layer, with queries and keys as the model rotated them.
 
     Args:
@@ -116,9 +116,9 @@ def attention_function(module: nn.Module, implementation: str) -> Any:
     return names["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, names.get("eager_attention_forward"))
 
 
-def attend_as_before(implementation: str, reading: Reading) -> Tensor:
+def attend_as_before(implementation: str, call: LayerCall) -> Tensor:
     """Compute a layer's attention by the function and the mask that it had before ``patch``, bit for bit."""
-    q, k, v, mask, module, *_, given = reading
+    q, k, v, mask, module, *_, given = call
     attention = attention_function(module, implementation)
     # Flash attention reads in the config of the layer which kernel to load.
     layer = _Under(module, config=_Under(module.config, _attn_implementation=implementation))
@@ -205,11 +205,11 @@ class TriedLayer:
     arguments: frozenset[str] = frozenset()
     calls: int = 0
 
-    def __call__(self, reading: Reading) -> Tensor:
-        self.mask, self.keys, self.key_heads = reading.mask, reading.k, reading.k.shape[1]
-        self.window, self.calls = reading.window if self.mask.window is None else self.mask.window, self.calls + 1
-        self.arguments = frozenset(name for name, value in reading.given.items() if value is not None)
-        return reading.q.new_empty(*reading.q.shape[:-1], reading.v.shape[-1])
+    def __call__(self, layer: LayerCall) -> Tensor:
+        self.mask, self.keys, self.key_heads = layer.mask, layer.k, layer.k.shape[1]
+        self.window, self.calls = layer.window if self.mask.window is None else self.mask.window, self.calls + 1
+        self.arguments = frozenset(name for name, value in layer.given.items() if value is not None)
+        return layer.q.new_empty(*layer.q.shape[:-1], layer.v.shape[-1])
 
     @property
     def sees_both_ways(self) -> bool:
@@ -295,9 +295,9 @@ class LeaveAttend:
     checks_window: ClassVar[bool] = False
     reads_pages: ClassVar[bool] = True
 
-    def __call__(self, reading: Reading) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
-        return attend_as_before(self.implementation, reading)
+        return attend_as_before(self.implementation, layer)
 
 
 @dataclass
@@ -306,14 +306,14 @@ class CrossAttend:
 
     backends: Backends
 
-    def __call__(self, reading: Reading) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
-        if not reading.mask.crosses:
+        if not layer.mask.crosses:
             raise IncompatibleError(
                 "A layer that attends to an encoder's text was called without encoder_hidden_states, which ctxext's "
                 "attention needs. Give the model the encoder's output, or unpatch it for such inputs."
             )
-        call = reading.call(window=None)
+        call = layer.call(window=None)
         return self.backends.for_(call.need).run(call)
 
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from ctxext.attention.attend import (
     Backends,
-    Reading,
+    LayerCall,
     as_autocast_wants,
     attention_layers,
     decoder_of,
@@ -52,16 +52,16 @@ class EncodingAttend:
     owner: nn.Module
     backends: Backends
 
-    def __call__(self, reading: Reading) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
-        q, k, v = as_autocast_wants(*reading[:3])
+        q, k, v = as_autocast_wants(*layer[:3])
         with without_autocast(q.device):
-            call = self._call(reading._replace(q=q, k=k, v=v))
+            call = self._call(layer._replace(q=q, k=k, v=v))
             return self.backends.for_(call.need).run(call)
 
-    def _call(self, reading: Reading) -> Call:
+    def _call(self, layer: LayerCall) -> Call:
         """Return the call of a backend, with the encoding's term."""
-        q, k, _, mask, window = *reading[:4], reading.window
+        q, k, _, mask, window = *layer[:4], layer.window
         layout = mask.layout
         rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
 
@@ -74,7 +74,7 @@ class EncodingAttend:
             k,
             layout.query_positions[rows],
             layout.key_positions[rows],
-            reading.scale,
+            layer.scale,
             visible,
             None if mask.travels is None else _carried(mask.travels, k, layout, rows),
             documents,
@@ -84,7 +84,7 @@ class EncodingAttend:
             raise IncompatibleError(
                 f"this encoding needs all tokens before a query, and a sliding window of {window} keeps the last"
             )
-        return reading.call(score=score)
+        return layer.call(score=score)
 
 
 def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ctxext.attention.attend import Backends, Reading, as_autocast_wants, attend_as_before
+from ctxext.attention.attend import Backends, LayerCall, as_autocast_wants, attend_as_before
 from ctxext.attention.remap import HeadPieces
 from ctxext.caches.call import current, holder_of
 from ctxext.caches.held import HeldLayer, Reach
@@ -79,18 +79,18 @@ class RemapAttend:
         """Pieces of all heads."""
         return (*self.far.pieces, *self.far.ahead, *(self.near.pieces if self.near else ()))
 
-    def __call__(self, reading: Reading) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
-        if torch.compiler.is_compiling() and STEP.why_not(self, reading, None) is None:
-            return STEP.run(self, reading, None)
-        return self._outside(reading)
+        if torch.compiler.is_compiling() and STEP.why_not(self, layer, None) is None:
+            return STEP.run(self, layer, None)
+        return self._outside(layer)
 
     @outside_graphs(NOT_ONE_GRAPH)
-    def _outside(self, reading: Reading) -> Tensor:
+    def _outside(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer outside of graphs."""
-        layout, held = reading.mask.layout, holder_of(reading.k)
+        layout, held = layer.mask.layout, holder_of(layer.k)
         traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if traced or any(isinstance(x.shape[2], torch.SymInt) for x in (reading.q, reading.k)):
+        if traced or any(isinstance(x.shape[2], torch.SymInt) for x in (layer.q, layer.k)):
             raise IncompatibleError(NOT_ONE_GRAPH)
         if layout.sees != self.far.sees:
             ways = {"past": "the past only", "both": "both ways"}
@@ -99,20 +99,20 @@ class RemapAttend:
                 f"call it sees {ways[layout.sees]}. Call ctxext.unpatch(model), and patch the model as it is now."
             )
         if self.heads is not None:
-            self.heads.far_groups(reading.q.device)  # before a graph, which may not keep what it makes
-        engine = next((engine for engine in ENGINES if engine.why_not(self, reading, held) is None), None)
+            self.heads.far_groups(layer.q.device)  # before a graph, which may not keep what it makes
+        engine = next((engine for engine in ENGINES if engine.why_not(self, layer, held) is None), None)
         if engine is None:
             raise IncompatibleError(
-                f"Attention in pieces has no dropout, found {reading.dropout:g}. Set config.attention_dropout = 0."
+                f"Attention in pieces has no dropout, found {layer.dropout:g}. Set config.attention_dropout = 0."
             )
-        out = engine.run(self, reading, held)
+        out = engine.run(self, layer, held)
         if engine is not OWN and held is not None and self.reach is not None and self.drops:
             held.drop(layout, self.reach, self.heads)
         return out
 
-    def turned(self, heads: HeadPieces, reading: Reading, layout: Layout) -> tuple[TurnedPiece, ...]:
+    def turned(self, heads: HeadPieces, layer: LayerCall, layout: Layout) -> tuple[TurnedPiece, ...]:
         """Return the pieces of some heads, with rotations on the layout of their keys."""
-        return heads.turned(layout, _precise(reading), form=self.form)
+        return heads.turned(layout, _precise(layer), form=self.form)
 
     def settled(
         self, pieces: tuple[TurnedPiece, ...], k: Tensor, held: HeldLayer | None, layout: Layout, *, by_kernel: bool
@@ -124,82 +124,82 @@ class RemapAttend:
 
 
 class Engine(NamedTuple):
-    """A way to compute a reading, and the reason why it cannot compute one; None if it can.
+    """A way to compute a layer, and the reason why it cannot compute one; None if it can.
 
     Both take the cache layer that holds the keys, or None if they are in no growing cache.
     """
 
-    why_not: Callable[[RemapAttend, Reading, HeldLayer | None], str | None]
-    run: Callable[[RemapAttend, Reading, HeldLayer | None], Tensor]
+    why_not: Callable[[RemapAttend, LayerCall, HeldLayer | None], str | None]
+    run: Callable[[RemapAttend, LayerCall, HeldLayer | None], Tensor]
 
 
-def _precise(reading: Reading) -> torch.dtype:
+def _precise(layer: LayerCall) -> torch.dtype:
     """Return the dtype of rotations."""
-    return torch.promote_types(reading.k.dtype, torch.float32)
+    return torch.promote_types(layer.k.dtype, torch.float32)
 
 
-def _why_not_own(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> str | None:
-    if not reading.mask.is_plain_before(by.exact_length):
+def _why_not_own(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> str | None:
+    if not layer.mask.is_plain_before(by.exact_length):
         return f"the text has more than {by.exact_length} tokens, or a row holds several texts"
     return None if held is None or held.is_whole else "the cache dropped or rotated keys"
 
 
-def _own(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Tensor:
+def _own(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
     """Compute attention by the model's own function."""
-    return attend_as_before(by.implementation, reading)
+    return attend_as_before(by.implementation, layer)
 
 
-def _why_not_step(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> str | None:
-    if (reason := why_no_step(reading.q, reading.k)) is not None:
+def _why_not_step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> str | None:
+    if (reason := why_no_step(layer.q, layer.k)) is not None:
         return reason
     if not torch.compiler.is_compiling():
-        return why_no_kernel(reading.q, by.pieces)
-    if reading.dropout or reading.mask.layout.sees != by.far.sees:
+        return why_no_kernel(layer.q, by.pieces)
+    if layer.dropout or layer.mask.layout.sees != by.far.sees:
         return "it is refused, outside of the graph"
     cache = None if current.call is None else current.call.cache
     return None if getattr(cache, "is_compileable", True) else "a growing cache rotates and drops keys"
 
 
-def _step(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Tensor:
+def _step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
     """Compute a few queries of all heads; no value is read on the host, so that a graph can hold it."""
-    layout, k, few = reading.mask.layout, reading.k, None if held is None else held.near
-    sinks, softcap = (reading.given.get(name) for name in ("s_aux", "softcap"))
-    q = by.far.sharpened(reading.q, layout, _precise(reading))
-    if by.heads is not None and q is not reading.q:
-        q = torch.where(by.heads.far_heads(q), q, reading.q)
+    layout, k, few = layer.mask.layout, layer.k, None if held is None else held.near
+    sinks, softcap = (layer.given.get(name) for name in ("s_aux", "softcap"))
+    q = by.far.sharpened(layer.q, layout, _precise(layer))
+    if by.heads is not None and q is not layer.q:
+        q = torch.where(by.heads.far_heads(q), q, layer.q)
     if held is not None and few is None:
         layout = held.layout(layout)
-    far = by.turned(by.far, reading, layout)
+    far = by.turned(by.far, layer, layout)
     k, settled = by.settled(far, k, held, layout, by_kernel=True)
     if by.heads is None or by.near is None:
         plan = layout.memo(f"step {by.kind}", lambda: plan_step(layout, far, q))
     elif few is None:  # all heads read the same keys
-        near, many = by.turned(by.near, reading, layout), by.heads.far_groups(q.device)
+        near, many = by.turned(by.near, layer, layout), by.heads.far_groups(q.device)
         plan = layout.memo(f"step {by.kind}", lambda: plan_step(layout, far, q, few=near, many=many))
     else:
         at = few.layout(layout)
-        near = by.turned(by.near, reading, at)
+        near = by.turned(by.near, layer, at)
         plan = layout.memo(f"step of two {by.kind}", lambda: plan_split(layout, far, at, near, q))
-        q, k, v, *others = as_autocast_wants(q, k, reading.v, few.keys, few.values)
+        q, k, v, *others = as_autocast_wants(q, k, layer.v, few.keys, few.values)
         theirs, how = (others[0], others[1], by.heads.places(q.device)), {"settled": settled, "sinks": sinks}
-        return attend_split(q, (k, v), theirs, plan, scale=reading.scale, softcap=softcap, **how)
-    call = reading.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
+        return attend_split(q, (k, v), theirs, plan, scale=layer.scale, softcap=softcap, **how)
+    call = layer.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
     return attend_step(call, plan, settled=settled, sinks=sinks)
 
 
-def _in_pieces(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Tensor:
+def _in_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
     """Compute heads that attend in the same pieces together, and those that read far and the others apart."""
-    (q, k, v, mask), few = reading[:4], None if held is None else held.near
-    layout, sinks = mask.layout.memo("analysed", lambda: _analysed(mask.layout)), reading.given.get("s_aux")
+    (q, k, v, mask), few = layer[:4], None if held is None else held.near
+    layout, sinks = mask.layout.memo("analysed", lambda: _analysed(mask.layout)), layer.given.get("s_aux")
     if by.heads is None or by.near is None:
         at = layout if held is None else held.layout(layout)
-        return _of_heads(by, reading, by.far, held, at, sinks)
+        return _of_heads(by, layer, by.far, held, at, sinks)
     sides, at = (by.heads.far, by.heads.near), layout
     kv = [(kind.of(k), kind.of(v)) for kind in sides] if few is None else [(k, v), (few.keys, few.values)]
     at = layout if few is None else few.layout(layout)
     far, near = (
         (
-            reading._replace(q=kind.of(q), k=keys, v=values),
+            layer._replace(q=kind.of(q), k=keys, v=values),
             None if sinks is None else kind.of(sinks[None, :, None, None]).flatten(),
         )
         for kind, (keys, values) in zip(sides, kv, strict=True)
@@ -210,13 +210,13 @@ def _in_pieces(by: RemapAttend, reading: Reading, held: HeldLayer | None) -> Ten
 
 
 def _of_heads(
-    by: RemapAttend, reading: Reading, heads: HeadPieces, held: HeldLayer | None, layout: Layout, sinks: Tensor | None
+    by: RemapAttend, layer: LayerCall, heads: HeadPieces, held: HeldLayer | None, layout: Layout, sinks: Tensor | None
 ) -> Tensor:
     """Compute heads that attend in the same pieces, with the layout of their keys."""
-    pieces = by.turned(heads, reading, layout)
-    k, settled = by.settled(pieces, reading.k, held, layout, by_kernel=False)  # before autocast, which copies keys
-    q, softcap = heads.sharpened(reading.q, layout, _precise(reading)), reading.given.get("softcap")
-    call = reading.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
+    pieces = by.turned(heads, layer, layout)
+    k, settled = by.settled(pieces, layer.k, held, layout, by_kernel=False)  # before autocast, which copies keys
+    q, softcap = heads.sharpened(layer.q, layout, _precise(layer)), layer.given.get("softcap")
+    call = layer.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
     backend = by.backends.for_(need_in_pieces(call, pieces))
     return attend_pieces(backend, call, pieces, settled=settled, sinks=sinks)
 
@@ -238,7 +238,7 @@ def _analysed(layout: Layout) -> Layout:
 
 OWN = Engine(_why_not_own, _own)
 STEP = Engine(_why_not_step, _step)
-PIECES = Engine(lambda by, reading, held: "it has no dropout" if reading.dropout else None, _in_pieces)
+PIECES = Engine(lambda by, layer, held: "it has no dropout" if layer.dropout else None, _in_pieces)
 ENGINES = (OWN, STEP, PIECES)
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-from ctxext.attention.attend import Reading
+from ctxext.attention.attend import LayerCall
 from ctxext.caches.call import ATTENTION, current, paged_batch
 from ctxext.caches.held import require_as_read
 from ctxext.caches.layout_mask import UNPATCH, LayoutMask, layout_of
@@ -351,7 +351,7 @@ def _attention(
     given = {**options, "dropout": dropout, "scaling": scaling}  # for the model's own attention function
     if sliding_window is not None:
         given["sliding_window"] = sliding_window
-    out = attend(Reading(query, key, value, mask, module, scale, sliding_window, dropout, given))
+    out = attend(LayerCall(query, key, value, mask, module, scale, sliding_window, dropout, given))
     return out.transpose(1, 2).contiguous().view(rows, tokens, heads, -1), None
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
-from ctxext.attention.attend import Backends, Reading
+from ctxext.attention.attend import Backends, LayerCall
 from ctxext.caches.call import ATTENTION, PositionedForward
 from ctxext.caches.layout_mask import LayoutMask, layout_of
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
@@ -51,7 +51,7 @@ class AlibiForward(ABC):
 
     def attention_of(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, dropout: float) -> Tensor:
         """Attend to all keys, cached ones included: ``[batch, heads, seq, head_dim]``."""
-        return self.attend(Reading(q, k, v, mask, self.attention, scale, dropout=dropout))
+        return self.attend(LayerCall(q, k, v, mask, self.attention, scale, dropout=dropout))
 
 
 class AlibiArchitecture(Architecture):

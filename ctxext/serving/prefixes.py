@@ -20,7 +20,7 @@ class Prefix:
     """Tokens of a prompt and its answer, and the cache that holds them.
 
     Args:
-        owner: what a request must share to go on from it.
+        owner: salt and key that a request must share to go on from it.
     """
 
     tokens: list[int]
@@ -82,5 +82,5 @@ class Prefixes:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``/health`` tells."""
+        """Numbers of texts, tokens and bytes that are kept, for ``/health``, and the reason if there are none."""
         return {"texts": len(self.kept), "tokens": self.tokens, "bytes": self.bytes, "why_none": self.why_not}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention.attend import Reading
+from ctxext.attention.attend import LayerCall
 from ctxext.attention.engines import ENGINES, OWN, PIECES, STEP, RemapAttend
 from ctxext.caches.call import holder_of
 from ctxext.caches.held import HeldLayer
@@ -31,31 +31,31 @@ def state(held: HeldLayer | None) -> str:
     return "whole" if held.is_whole else "rotated" if held.turned else "few keys"
 
 
-def alone(by: RemapAttend, reading: Reading, held: HeldLayer | None, run: Callable[..., Tensor]) -> Tensor:
+def alone(by: RemapAttend, layer: LayerCall, held: HeldLayer | None, run: Callable[..., Tensor]) -> Tensor:
     """What an engine computes from a copy of the cached keys, which it may change."""
     held = copy.deepcopy(held)
-    return run(by, reading if held is None else reading._replace(k=held.keys, v=held.values), held)
+    return run(by, layer if held is None else layer._replace(k=held.keys, v=held.values), held)
 
 
 def test_each_engine_that_admits_a_call_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the calls of the referee by day, on the paths of a CPU and of a GPU."""
     outside, ways, compared = RemapAttend._outside, set[tuple[str, str]](), 0
 
-    def each(self: RemapAttend, reading: Reading) -> Any:
+    def each(self: RemapAttend, layer: LayerCall) -> Any:
         nonlocal compared
-        held = holder_of(reading.k)
-        fits = [engine for engine in ENGINES if engine.why_not(self, reading, held) is None]
+        held = holder_of(layer.k)
+        fits = [engine for engine in ENGINES if engine.why_not(self, layer, held) is None]
         ways.add((NAMES[fits[0]], state(held)))
-        documents = reading.mask.layout.query_documents
+        documents = layer.mask.layout.query_documents
         padding = (
             torch.tensor(False) if documents is None else (documents < 0)[:, None, :, None]
         )  # padding has no output
-        outs = [alone(self, reading, held, engine.run).double().masked_fill(padding, 0) for engine in fits]
-        most = TOLERANCE[str(reading.q.dtype)[6:]] * float(outs[0].abs().max())
+        outs = [alone(self, layer, held, engine.run).double().masked_fill(padding, 0) for engine in fits]
+        most = TOLERANCE[str(layer.q.dtype)[6:]] * float(outs[0].abs().max())
         for out in outs[1:]:
             compared += 1
             assert float((out - outs[0]).abs().max()) <= most
-        return outside(self, reading)
+        return outside(self, layer)
 
     monkeypatch.setattr(RemapAttend, "_outside", each)
     points = [point for point in covering() if point.method in REMAPS and point.mode != "grad"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ctxext
 from ctxext.attention.alibi import AlibiAttend
-from ctxext.attention.attend import Backends, Reading
+from ctxext.attention.attend import Backends, LayerCall
 from ctxext.attention.encodings import EncodingAttend
 from ctxext.attention.engines import RemapAttend
 from ctxext.attention.remap import HeadPieces
@@ -76,7 +76,7 @@ class Layer:
             wanted.append(self.carried.detach().to(autocast or dtype).requires_grad_())
             mask = mask.carrying(Travelling(wanted[-1]))
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            out = self.attend(backend)(Reading(*inputs, mask, self.owner, SCALE))
+            out = self.attend(backend)(LayerCall(*inputs, mask, self.owner, SCALE))
         torch.manual_seed(1)
         grad = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.attention.attend import Reading
+from ctxext.attention.attend import LayerCall
 from ctxext.core.edits import Edits
 from ctxext.core.patching import unpatch
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -160,15 +160,15 @@ def _of_ours(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, la
     edits, weights = Edits(), list[Tensor]()
 
     def watched(attend: Any) -> Any:
-        def attention(reading: Reading) -> Any:
-            keys, v, parts = reading.k.shape[2], reading.v, []
+        def attention(layer: LayerCall) -> Any:
+            keys, v, parts = layer.k.shape[2], layer.v, []
             width = v.shape[-1]
             for start in range(0, keys, width):  # attention takes values that are as wide as keys
                 units = torch.eye(keys, width, dtype=v.dtype, device=v.device).roll(start, 0)
-                part = attend(reading._replace(v=units.expand(*v.shape[:2], -1, -1)))
+                part = attend(layer._replace(v=units.expand(*v.shape[:2], -1, -1)))
                 parts.append(part[0, :, -last:, : min(width, keys - start)].float().cpu())
             weights.append(torch.cat(parts, -1))
-            return attend(reading)
+            return attend(layer)
 
         return attention
 
