@@ -24,7 +24,7 @@ from ctxext.core.rebuild import Scalar
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import (
     already_extended,
-    checked_trained_length,
+    arguments_over,
     describe_saved,
     plain_config,
     saved_extension,
@@ -45,7 +45,7 @@ from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
 from ctxext.recommended import LONG, fits_unextended
 from ctxext.runtimes.base import Export
-from ctxext.spec import LLAMA, Description, RopeSpec
+from ctxext.spec import LLAMA, Description, ExtensionArguments, RopeSpec
 
 FEW = 8
 """The fewest layers to try where layers differ: no pattern that a config gives by a number is longer."""
@@ -136,7 +136,9 @@ def inspect_checkpoint(
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     saved = saved_extension(config, os.fspath(place))
     if saved is not None and trained_length is not None:
-        checked_trained_length(saved, trained_length)
+        _, saved = arguments_over(config, saved, ExtensionArguments(method=None, trained_length=trained_length))
+        if saved is None:
+            del config.ctxext
     plain = config if saved is None else plain_config(config, saved)
     model = _shortest(plain, trust_remote_code)
     refuse_lost_share(Subject.of(model), os.fspath(place))

@@ -39,8 +39,8 @@ from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
 from ctxext.core.saved import (
     already_extended,
-    arguments_in_place_of,
     arguments_of,
+    arguments_over,
     checked_extension,
     differences,
     drop_old_form,
@@ -216,9 +216,14 @@ def _extended(
     written = config = _read_config(place, loading)
     saved = saved_extension(config, place)
     if saved is not None:
+        taken_off: dict[str, Any] | None = saved
         if isinstance(arguments, ExtensionArguments):
-            arguments = arguments_in_place_of(saved, arguments)
-        config = plain_config(config, saved)
+            arguments, taken_off = arguments_over(config, saved, arguments)
+        if taken_off is None:
+            del config.ctxext
+        else:
+            config = plain_config(config, saved)
+        saved = taken_off
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):

@@ -13,8 +13,7 @@ from ctxext.core.architecture import architecture_of, find_architecture, trained
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import fill_in, own_defaults
 from ctxext.core.saved import (
-    checked_trained_length,
-    choices,
+    arguments_over,
     describe_saved,
     put_old_form,
     saved_extension,
@@ -105,8 +104,9 @@ def patch(
         target_length: tokens to extend to, instead of ``factor``.
         trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``. Required
             for a checkpoint that is already extended. If ctxext extended it: the length before, and the new method
-            replaces the old one. If its config scales rotary positions (Llama 3.1, gpt-oss, Phi-3): the length with
-            that scaling, and the new method extends the scaled frequencies.
+            replaces the old one; or, if its weights were trained with that extension, the length that it reaches, and
+            the new method extends it further. If its config scales rotary positions (Llama 3.1, gpt-oss, Phi-3): the
+            length with that scaling, and the new method extends the scaled frequencies.
         sliding_window: "lift" or "keep", required if every attention layer has a window narrower than the extension.
         scaling: for a checkpoint whose config scales its rotary positions: "extend" keeps the scaling's frequencies and
             its scale of cos and sin as the start, for weights that were trained with it (the default if
@@ -162,7 +162,12 @@ def extend(
             if shares and part is not base:
                 edits.set(part, WHOLE, type(base).__name__)
         work.saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
-        run(work, Moment.OWN_CONFIG, Moment.PARTS)
+        run(work, Moment.OWN_CONFIG, Moment.OWN_CONFIG)
+        if work.saved is not None and isinstance(arguments, ExtensionArguments):
+            work.arguments, work.saved = arguments_over(base.config, work.saved, arguments)
+            if work.saved is None:
+                edits.delete(base.config, "ctxext")
+        run(work, Moment.PARTS, Moment.PARTS)
         if work.sides:
             work.method, work.extension = (lead := next(iter(work.sides.values()))).method, lead.extension
         else:
@@ -211,21 +216,19 @@ def extend_positions(work: Work) -> None:
     """
     subject, given, edits = work.subject, work.arguments, work.edits
     assert isinstance(given, ExtensionArguments)  # a mapping has been taken apart
-    architecture, trained_length, taken_off = architecture_of(subject), given.trained_length, None
+    architecture, trained_length = architecture_of(subject), given.trained_length
     for name in ("scaling", "attention"):
         if (value := getattr(given, name)) is not None and not value:
             raise InvalidParameterError(f"{name} must be one of its choices, or left out; found {value!r}.")
     if trained_length is not None:
         trained_length = checked_tokens("trained_length", trained_length, least=2)
     if work.saved is not None:
-        checked_trained_length(work.saved, trained_length)
         architecture.revert(subject, work.saved["original"], edits)
         if subject.saved is not None:  # a side's is in the config of the whole
             edits.delete(subject.config, "ctxext")
-        taken_off = choices(work.saved)["scaling"]
     elif trained_length is None:
         refuse_changed_length(subject)
-    carried, scaling = scaling_of(subject.config), given.scaling or taken_off
+    carried, scaling = scaling_of(subject.config), given.scaling
     if not work.is_restored and (carried is not None or scaling is not None):  # else settled by an earlier file
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)

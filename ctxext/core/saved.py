@@ -124,25 +124,44 @@ def arguments_of(
     return ExtensionArguments(method=saved_method(saved), **choices(saved, attention))
 
 
-def arguments_in_place_of(
-    saved: dict[str, Any], arguments: ExtensionArguments
-) -> ExtensionArguments | dict[str, ExtensionArguments]:
-    """Return the arguments of an extension that replaces a saved one; of an encoder-decoder, those of each side.
+def arguments_over(
+    config: Any, saved: dict[str, Any], arguments: ExtensionArguments
+) -> tuple[ExtensionArguments | dict[str, ExtensionArguments], dict[str, Any] | None]:
+    """Return the arguments for a config that is already extended, and the extension to take off before.
 
-    The trained length of an encoder-decoder is that of its first extended side. Each side is extended from its own.
+    None is taken off where weights were trained with it: without its entry in the config, that one is then a scaling as
+    in any other checkpoint. The trained length of an encoder-decoder is that of its first extended side. Each side is
+    extended from its own.
 
     Raises:
-        PatchStateError: the trained length is missing, or not the saved one.
+        PatchStateError: the trained length is missing or no length of that extension; or only ctxext computes what
+            should be kept.
     """
-    sides = saved_sides(saved)
-    checked_trained_length(saved, arguments.trained_length)
-    if not sides:
-        return replace(arguments, scaling=arguments.scaling or choices(saved)["scaling"])
+    parts = saved_sides(saved) or {"": saved}
+    reach, known, given = saved["target_length"], saved["trained_length"], arguments.trained_length
+    asks_more = given == reach != known or (given is None and arguments.scaling == "extend")
+    kept, stock = asks_more and arguments.scaling in (None, "extend"), all(part["stock"] for part in parts.values())
+    if (given != known or kept) and not (kept and stock):
+        contradiction = "" if given is None else f", and trained_length={given} contradicts that"
+        way = "Only ctxext computes that extension, so no method can begin from it."
+        if stock and reach != known:
+            way = (
+                f"If its weights were trained with that extension, pass trained_length={reach}: the new method then "
+                f"extends it further."
+            )
+        raise PatchStateError(
+            f"This checkpoint is already extended (ctxext {next(iter(parts.values()))['method']['method']}, "
+            f"trained_length={known}){contradiction}. Pass the length before that extension, trained_length={known} "
+            f"(--trained-length {known}): the new method then replaces it. {way}"
+        )
     each = dict.fromkeys(SIDES, replace(arguments, trained_length=None))
-    for name, side in sides.items():
-        scaling = arguments.scaling or choices(side)["scaling"]
-        each[name] = replace(arguments, trained_length=side["trained_length"], scaling=scaling)
-    return each
+    for (name, part), text in zip(parts.items(), extended_texts(config), strict=True):
+        scaling = part["scaling"] if arguments.scaling is None else arguments.scaling
+        if kept:
+            scaling = "extend" if scaling_of(text) else None
+        length = part["target_length" if kept else "trained_length"]
+        each[name] = replace(arguments, trained_length=length, scaling=scaling)
+    return each.get("", each), None if kept else saved
 
 
 def extended_texts(config: Any) -> list[Any]:
@@ -274,25 +293,6 @@ def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, An
     """Return the arguments of ``patch`` beside the method; ``attention`` takes the place of the saved backend."""
     given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
-
-
-def checked_trained_length(saved: dict[str, Any], trained_length: int | None) -> None:
-    """Refuse to replace a saved extension unless the trained length of the plain checkpoint is given.
-
-    Raises:
-        PatchStateError: no length is given, or another length than the saved one.
-    """
-    saved = next(iter(saved_sides(saved).values()), saved)
-    known, name = saved["trained_length"], saved["method"]["method"]
-    if trained_length == known:
-        return
-    remedy = f", and trained_length={trained_length} contradicts that. Pass"
-    if trained_length is None:
-        remedy = ". Say which length its weights were trained for before that extension:"
-    raise PatchStateError(
-        f"This checkpoint is already extended (ctxext {name}, trained_length={known}){remedy} trained_length={known} "
-        f"(--trained-length {known}); the new method then replaces the old one."
-    )
 
 
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctxext.core.patching import extend_positions
-from ctxext.core.saved import arguments_in_place_of, saved_sides
+from ctxext.core.saved import saved_sides
 from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register
 from ctxext.core.subject import SIDES
 from ctxext.errors import IncompatibleError
@@ -13,8 +13,6 @@ from ctxext.spec import ExtensionArguments
 def _extend_sides(work: Work) -> None:
     """Extend each side that the arguments name; arguments without names are those of both."""
     subject, arguments = work.subject, work.arguments
-    if isinstance(arguments, ExtensionArguments) and work.saved is not None:
-        arguments = arguments_in_place_of(work.saved, arguments)
     if isinstance(arguments, ExtensionArguments):
         arguments = dict.fromkeys(SIDES, arguments)
     before = saved_sides(work.saved or {})

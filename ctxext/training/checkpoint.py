@@ -17,7 +17,7 @@ from transformers.integrations import deepspeed as zero
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.core import patching
-from ctxext.core.saved import checked_trained_length, saved_extension, saved_method
+from ctxext.core.saved import saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
 from ctxext.measuring.checkpoint import Checkpoint, emulates_bf16, load_checkpoint
 from ctxext.training.lora import reattach_lora
@@ -127,13 +127,12 @@ def _require_whole(settings: Settings) -> None:
     if saved is None:
         return
     method = saved_method(saved)  # refuses an encoder-decoder of two extended sides, which no run here trains
-    if trained_length is None:
+    if trained_length != saved["trained_length"]:
         raise CheckpointError(
             f"{source} was saved extended by {method.name}, and extensions are never stacked. Begin from "
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
             f"{saved['trained_length']}."
         )
-    checked_trained_length(saved, trained_length)
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:

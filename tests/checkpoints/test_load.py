@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import mypy.api
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
@@ -204,9 +206,36 @@ def test_an_extended_checkpoint_is_extended_anew(first: str, plain: Path, tmp_pa
     ctxext.patch(model, first, factor=4).save_pretrained(tmp_path)
     with pytest.raises(PatchStateError, match=rf"already extended \(ctxext {first}, trained_length=64\)"):
         ctxext.load(tmp_path, "pi", factor=2)
+    with pytest.raises(PatchStateError, match=r"=64 .* Only ctxext computes that extension, so no method can begin"):
+        ctxext.load(tmp_path, "pi", factor=2, scaling="extend")
     loaded = ctxext.load(tmp_path, "pi", factor=2, trained_length=TRAINED_LENGTH)
     assert torch.equal(logits(loaded, tokens()), logits(ctxext.patch(tiny(), "pi", factor=2), tokens()))
     unpatched(loaded, before, plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        ("llama", "yarn", "self_extend"),
+        ("llama", "ntk", "dynamic_yarn"),
+        ("bert", "pi", "tile"),
+        ("t5gemma", "pi", "yarn"),
+    ],
+)
+def test_an_extension_that_weights_were_trained_with_is_extended(
+    kind: str, first: str, then: str, tmp_path: Path
+) -> None:
+    """As any checkpoint whose config has the same scaling, which is one that lost its ``ctxext`` entry."""
+    ours, foreign = tmp_path / "ours", tmp_path / "foreign"
+    ctxext.patch(tiny(kind), first, factor=2).save_pretrained(ours)
+    shutil.copytree(ours, foreign)
+    (foreign / "config.json").write_text(json.dumps(json.loads((ours / "config.json").read_text()) | {"ctxext": None}))
+    model = getattr(transformers, read_any_config(ours).architectures[0]).from_pretrained(ours)
+    for given in ({"trained_length": 128}, {"scaling": "extend"}):
+        loaded = ctxext.load(ours, then, factor=2, **given)
+        assert loaded.config.ctxext == ctxext.load(foreign, then, factor=2, trained_length=128).config.ctxext
+        assert loaded.config.ctxext == ctxext.patch(model, then, factor=2, **given).config.ctxext
+        assert "ctxext" in ctxext.unpatch(model).config.to_dict()
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_an_extension_of_before_is_replaced_by_one_for_both_sides(name: str, tmp
     inputs, place = tokens(LENGTH), checkpoint(tmp_path, name)
     sides = SAVED[name]["config"]["ctxext"]["sides"]
     first = sides["encoder"]["trained_length"]
-    with pytest.raises(PatchStateError, match=f"before that extension: trained_length={first}"):
+    with pytest.raises(PatchStateError, match=f"before that extension, trained_length={first}"):
         ctxext.load(place, "pi", factor=2.0)
     with pytest.raises(PatchStateError, match="trained_length=2 contradicts that"):
         ctxext.load(place, "pi", factor=2.0, trained_length=2)
