@@ -320,6 +320,9 @@ class Walk:
             more["position_ids"] = positions[form][:, text.keep.shape[1] :]
         if text.declared[0] is not None and (not text.keep.shape[1] or self.chance.random() < 0.5):
             more["ctxext_length"] = text.declared
+        elif self.by_request:  # a row that was cropped to nothing begins a text of its own tokens
+            begun = zip(text.history, text.declared, keep.sum(1).tolist(), strict=True)
+            text.declared = [most if tokens else count or most for tokens, most, count in begun]
         if text.cache is not None:
             more["past_key_values"] = text.cache
         inputs = {"input_ids": ids}
@@ -562,8 +565,8 @@ class Walk:
             text.history, text.ids, text.keep = text.history[:1], text.ids[:1], text.keep[:1]
         rows, most = len(text.history), max(map(len, text.history))
         width = min(self.chance.choice([4, 26, 40, 90]), self.point.limit - most - new)
-        if width < 2:
-            return
+        if width < 2 or (way == "assistant" and self.point.kind == "gpt2" and most + width + new > L):
+            return  # the plain GPT-2 that assists has no rows beyond
         ids, keep = torch.randint(40, 120, (rows, width)), torch.ones(rows, width, dtype=torch.bool)
         for row in range(rows) if self.point.padding != "none" and not goes_on else ():
             one_side = self.point.padding != "hole"
