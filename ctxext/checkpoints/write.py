@@ -16,7 +16,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import is_accelerate_available
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig
 
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.classes import meta_model
@@ -126,8 +127,8 @@ def patch_checkpoint(
     config = read_any_config(source, trust_remote_code=trust_remote_code)
     model = meta_model(config, trust_remote_code=trust_remote_code)
     _refuse_part(source, config, model)
-    kind, extended = type(model), patch(model, method, **arguments).config
-    _refuse_unfit(source, kind, config, contents)
+    extended = patch(model, method, **arguments).config
+    _refuse_unfit(source, config, contents, trust_remote_code)
     description = describe_saved(extended.ctxext, extended.model_type)
     is_rewritten = replaces_weights(model, extended.ctxext) or bool(encoding_weights(model))
     if link and is_rewritten:
@@ -249,24 +250,24 @@ def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def _refuse_unfit(source: Path, kind: type[PreTrainedModel], config: Any, contents: Contents) -> None:
+def _refuse_unfit(source: Path, config: Any, contents: Contents, trust_remote_code: bool) -> None:
     """Refuse weights that the model of the config could not be loaded with, by loading it on the meta device.
 
     transformers alone knows which names and layouts it translates. Quantised weights need the packages of their
-    programs, and a device that is named needs accelerate.
+    programs. The steps are those of ``from_pretrained``, which itself needs accelerate where a device is named.
     """
     quantised = {"quantization_config", "compression_config"} & vars(config).keys()
-    if is_accelerate_available() and not quantised and not quantised_beside(source, config):
-        with building(f"a {kind.__name__} with the weights of {source}"), restoring():
-            model, report = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict=contents.stored,
-                device_map={"": "meta"},
+    if not quantised and not quantised_beside(source, config):
+        model = meta_model(config, trust_remote_code=trust_remote_code)
+        with building(f"a {type(model).__name__} with the weights of {source}"), restoring():
+            how = LoadStateDictConfig(
                 ignore_mismatched_sizes=True,
-                output_loading_info=True,
+                device_map={"": "meta"},
+                weight_mapping=get_model_conversion_mapping(model),
             )
-        refuse_unfit(source, model, report, contents.stored)
+            report, _ = model._load_pretrained_model(model, contents.stored, None, how)
+            model._finalize_model_loading(model, how, report)
+        refuse_unfit(source, model, report.to_dict(), contents.stored)
 
 
 def _refuse_destination(source: Path, destination: Path) -> None:
