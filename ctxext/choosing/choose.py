@@ -104,8 +104,7 @@ class PlannedChoice:
         self.journal = Journal(cells, self.group.process, identity=identity)
         self._runtimes: dict[str, LoadedBy] = {}
         self.costs = self._costs()
-        if self.budget.seconds is None:
-            self.costs.sizes(self.budget.passes)  # what is too small is said before anything is read
+        self.costs.sizes(self.budget.passes)  # what is too small is said before anything is read
 
     def _costs(self) -> Costs:
         judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates.values())
@@ -146,7 +145,7 @@ class PlannedChoice:
     @property
     def passes(self) -> float:
         """Passes over the target that all of it takes, at most; by a budget in time, before anything is timed."""
-        return self.costs.most(self.costs.sizes(None if self.budget.seconds else self.budget.passes))
+        return self.costs.most(self.costs.sizes(self.budget.passes))
 
     def run(self) -> Choice:
         """Run the rounds and the verdict; the model is afterwards as it was.

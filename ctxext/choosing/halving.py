@@ -163,12 +163,13 @@ class Costs:
         truncations = tails / pass_cost(self.length, self.turning_point)
         return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
 
-    def sizes(self, allowed: float | None, seconds: float | None = None) -> Sizes:
+    def sizes(self, allowed: float | None, seconds: float | None = None, doubt: float = 1) -> Sizes:
         """Return the largest sizes that a budget lasts for.
 
         Args:
             allowed: passes; None for no limit.
             seconds: time that as many passes take here, for the message; None where nothing was timed.
+            doubt: Factor by which the budget may last longer than ``allowed`` says.
 
         Raises:
             InvalidParameterError: not even the smallest sizes fit.
@@ -177,7 +178,7 @@ class Costs:
         if allowed is None:
             return ladder[0]
         for sizes in ladder:
-            if self.most(sizes) <= allowed:
+            if self.most(sizes) <= allowed * doubt:
                 return sizes
         least = self.most(ladder[-1])
         time = "" if seconds is None else f", some {duration(seconds * least / allowed)} here"
