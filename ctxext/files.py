@@ -14,17 +14,21 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from ctxext.errors import CheckpointError
 
 NAME_BYTES = 255  # the longest file name, on every file system in use
 LFS = b"version https://git-lfs.github.com/spec/"  # first bytes of a pointer file, until Git LFS fetches the real one
 CONFIGS = ("config.json", "adapter_config.json")
+# Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
+OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
+CHUNK = 16 * 2**20
 DAY = 24 * 60 * 60
+Progress = Callable[[int, int], None]
 LEVELS = 100  # of lists and objects within each other; programs that walk deeper ones end in a RecursionError
 
 
@@ -76,6 +80,16 @@ def refuse_missing(place: str) -> None:
         )
 
 
+def copy_counted(reading: BinaryIO, writing: BinaryIO, total: int, progress: Progress | None, done: int = 0) -> int:
+    """Copy a file to its end, and tell the bytes that are done of a total; return them."""
+    while chunk := reading.read(CHUNK):
+        writing.write(chunk)
+        done += len(chunk)
+        if progress is not None:
+            progress(done, total)
+    return done
+
+
 def lfs_advice(path: Path) -> str:
     """Return how to get a file of which Git LFS left a pointer only; nothing for any other file."""
     with path.open("rb") as file:
@@ -89,6 +103,23 @@ def refuse_no_config(folder: Path) -> None:
         names = ", ".join(sorted(item.name for item in folder.iterdir())[:6]) if folder.is_dir() else ""
         raise CheckpointError(
             f"{folder} has no config.json (found: {names or 'nothing'}). Give a directory saved by save_pretrained."
+        )
+
+
+def is_weight(path: Path) -> bool:
+    """Return whether a file holds weights that transformers reads; consolidated ones are of Mistral's own programs."""
+    return path.suffix == ".safetensors" and not path.name.startswith((".", "consolidated"))
+
+
+def refuse_no_weights(folder: Path) -> None:
+    """Raise ``CheckpointError`` for the directory of a whole model without safetensors weights."""
+    is_whole = [(folder / name).is_file() for name in CONFIGS] == [True, False]
+    if is_whole and not any(map(is_weight, folder.iterdir())):
+        others = ", ".join(sorted(item.name for item in folder.iterdir() if item.suffix in OTHER_WEIGHTS))
+        raise CheckpointError(
+            f"{folder} has no safetensors weights (found: {others or 'no weights at all'}); other formats can run code "
+            f"when they are read. Download them, or convert a checkpoint that you trust: "
+            f"AutoModelForCausalLM.from_pretrained(SRC, use_safetensors=False).save_pretrained(NEW)."
         )
 
 

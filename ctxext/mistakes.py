@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import socket
 import sys
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
-from ctxext.files import is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_config
+from ctxext.files import gguf_at, is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_config
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
 from ctxext.registry import listed_methods, method_names, runtime_names
 
@@ -104,13 +105,12 @@ def refuse_no_checkpoint(place: str) -> None:
     Raises:
         CheckpointError: with the name and the reason.
     """
-    if place.endswith(".gguf"):
-        if not Path(place).is_file():
-            raise CheckpointError(f"There is no file {place}.{nearest_name(Path(place))}")
-        return
+    path = Path(place)
+    if place.endswith(".gguf") and not path.is_file():
+        raise CheckpointError(f"There is no file {place}.{nearest_name(path)}")
     refuse_missing(place)
-    if Path(place).exists():
-        refuse_no_config(Path(place))
+    if path.exists():
+        refuse_no_config(path)
         return
     from huggingface_hub import constants
 
@@ -120,8 +120,18 @@ def refuse_no_checkpoint(place: str) -> None:
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
     if reason:
         raise CheckpointError(
-            f"There is no directory {place} here.{nearest_name(Path(place))} The hub cannot be asked for a model of "
+            f"There is no directory {place} here.{nearest_name(path)} The hub cannot be asked for a model of "
             f"this name: {reason}."
+        )
+
+
+def refuse_gguf(path: str | os.PathLike[str]) -> None:
+    """Refuse a GGUF file in the place of a checkpoint."""
+    if gguf_at(path):
+        raise CheckpointError(
+            f"{path} is a GGUF file. Give the checkpoint that it was converted from; what is printed for llama.cpp "
+            f"then holds for the file. To write an extension into a copy of it, give a method and --gguf {path} "
+            f"OUT.gguf."
         )
 
 
@@ -150,10 +160,6 @@ CHECKS: dict[str, Callable[[Any], object]] = {  # typer before 0.29 gives a path
     "device": _refuse_unknown_device,
     "budget": parse_budget,
     "memory": parse_bytes,
-    "source": lambda place: refuse_no_checkpoint(str(place)),
-    "destination": lambda place: refuse_destination(Path(place)),
-    "save": lambda place: refuse_destination(Path(place)),
-    "checkpoint": refuse_no_checkpoint,
-    "model": refuse_no_checkpoint,
-    "reference": refuse_no_checkpoint,
+    **dict.fromkeys(("destination", "save"), lambda place: refuse_destination(Path(place))),
+    **dict.fromkeys(("source", "checkpoint", "model", "reference"), lambda place: refuse_no_checkpoint(str(place))),
 }

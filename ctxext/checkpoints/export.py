@@ -33,6 +33,7 @@ from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import base_model, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
+from ctxext.mistakes import refuse_gguf
 from ctxext.models.drafts import about_drafts, draft_heads
 from ctxext.models.refusals import building, foreign_fields
 from ctxext.rope_types import GUARD
@@ -151,7 +152,13 @@ def _read(
     """Read the extended config, the one in the files if it differs, and whether the files refuse old readers."""
     place, inside = gguf_inside(checkpoint, {})
     if inside:
-        _refuse_gguf(Path(checkpoint), extending=into_gguf and method is not None)
+        if method is None or not into_gguf:
+            refuse_gguf(checkpoint)
+        if scaling := scaling_in_gguf(Path(checkpoint)):
+            raise CheckpointError(
+                f"{checkpoint} scales its positions already ({', '.join(scaling)}), and an extension of them is "
+                f"written beside its config only. Give the checkpoint that it was converted from."
+            )
     else:
         checked_path(place, {})
     if is_adapter(place):
@@ -160,27 +167,12 @@ def _read(
             f"vLLM's refuses it. Merge it into its base model first: "
             f"ctxext.load({place!r}).merge_and_unload().save_pretrained(NEW), then export NEW."
         )
-    file = {name: value for name, value in inside.items() if name == "gguf_file"}
-    config = read_any_config(place, trust_remote_code=trust_remote_code, **file)
+    inside.pop("quantization_config", None)
+    config = read_any_config(place, trust_remote_code=trust_remote_code, **inside)
     model_class(config)  # it says so where transformers has none
     if method is None:
-        return config, None, keeps_old_readers_out(place, **file)
+        return config, None, keeps_old_readers_out(place, **inside)
     return extended_config(config, method, trust_remote_code=trust_remote_code, **arguments), config, False
-
-
-def _refuse_gguf(path: Path, *, extending: bool) -> None:
-    """Refuse a GGUF file in the place of a checkpoint, except one of plain positions that is to be extended."""
-    original = "Give the checkpoint that it was converted from"
-    if not extending:
-        raise CheckpointError(
-            f"{path} is a GGUF file. {original}; what is printed for llama.cpp then holds for the file. To write an "
-            f"extension into a copy of it, give a method and --gguf {path} OUT.gguf."
-        )
-    if scaling := scaling_in_gguf(path):
-        raise CheckpointError(
-            f"{path} scales its positions already ({', '.join(scaling)}), and an extension of them is written beside "
-            f"its config only. {original}."
-        )
 
 
 def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = False) -> Export:

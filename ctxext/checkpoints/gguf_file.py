@@ -13,20 +13,18 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from ctxext.errors import CheckpointError, require_package
-from ctxext.files import lfs_advice, refuse_existing, whole_file
+from ctxext.files import Progress, copy_counted, lfs_advice, refuse_existing, whole_file
 
 SCALING_TENSORS = ("rope_freqs", "rope_factors")
-CHUNK = 16 * 2**20
 # Magic and version, which the copy shares; then the numbers of tensors and keys.
 SAME_HEAD = 8
 
-Progress = Callable[[int, int], None]
 Value = str | int | float
 
 
@@ -167,7 +165,7 @@ class GGUFFile:
                 writing.write(head.ljust(self._padded(len(head)), b"\0"))
                 begin = writing.tell()
                 reading.seek(start)
-                _copy(reading, writing, size - start, progress)
+                copy_counted(reading, writing, size - start, progress)
                 writing.seek(begin + offset)
                 writing.write(data)
                 writing.truncate(begin + self._padded(max(size - start, offset + len(data))))
@@ -259,15 +257,6 @@ def _tensor_info(name: str, count: int, offset: int) -> bytes:
     from gguf import GGMLQuantizationType
 
     return _text(name) + struct.pack("<IQIQ", 1, count, GGMLQuantizationType.F32, offset)
-
-
-def _copy(reading: BinaryIO, writing: BinaryIO, total: int, progress: Progress | None) -> None:
-    done = 0
-    while chunk := reading.read(CHUNK):
-        writing.write(chunk)
-        done += len(chunk)
-        if progress is not None:
-            progress(done, total)
 
 
 def scaling_in_gguf(path: Path) -> tuple[str, ...]:

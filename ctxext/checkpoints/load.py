@@ -26,7 +26,7 @@ from ctxext.checkpoints.adapters import (
 )
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.source import (
-    check_weights,
+    checked_contents,
     checked_path,
     gguf_inside,
     opened_gguf,
@@ -216,14 +216,12 @@ def _extended(
     written = config = _read_config(place, loading)
     saved = saved_extension(config, place)
     if saved is not None:
-        taken_off: dict[str, Any] | None = saved
         if isinstance(arguments, ExtensionArguments):
-            arguments, taken_off = arguments_over(config, saved, arguments)
-        if taken_off is None:
+            arguments, saved = arguments_over(config, saved, arguments)
+        if saved is None:
             del config.ctxext
         else:
             config = plain_config(config, saved)
-        saved = taken_off
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
@@ -342,8 +340,7 @@ def _refuse_without_method(arguments: ExtensionArguments) -> None:
 
 def _read_config(place: str, loading: dict[str, Any]) -> Any:
     if loading.get("gguf_file"):
-        for package in ("gguf", "accelerate"):
-            require_package(package, "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
+        require_package("accelerate", "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
     location = {key: loading[key] for key in LOCATION if key in loading}
     trusted = bool(loading.get("trust_remote_code", False))
     given = {name: value for name, value in loading.items() if name not in (*LOCATION, *NO_FIELDS)}
@@ -382,7 +379,7 @@ def _read_model(
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
-            stored = check_weights(Path(place) / loading.get("subfolder", "")).stored
+            stored = checked_contents(Path(place) / loading.get("subfolder", ""), copied=False).stored
     fitting = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     gguf = opened_gguf(place, **{key: loading[key] for key in LOCATION if key in loading})
     reading = gguf.read_by_transformers() if gguf else contextlib.nullcontext()

@@ -23,21 +23,22 @@ from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.saved import OLD_GUARD, checked_extension
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (
+    OTHER_WEIGHTS,
     files_below,
     followed,
     gguf_at,
+    is_weight,
     lfs_advice,
     nearest_name,
     read_json,
     read_json_as,
     refuse_missing,
     refuse_no_config,
+    refuse_no_weights,
 )
 from ctxext.models.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
 from ctxext.rope_types import GUARD
 
-# Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
-OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
 WHOLE = "model.safetensors"  # which transformers prefers to an index
@@ -249,45 +250,30 @@ def refuse_source(source: Path) -> None:
         )
 
 
-def checked_contents(source: Path) -> Contents:
+def checked_contents(source: Path, *, copied: bool) -> Contents:
     """Sort the files of a checkpoint directory, and make sure that its safetensors weights are all there.
 
-    Raises:
-        CheckpointError: no safetensors weights, a missing shard, a file that is not what its name says, or a symbolic
-            link that leads out of the directory.
-    """
-    contents = _contents(source)
-    _check_weights(source, contents)
-    return contents
-
-
-def check_weights(source: Path) -> Contents:
-    """Sort the files of a checkpoint directory as ``checked_contents``, wherever links lead to.
+    Args:
+        copied: True to sort folders too, and to refuse links that lead out of the directory.
 
     Raises:
-        CheckpointError: no safetensors weights, a missing shard, or a file that is not what its name says.
+        CheckpointError: no safetensors weights, a missing shard, a file that is not what its name says, or such a link.
     """
     contents = Contents()
-    for path in sorted(source.iterdir()):
-        if not path.is_dir():
-            _sort(path, contents)
-    _check_weights(source, contents)
-    return contents
-
-
-def _contents(source: Path) -> Contents:
-    contents = Contents()
-    parts = _parts_of_sentence_transformers(source)
+    parts = _parts_of_sentence_transformers(source) if copied else ()
     for path in sorted(source.iterdir()):
         if path.is_dir():
+            if not copied:
+                continue
             if path.name.startswith(".") or (path.name not in parts and _is_foreign(followed(path, source))):
                 contents.left_out.append(path.name + "/")
             else:
                 contents.others += files_below(path, source)
         else:
             _sort(path, contents)
-    for path in (source / "config.json", *contents.weights, *contents.others):
+    for path in (source / "config.json", *contents.weights, *contents.others) if copied else ():
         followed(path, source)
+    _check_weights(source, contents)
     return contents
 
 
@@ -296,7 +282,7 @@ def _sort(path: Path, contents: Contents) -> None:
         return
     if path.name.startswith(".") or _is_other(path):
         contents.left_out.append(path.name)
-    elif _is_weight(path):
+    elif is_weight(path):
         contents.weights.append(path)
     else:
         contents.others.append(path)
@@ -305,7 +291,7 @@ def _sort(path: Path, contents: Contents) -> None:
 def _is_foreign(directory: Path) -> bool:
     """Return whether a directory is another checkpoint or holds weights; links in it are not followed."""
     names = (Path(name) for _, _, files in os.walk(directory) for name in files)
-    return any(name.name == "config.json" or _is_other(name) or _is_weight(name) for name in names)
+    return any(name.name == "config.json" or _is_other(name) or is_weight(name) for name in names)
 
 
 def _parts_of_sentence_transformers(source: Path) -> set[str]:
@@ -317,10 +303,6 @@ def _parts_of_sentence_transformers(source: Path) -> set[str]:
     return {str(module["path"]) for module in modules if isinstance(module, dict) and module.get("path")}
 
 
-def _is_weight(path: Path) -> bool:
-    return path.suffix == ".safetensors"
-
-
 def _is_other(path: Path) -> bool:
     name = path.name
     is_index = name.endswith(".index.json") and Path(name.removesuffix(".index.json")).suffix in OTHER_WEIGHTS
@@ -328,15 +310,7 @@ def _is_other(path: Path) -> bool:
 
 
 def _check_weights(source: Path, contents: Contents) -> None:
-    if not contents.weights:
-        other_names = (
-            ", ".join(name for name in contents.left_out if Path(name).suffix in OTHER_WEIGHTS) or "no weights at all"
-        )
-        raise CheckpointError(
-            f"{source} has no safetensors weights (found: {other_names}); other formats can run code when they are "
-            f"read. Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, "
-            f"use_safetensors=False).save_pretrained(NEW)."
-        )
+    refuse_no_weights(source)
     contents.tensors = tensors = {path.name: _tensors(path) for path in contents.weights}
     indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
     named = {file for index in indices for file in _check_index(source, index, tensors)}

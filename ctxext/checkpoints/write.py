@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,16 @@ from ctxext.errors import (
     InvalidParameterError,
     VerificationError,
 )
-from ctxext.files import ending_cleanly, followed, gguf_at, hidden_beside, refuse_destination, whole_files
+from ctxext.files import (
+    Progress,
+    copy_counted,
+    ending_cleanly,
+    followed,
+    gguf_at,
+    hidden_beside,
+    refuse_destination,
+    whole_files,
+)
 from ctxext.methods import Method
 from ctxext.models.refusals import building
 from ctxext.spec import Description
@@ -55,9 +63,6 @@ from ctxext.spec import Description
 FICLONE = 0x40049409
 # What it answers where that is impossible, rather than wrong.
 CANNOT_CLONE = frozenset({errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EINVAL, errno.EPERM})
-CHUNK = 16 * 2**20
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,7 @@ def patch_checkpoint(
         return _unpacked(file, destination, method, link, chosen, results, arguments)
     refuse_source(source)
     _refuse_destination(source, destination)
-    contents = checked_contents(source)
+    contents = checked_contents(source, copied=True)
     config = read_any_config(source, trust_remote_code=trust_remote_code)
     model = meta_model(config, trust_remote_code=trust_remote_code)
     _refuse_part(source, config, model)
@@ -333,11 +338,7 @@ def _place_weights(
     total, done = sum(path.stat().st_size for path in to_copy), 0
     for path in to_copy:
         with followed(path, source).open("rb") as reading, (target / path.name).open("wb") as writing:
-            while chunk := reading.read(CHUNK):
-                writing.write(chunk)
-                done += len(chunk)
-                if progress is not None:
-                    progress(done, total)
+            done = copy_counted(reading, writing, total, progress, done)
     return 0, len(weights) - len(to_copy)
 
 

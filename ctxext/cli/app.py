@@ -39,6 +39,7 @@ from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.cli.serve import serve
 from ctxext.files import gguf_at
+from ctxext.mistakes import refuse_gguf
 from ctxext.progress import DelayedBar, status, terminal
 from ctxext.registry import runtime_names
 from ctxext.texts.documents import read_text
@@ -212,6 +213,8 @@ def export(
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
     extension.require_method()
+    if gguf is None or extension.method is None:
+        refuse_gguf(checkpoint)
 
     from ctxext.checkpoints.export import export as make
     from ctxext.cli.show import show_export
@@ -221,13 +224,8 @@ def export(
     _print_json(made) if as_json else show_export(made, terminal())
 
 
-app.command(cls=StrictCommand)(plan)
-app.command(cls=StrictCommand)(choose)
-app.command(cls=StrictCommand)(heads)
-app.command(cls=StrictCommand)(show)
-app.command(cls=StrictCommand)(ask)
-app.command(cls=StrictCommand)(serve)
-app.command(cls=StrictCommand)(check)
+for _command in (plan, choose, heads, show, ask, serve, check):
+    app.command(cls=StrictCommand)(_command)
 
 
 @app.command(cls=StrictCommand)

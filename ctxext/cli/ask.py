@@ -17,6 +17,7 @@ from ctxext.cli.eval.common import Session
 from ctxext.cli.options import Column, ExtensionOptions, Json, OutputOptions, SourceOptions, Split, grouped, option
 from ctxext.errors import InvalidParameterError
 from ctxext.progress import StageBar
+from ctxext.texts.documents import read_documents
 
 SMALL = 10**9  # parameters below which a model finds what is written, and understands little of it
 
@@ -71,17 +72,16 @@ def ask(
         why = "--json prints answers to questions that are given" if as_json else "-t - reads all that is typed as text"
         raise InvalidParameterError(f"{why}. Give a question.")
 
+    documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
+    together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
+    if not together.strip():
+        raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
     from transformers import TextStreamer
 
     from ctxext.core.patching import describe
     from ctxext.serving.ask import ReadText
     from ctxext.serving.load import extend_loaded
-    from ctxext.texts.documents import read_documents
 
-    documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
-    together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
-    if not together.strip():
-        raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
     session = Session(source, OutputOptions(as_json=True), methods=[extension.method])
     notes = session.console
     notes.soft_wrap = True

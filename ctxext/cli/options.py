@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from ctxext.checkpoints.bundled import default_checkpoint, is_bundled
 from ctxext.errors import CtxextError, InvalidParameterError, require_package
-from ctxext.files import refuse_read_only, whole_file, write_whole
+from ctxext.files import gguf_at, refuse_no_weights, refuse_read_only, whole_file, write_whole
 from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
 from ctxext.quantities import LARGEST, parameters_said
@@ -88,8 +88,7 @@ class StrictCommand(TyperCommand):
             with saying_what_is_left_out(note):
                 self._name_bundled(ctx)
                 refuse_mistakes(ctx.params)
-                if texts := ctx.params.get("text"):
-                    require_sources(texts if isinstance(texts, list | tuple) else [texts])
+                _refuse_files(ctx.params)
                 return super().invoke(ctx)
         except (CtxextError, OSError) as error:
             message = str(error)
@@ -98,6 +97,21 @@ class StrictCommand(TyperCommand):
             # Built here, not at import: tests and programs exchange sys.stderr.
             terminal(stderr=True).print(f"Error: {message}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
+
+
+def _refuse_files(given: Mapping[str, Any]) -> None:
+    """Refuse texts that are missing or too short, and files that no model is read from, before torch is imported."""
+    if texts := given.get("text"):
+        lengths = given.get("length") if given.get("mode") != "longlora" else ()  # which reads on from text to text
+        least = max(lengths) if isinstance(lengths, list | tuple) and lengths else given.get("target")
+        require_sources(texts if isinstance(texts, list | tuple) else [texts], least or 2)
+    place = given.get("checkpoint") or given.get("source")
+    if place and {"device", "destination"} & given.keys():  # of commands that read weights, or copy them
+        refuse_no_weights(Path(place))
+    if place and (file := gguf_at(place)):
+        from ctxext.checkpoints.gguf_file import GGUFFile
+
+        GGUFFile(file)
 
 
 def run_script(command: Callable[..., None]) -> None:

@@ -119,8 +119,12 @@ def arguments_of(
 ) -> ExtensionArguments | dict[str, ExtensionArguments]:
     """Return the arguments that give a model this extension again; for an encoder-decoder, those of each side."""
     if sides := saved_sides(saved):
-        each = {name: choices(side, attention if side["attention"] else None) for name, side in sides.items()}
-        return {name: ExtensionArguments(method=saved_method(sides[name]), **each[name]) for name in sides}
+        return {
+            name: ExtensionArguments(
+                method=saved_method(side), **choices(side, attention if side["attention"] else None)
+            )
+            for name, side in sides.items()
+        }
     return ExtensionArguments(method=saved_method(saved), **choices(saved, attention))
 
 
@@ -139,9 +143,9 @@ def arguments_over(
     """
     parts = saved_sides(saved) or {"": saved}
     reach, known, given = saved["target_length"], saved["trained_length"], arguments.trained_length
-    asks_more = given == reach != known or (given is None and arguments.scaling == "extend")
-    kept, stock = asks_more and arguments.scaling in (None, "extend"), all(part["stock"] for part in parts.values())
-    if (given != known or kept) and not (kept and stock):
+    goes_on = given == reach != known or (given is None and arguments.scaling is not None)
+    kept, stock = goes_on and arguments.scaling in (None, "extend"), all(part["stock"] for part in parts.values())
+    if not (stock if kept else given == known):
         contradiction = "" if given is None else f", and trained_length={given} contradicts that"
         way = "Only ctxext computes that extension, so no method can begin from it."
         if stock and reach != known:

@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import lzma
+import math
 import re
 import sys
 import warnings
@@ -39,6 +40,7 @@ FIRST_TEXTS = ("edward-iii", "king-john", "timon-of-athens")
 SKIPPED_TOKENS = 2000
 # Form of the rows in a file of this ending; everything else is taken for text.
 TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
+TOKENS_OF_BYTE = 16  # at most: tokenizers that write a letter out make 18 of the 3 bytes of U+FDFA
 ROWS = 256  # read of a table at a time
 NUMBER = re.compile(r"(?i)[-+]?[\d.,]*\d(e[-+]?\d+)?|true|false|nan|inf").fullmatch  # in CSV, a string as well
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before JSON, a byte order mark included
@@ -123,16 +125,27 @@ def _read(source: str, split: str | None, column: str | None) -> Iterator[Docume
         yield from _read_hub(source, split, column)
 
 
-def require_sources(sources: Iterable[str | Path]) -> None:
+def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
     """Refuse sources of ``read_documents`` that do not exist, before anything else is read.
 
+    Args:
+        tokens: Tokens that one of the sources has to have.
+
     Raises:
-        InvalidParameterError: a file or folder that is missing, and whose name is none of a data set on the hub.
+        InvalidParameterError: a file or folder that is missing, and whose name is none of a data set on the hub; or
+            plain text files alone, none of which has the bytes of so many tokens.
     """
+    longest = 0.0
     for source in map(str, sources):
         path = Path(source)
+        longest = max(longest, path.stat().st_size if path.suffix in TEXTS and path.is_file() else math.inf)
         if not source.strip() or (source != "-" and not path.exists() and not _is_hub_name(path, source)):
             raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
+    if longest * TOKENS_OF_BYTE < tokens:
+        raise InvalidParameterError(
+            f"The texts are too short: {tokens:,} tokens are needed, and the longest of {len(sources)} has "
+            f"{longest:,.0f} bytes. Give longer texts, or ask for a smaller length."
+        )
 
 
 def _is_hub_name(path: Path, source: str) -> bool:

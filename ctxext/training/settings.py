@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.files import is_choice, refuse_read_only
+from ctxext.files import is_choice, refuse_no_weights, refuse_read_only
 from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
 from ctxext.texts.documents import require_sources
 
@@ -414,6 +414,7 @@ def refuse_mistakes(settings: Settings) -> None:
     refuse_unknown_parameters(settings.extension.method, settings.extension.parameters)
     if settings.checkpoint is not None:
         refuse_no_checkpoint(settings.checkpoint)
+        refuse_no_weights(Path(settings.checkpoint))
     require_sources([*settings.data.train, *settings.evaluation.text])
     refuse_read_only(Path(settings.output))
 

@@ -152,7 +152,7 @@ def test_pickled_weights_are_refused(plain: Path, tmp_path: Path) -> None:
     shutil.copy(plain / "config.json", tmp_path)
     model = tiny()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    said = r"has no safetensors weights \(found: pytorch_model\.bin\); other formats can run code .* Convert"
+    said = r"has no safetensors weights \(found: pytorch_model\.bin\); other formats can run code .* convert"
     with pytest.raises(CheckpointError, match=said):
         ctxext.load(tmp_path, "yarn", factor=4)
     trusted = ctxext.load(tmp_path, "yarn", factor=4, use_safetensors=False)

@@ -81,6 +81,7 @@ OF_THE_RECIPE = {
     "--method yran": "Did you mean 'yarn'?",
     "--extension.parameters.rampe turns": "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?",
     "--checkpoint /no/where": "There is no checkpoint at /no/where",
+    "--checkpoint bare": "bare has no safetensors weights",
     "--data.trian text.txt": "Did you mean 'data.train'?",
     "--dtype fp33": "found 'fp33'",
     "--output text.txt/out": "text.txt is a file and no directory",
@@ -131,6 +132,20 @@ MISTAKES = {
     "inspect .": "has no config.json (found: ",
     f"serve . {YARN}": "has no config.json (found: ",
     "inspect no.gguf": "There is no file no.gguf",
+    **dict.fromkeys(
+        ["patch bare out -m yarn -f 2", "eval compare bare", "ask bare -t text.txt -q x", "serve bare", "heads bare"],
+        "bare has no safetensors weights (found: broken.gguf, whole.gguf)",
+    ),
+    **dict.fromkeys(
+        ["inspect bare/broken.gguf", "patch bare/broken.gguf out -m yarn -f 2", "eval passkey bare/broken.gguf"],
+        "bare/broken.gguf cannot be read as GGUF: ",
+    ),
+    "export bare/whole.gguf --to vllm -m yarn -f 2": "is a GGUF file. Give the checkpoint that it was converted from",
+    "export bare/broken.gguf --to vllm -m yarn -f 2": "cannot be read as GGUF",
+    "ask HERE -t empty.txt -q x": "2 tokens are needed, and the longest of 1 has 0 bytes",
+    "eval perplexity HERE -t text.txt -t empty.txt -l 2K": "2,048 tokens are needed, and the longest of 2 has 4 bytes",
+    "eval masked HERE -t text.txt -l 128 -l 64": "128 tokens are needed, and the longest of 1 has 4 bytes",
+    "choose HERE -t text.txt --target 4096": "4,096 tokens are needed, and the longest of 1 has 4 bytes",
     "inspect no-such-model": "There is no directory no-such-model here. The hub cannot be asked",
     f"export HERE --to vlm {YARN}": "Unknown export target 'vlm'. Did you mean 'vllm'?",
     "export HERE --to vllm -m yran": "Did you mean 'yarn'?",
@@ -210,6 +225,11 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     place = tmp_path_factory.mktemp("early")
     (place / "run.yaml").write_text(json.dumps(GOOD))
     (place / "text.txt").write_text("text")
+    (place / "empty.txt").touch()
+    (place / "bare").mkdir()
+    (place / "bare/config.json").write_text((llama / "config.json").read_text())
+    (place / "bare/broken.gguf").write_bytes(b"GGUF" + b"xyx" * 400)
+    (place / "bare/whole.gguf").write_bytes(b"GGUF\3\0\0\0".ljust(24, b"\0"))
     lines: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for words in COMPLETIONS:
         asked = {"_CTXEXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}

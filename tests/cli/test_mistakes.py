@@ -223,7 +223,7 @@ def test_bloom_is_not_recommended_what_it_refuses(cli: Cli, tmp_path: Path) -> N
 
 def test_a_gguf_file_is_not_sent_in_a_circle(cli: Cli, tmp_path: Path) -> None:
     gguf = tmp_path / "x.gguf"
-    gguf.write_bytes(b"GGUF")
+    gguf.write_bytes(b"GGUF\3\0\0\0".ljust(24, b"\0"))
     patching = refused(cli("patch", gguf, tmp_path / "y", "-m", "yarn", "-f", 4))
     assert "ctxext export" not in patching
     assert "x.gguf" in patching
