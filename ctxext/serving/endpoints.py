@@ -311,7 +311,7 @@ class Templates(Endpoint):
             raise refusal(f"{name}: this model's chat template does not read it. Leave it out.")
         for message in messages:
             content = message.get("content") or ""
-            message["content"] = content if isinstance(content, str) else " ".join(part["text"] for part in content)
+            message["content"] = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         try:
             prompt: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **variables

@@ -81,7 +81,9 @@ class JsonReader(json.JSONDecoder):
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         self._count(1 + len(pairs))
-        return dict(pairs)
+        if len(named := dict(pairs)) < len(pairs):
+            raise ValueError("an object in which a name comes twice")
+        return named
 
 
 def read_json(text: str) -> Any:

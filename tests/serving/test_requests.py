@@ -229,6 +229,15 @@ def test_images_are_refused_as_such(server: Asking) -> None:
         assert "this server reads only text" in server.refused(path, **body)
 
 
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, "text"), (RESPONSES, "input_text")])
+def test_each_part_of_a_text_is_a_line(server: Asking, path: str, kind: str) -> None:
+    """As vLLM hands them to templates that take texts."""
+    name, answers = ("messages" if path == CHAT else "input"), []
+    for content in ("once\nupon", [{"type": kind, "text": word} for word in ("once", "upon")]):
+        answers.append(same(server.raw(path, BASE[path] | {name: [{"role": "user", "content": content}]})[1]))
+    assert answers[0] == answers[1]
+
+
 def deep(levels: int) -> Any:
     """Lists inside of lists."""
     value: Any = "x"
@@ -251,6 +260,7 @@ NO_MESSAGES: list[Any] = [
     *([{"role": role, "content": "x"}] for role in (3, "nobody")),
 ]
 NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once upon", "max_to']
+NO_JSON += [b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}']
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" + "[]," * 40_000 + "1]"}}]}
