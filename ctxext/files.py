@@ -44,8 +44,9 @@ def refuse_existing(path: Path) -> None:
         raise CheckpointError(f"{path} already exists and is never overwritten. Give a new name, or remove it.")
 
 
-def refuse_destination(path: Path) -> None:
-    """Raise ``CheckpointError`` if a directory ``path`` exists or cannot be created."""
+def refuse_destination(place: str | Path) -> None:
+    """Raise ``CheckpointError`` if a directory ``place`` exists or cannot be created."""
+    path = Path(place)
     if len(os.fsencode(path.name)) > NAME_BYTES:
         raise CheckpointError(
             f"The name {path.name[:40]}... has {len(os.fsencode(path.name))} bytes, and file systems allow "

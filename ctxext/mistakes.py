@@ -160,6 +160,7 @@ CHECKS: dict[str, Callable[[Any], object]] = {  # typer before 0.29 gives a path
     "device": _refuse_unknown_device,
     "budget": parse_budget,
     "memory": parse_bytes,
-    **dict.fromkeys(("destination", "save"), lambda place: refuse_destination(Path(place))),
+    "destination": refuse_destination,
+    "save": refuse_destination,
     **dict.fromkeys(("source", "checkpoint", "model", "reference"), lambda place: refuse_no_checkpoint(str(place))),
 }

@@ -260,17 +260,15 @@ def checked_contents(source: Path, *, copied: bool) -> Contents:
         CheckpointError: no safetensors weights, a missing shard, a file that is not what its name says, or such a link.
     """
     contents = Contents()
-    parts = _parts_of_sentence_transformers(source) if copied else ()
     for path in sorted(source.iterdir()):
-        if path.is_dir():
-            if not copied:
-                continue
-            if path.name.startswith(".") or (path.name not in parts and _is_foreign(followed(path, source))):
+        if not path.is_dir():
+            _sort(path, contents)
+        elif copied:
+            is_part = path.name in _parts_of_sentence_transformers(source)
+            if path.name.startswith(".") or (not is_part and _is_foreign(followed(path, source))):
                 contents.left_out.append(path.name + "/")
             else:
                 contents.others += files_below(path, source)
-        else:
-            _sort(path, contents)
     for path in (source / "config.json", *contents.weights, *contents.others) if copied else ():
         followed(path, source)
     _check_weights(source, contents)

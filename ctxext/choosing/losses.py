@@ -28,8 +28,6 @@ from ctxext.texts.stretches import SplitTexts, TextStretch
 DEPTHS = (0.0, 0.25, 0.5)
 # Candidates whose first reading says how long a pass takes.
 TIMED = 3
-# Tokens that are read first, and by how many times a pass may be faster than they say.
-BRIEF, DOUBT = 256, 16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,11 +162,11 @@ class MeasuredLosses:
         Raises:
             InvalidParameterError: a budget that does not last for the smallest sizes.
         """
-        # What is far too small is said before a whole text is read, which the published YaRN does in any case. Short
-        # calls are slower than their share, so that these refuse only what is beyond doubt.
-        for tokens, doubt in ((min(BRIEF, self.costs.prefix), DOUBT), (self.costs.prefix, 1)):
-            windows = self._beginning(tokens)("")
-            inside = self._seconds([self._job(name, self.split.choosing[0], windows) for name in judged[:TIMED]])
+        # What is far too small is said before a whole text is read, which the published YaRN does in any case. Calls of
+        # 256 tokens are slower than their share: they refuse only what a pass 16 times as fast could not hold.
+        for tokens, doubt in ((min(256, self.costs.prefix), 16), (self.costs.prefix, 1)):
+            window, text = self._beginning(tokens)(""), self.split.choosing[0]
+            inside = self._seconds([self._job(name, text, window) for name in judged[:TIMED]])
             self.costs.sizes(seconds / inside * self.costs.of(tokens), seconds, doubt)
         whole = self._seconds([self._whole(self.entered[0].name, self.split.choosing[0], lambda _: None)])
         return seconds / whole, self.costs.timed(inside, whole)

@@ -106,9 +106,11 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
         least = max(lengths) if isinstance(lengths, list | tuple) and lengths else given.get("target")
         require_sources(texts if isinstance(texts, list | tuple) else [texts], least or 2)
     place = given.get("checkpoint") or given.get("source")
-    if place and {"device", "destination"} & given.keys():  # of commands that read weights, or copy them
+    if not place:
+        return
+    if {"device", "destination"} & given.keys():  # of commands that read weights, or copy them
         refuse_no_weights(Path(place))
-    if place and (file := gguf_at(place)):
+    if file := gguf_at(place):
         from ctxext.checkpoints.gguf_file import GGUFFile
 
         GGUFFile(file)

@@ -434,9 +434,7 @@ def _table(path: Path) -> str | None:
 
 def _is_table(path: Path, column: str | None) -> bool:
     """Return whether the rows of a file are documents. A ``.json`` file may hold anything else, and is a text then."""
-    if _table(path) is None:
-        return False
-    return path.suffix != ".json" or _is_json_table(path, column)
+    return _table(path) is not None and (path.suffix != ".json" or _is_json_table(path, column))
 
 
 def _is_json_table(path: Path, column: str | None) -> bool:

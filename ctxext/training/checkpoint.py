@@ -113,7 +113,7 @@ def _load_plain(settings: Settings, device: torch.device | str, **loading: Any) 
 
 def _require_whole(settings: Settings) -> None:
     """Refuse what a run cannot begin from, before it is loaded: an adapter, or an extension that stays."""
-    source, trained_length = settings.checkpoint, settings.extension.trained_length
+    source = settings.checkpoint
     if source is None or source.endswith(".gguf"):
         return
     if is_adapter(source):
@@ -127,7 +127,7 @@ def _require_whole(settings: Settings) -> None:
     if saved is None:
         return
     method = saved_method(saved)  # refuses an encoder-decoder of two extended sides, which no run here trains
-    if trained_length != saved["trained_length"]:
+    if settings.extension.trained_length != saved["trained_length"]:
         raise CheckpointError(
             f"{source} was saved extended by {method.name}, and extensions are never stacked. Begin from "
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
