@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 import ctxext
-from ctxext.checkpoints import gguf_file
+from ctxext import files
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
@@ -140,7 +140,7 @@ def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Pa
 def test_alignment_is_kept(
     model: LlamaForCausalLM, llama: Path, tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_file, "CHUNK", 1000)  # copied in many pieces
+    monkeypatch.setattr(files, "CHUNK", 1000)  # copied in many pieces
     source = write_gguf(model, tmp_path / "in.gguf", alignment=alignment)
     last = max(gguf.GGUFReader(source).tensors, key=lambda tensor: tensor.data_offset)
     os.truncate(source, last.data_offset + last.n_bytes)  # files without padding after the last tensor exist
@@ -387,7 +387,7 @@ def test_text_that_is_no_utf8(llama: Path, plain_gguf: Path, tmp_path: Path) -> 
 def test_an_interrupted_copy_leaves_nothing(
     llama: Path, plain_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr(gguf_file, "CHUNK", 1000)
+    monkeypatch.setattr(files, "CHUNK", 1000)
 
     def stop(done: int, total: int) -> None:
         assert list(tmp_path.iterdir()), "it is being written"

@@ -349,9 +349,7 @@ def test_shards_are_counted_however_they_are_numbered(llama: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_bad_source_is_refused_with_the_reason(
-    llama: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_source_is_refused(llama: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
     source, (damage, message) = shutil.copytree(llama, tmp_path / "source"), BROKEN[what]
     damage(source)

@@ -74,6 +74,7 @@ RIGHT = {
     "lab methods": "cope",
 }
 COMPLETIONS = {"ctxext ins": "inspect", "ctxext patch SRC DST -m ya": "yarn", "ctxext patch --meth": "--method"}
+NO_WEIGHTS, NO_GGUF = "bare has no safetensors weights", "broken.gguf cannot be read as GGUF: "
 # The recipe's words, of a config that is right without them.
 OF_THE_RECIPE = {
     "--data.train ./no.txt": "Cannot read the text './no.txt'",
@@ -81,7 +82,7 @@ OF_THE_RECIPE = {
     "--method yran": "Did you mean 'yarn'?",
     "--extension.parameters.rampe turns": "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?",
     "--checkpoint /no/where": "There is no checkpoint at /no/where",
-    "--checkpoint bare": "bare has no safetensors weights",
+    "--checkpoint bare": NO_WEIGHTS,
     "--data.trian text.txt": "Did you mean 'data.train'?",
     "--dtype fp33": "found 'fp33'",
     "--output text.txt/out": "text.txt is a file and no directory",
@@ -132,19 +133,11 @@ MISTAKES = {
     "inspect .": "has no config.json (found: ",
     f"serve . {YARN}": "has no config.json (found: ",
     "inspect no.gguf": "There is no file no.gguf",
-    **dict.fromkeys(
-        ["patch bare out -m yarn -f 2", "eval compare bare", "ask bare -t text.txt -q x", "serve bare", "heads bare"],
-        "bare has no safetensors weights (found: broken.gguf, whole.gguf)",
-    ),
-    **dict.fromkeys(
-        ["inspect bare/broken.gguf", "patch bare/broken.gguf out -m yarn -f 2", "eval passkey bare/broken.gguf"],
-        "bare/broken.gguf cannot be read as GGUF: ",
-    ),
+    "patch bare out -m yarn -f 2": NO_WEIGHTS,
+    "patch bare/broken.gguf out -m yarn -f 2": NO_GGUF,
     "export bare/whole.gguf --to vllm -m yarn -f 2": "is a GGUF file. Give the checkpoint that it was converted from",
-    "export bare/broken.gguf --to vllm -m yarn -f 2": "cannot be read as GGUF",
-    "ask HERE -t empty.txt -q x": "2 tokens are needed, and the longest of 1 has 0 bytes",
-    "eval perplexity HERE -t text.txt -t empty.txt -l 2K": "2,048 tokens are needed, and the longest of 2 has 4 bytes",
-    "eval masked HERE -t text.txt -l 128 -l 64": "128 tokens are needed, and the longest of 1 has 4 bytes",
+    "ask HERE -t bare/empty.txt -q x": "2 tokens are needed, and the longest of 1 has 0 bytes",
+    "eval perplexity HERE -t text.txt -t bare/empty.txt -l 2K": "2,048 tokens are needed, and the longest of 2 has 4",
     "choose HERE -t text.txt --target 4096": "4,096 tokens are needed, and the longest of 1 has 4 bytes",
     "inspect no-such-model": "There is no directory no-such-model here. The hub cannot be asked",
     f"export HERE --to vlm {YARN}": "Unknown export target 'vlm'. Did you mean 'vllm'?",
@@ -225,11 +218,10 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     place = tmp_path_factory.mktemp("early")
     (place / "run.yaml").write_text(json.dumps(GOOD))
     (place / "text.txt").write_text("text")
-    (place / "empty.txt").touch()
     (place / "bare").mkdir()
-    (place / "bare/config.json").write_text((llama / "config.json").read_text())
-    (place / "bare/broken.gguf").write_bytes(b"GGUF" + b"xyx" * 400)
-    (place / "bare/whole.gguf").write_bytes(b"GGUF\3\0\0\0".ljust(24, b"\0"))
+    damaged = {"config.json": b"{}", "broken.gguf": b"GGUF" + b"x" * 999, "whole.gguf": b"GGUF\3".ljust(24, b"\0")}
+    for name, content in (damaged | {"empty.txt": b""}).items():
+        (place / "bare" / name).write_bytes(content)
     lines: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for words in COMPLETIONS:
         asked = {"_CTXEXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}

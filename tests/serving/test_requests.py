@@ -229,13 +229,11 @@ def test_images_are_refused_as_such(server: Asking) -> None:
         assert "this server reads only text" in server.refused(path, **body)
 
 
-@pytest.mark.parametrize(("path", "kind"), [(CHAT, "text"), (RESPONSES, "input_text")])
-def test_each_part_of_a_text_is_a_line(server: Asking, path: str, kind: str) -> None:
-    """As vLLM hands them to templates that take texts."""
-    name, answers = ("messages" if path == CHAT else "input"), []
-    for content in ("once\nupon", [{"type": kind, "text": word} for word in ("once", "upon")]):
-        answers.append(same(server.raw(path, BASE[path] | {name: [{"role": "user", "content": content}]})[1]))
-    assert answers[0] == answers[1]
+@pytest.mark.parametrize(("path", "name"), [(CHAT, "messages"), (RESPONSES, "input")])
+def test_each_part_of_a_text_is_a_line(server: Asking, path: str, name: str) -> None:
+    contents: list[Any] = ["once\nupon", [{"type": "text", "text": word} for word in ("once", "upon")]]
+    bodies = [BASE[path] | {name: [{"role": "user", "content": content}]} for content in contents]
+    assert same(server.raw(path, bodies[0])[1]) == same(server.raw(path, bodies[1])[1])
 
 
 def deep(levels: int) -> Any:
@@ -259,8 +257,7 @@ NO_MESSAGES: list[Any] = [
     *([{"role": "user", "content": content}] for content in (3, "\ud800", [{"type": "text"}], [{}])),
     *([{"role": role, "content": "x"}] for role in (3, "nobody")),
 ]
-NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once upon", "max_to']
-NO_JSON += [b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}']
+NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once", "max_to', b'{"prompt":"a","prompt":"b"}']
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" + "[]," * 40_000 + "1]"}}]}
