@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import GeneralInterface
 
@@ -20,10 +18,9 @@ import ctxext
 import ctxext.models.rope
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
-from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from tests._models import MODELS, RECENT, logits, tiny, tokens
-from tests._products import crossed, pairwise, some
+from tests._products import pairwise
 from tests.walk.check import State, Stock, check_model
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -49,7 +46,6 @@ def test_the_work_list_is_not_empty() -> None:
 
 # One of each kind: static, of two sets, following the text, remapped.
 A_FEW = [METHODS[name] for name in ("yarn", "longrope", "dynamic_yarn", "self_extend")]
-few_by_day = pytest.mark.parametrize("method", some(ROPE_METHODS, *A_FEW, ids=lambda method: method.name))
 
 
 @pytest.mark.slow
@@ -74,16 +70,6 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(
     loaded_by_stock = {finding.method for finding in findings if finding.stock}
     stored = {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "table"}
     assert loaded_by_stock >= stored & {method.name for method in methods}
-
-
-@pytest.mark.slow
-@few_by_day
-def test_a_second_model_and_the_class_stay_as_they_were(method: type[RopeMethod]) -> None:
-    other = tiny(seed=1)
-    before = State.of(other, tokens())
-    patched(method)
-    assert before.difference(other) is None
-    assert before.difference(tiny(seed=1)) is None
 
 
 @pytest.mark.slow
@@ -119,96 +105,6 @@ def test_a_cast_never_rounds_frequencies(model_type: str, dtype: torch.dtype) ->
             assert torch.equal(now, buffer)
 
 
-@few_by_day
-def test_patching_twice_raises_and_changes_nothing(method: type[RopeMethod]) -> None:
-    model = patched(method)
-    before = State.of(model, tokens())
-    with pytest.raises(PatchStateError, match="already extended"):
-        ctxext.patch(model, "pi", factor=2.0)
-    assert before.difference(model) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "method"), crossed(["fingerprint", "_prove", "_notes"], ROPE_METHODS))
-def test_a_failure_in_the_middle_leaves_no_trace(
-    method: type[RopeMethod], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny()
-    before = State.of(model, tokens())
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the power went out")
-
-    monkeypatch.setattr(ctxext.models.rope, place, fail)
-    with pytest.raises(RuntimeError, match="the power went out"):
-        ctxext.patch(model, example(method, model))
-    assert before.difference(model) is None
-    assert "ctxext" not in model.config.to_dict()
-    monkeypatch.undo()
-    assert ctxext.patch(model, example(method, model)) is model
-
-
-def greedy_without_cache(model: PreTrainedModel, prompt: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        prompt = torch.cat([prompt, logits(model, prompt)[:, -1:].argmax(-1)], dim=1)
-    return prompt
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cache", "method"), crossed(["dynamic", "static"], ROPE_METHODS))
-def test_generating_with_a_cache_equals_generating_without(method: type[RopeMethod], cache: str) -> None:
-    """From inside the trained window to beyond it, so that dynamic methods change on the way."""
-    model = patched(method)
-    prompt = tokens(TRAINED_LENGTH - 8)
-    expected = greedy_without_cache(model, prompt, 20)
-    found = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=20,
-        do_sample=False,
-        eos_token_id=None,
-        cache_implementation=cache,
-        disable_compile=True,
-    )
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.slow
-@every_model
-def test_generating_with_a_cache_on_every_model(model_type: str) -> None:
-    model = ctxext.patch(tiny(model_type), "yarn", factor=4.0)
-    prompt = tokens(TRAINED_LENGTH - 8)
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    assert torch.equal(found, greedy_without_cache(model, prompt, 20))
-
-
-@few_by_day
-def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod]) -> None:
-    model = patched(method)
-    long = tokens()
-    alone = logits(model, long[:, :80])
-    padding = long.shape[1] - 80
-    batch = torch.cat([long, torch.cat([torch.zeros(1, padding, dtype=torch.long), long[:, :80]], 1)])
-    mask = torch.ones_like(batch)
-    mask[1, :padding] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = logits(model, batch, attention_mask=mask, position_ids=positions)
-    # Float32 sums in another order; what a wrong length or shift would do to these logits is above 0.1.
-    torch.testing.assert_close(found[1:, padding:], alone, atol=2e-4, rtol=0)
-    torch.testing.assert_close(found[:1], logits(model, long), atol=2e-4, rtol=0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("method", some(ROPE_METHODS, METHODS["dynamic_yarn"], ids=lambda method: method.name))
-@pytest.mark.usefixtures("_for_compiling")
-def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
-    model = patched(method)
-    expected = logits(model, tokens())
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled, tokens()), expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.nightly
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_before_it_was_patched() -> None:
@@ -219,42 +115,6 @@ def test_compiled_before_it_was_patched() -> None:
     torch.testing.assert_close(logits(compiled, tokens()), extended, atol=1e-5, rtol=0)
     ctxext.unpatch(compiled)
     torch.testing.assert_close(logits(compiled, tokens()), plain, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-@every_method
-def test_gradient_checkpointing_gives_the_same_gradients(method: type[RopeMethod]) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        model = patched(method).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model(tokens(), labels=tokens(), use_cache=False).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(with_, without) for with_, without in zip(*gradients, strict=True))
-    assert any(gradient.abs().max() > 0 for gradient in gradients[0])
-
-
-def adapted(model: PreTrainedModel) -> Any:
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(model, config).eval()
-
-
-@pytest.mark.slow
-@every_method
-def test_peft_before_and_after_patching_and_merging(method: type[RopeMethod]) -> None:
-    before = adapted(patched(method))
-    after = adapted(tiny())
-    assert ctxext.patch(after, example(method, after.get_base_model())) is after
-    expected = logits(before, tokens())
-    assert torch.equal(logits(after, tokens()), expected)
-    merged = after.merge_and_unload()
-    assert merged.config.ctxext["method"]["method"] == method.name
-    torch.testing.assert_close(logits(merged, tokens()), expected, atol=1e-3, rtol=0)
-    assert (expected - logits(adapted(tiny()), tokens())).abs().max() > 0.1
-    ctxext.unpatch(merged)
-    assert not hasattr(merged.config, "ctxext")
 
 
 @every_model

@@ -203,15 +203,6 @@ def test_several_texts_of_one_prompt() -> None:
     assert [result.generated_tokens for result in results.values()] == [new[0]] * 3 + [new[1]] * 3 + [new[2]] * 3
 
 
-@pytest.mark.nightly
-@paged_in_layers
-def test_a_copy_of_a_model_batches_by_itself() -> None:
-    model = extended("llama", SELF_EXTEND, {})
-    expected, copied = alone(model), copy.deepcopy(model)
-    ctxext.unpatch(model)
-    assert_same(batched(copied), expected)
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "method", "reason"), REFUSED, ids=lambda value: getattr(value, "name", str(value)[:20])
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import logging
 import os
 import re
@@ -26,11 +25,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
-from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
-from ctxext.kernels import BACKENDS, Call, Layout, named, select
+from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.kernels import Call, Layout, named
 from ctxext.methods import known_methods
 from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, EncodingSpec
-from ctxext.training.lora import attach_lora, encodings
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
 from tests._products import some
@@ -201,43 +199,6 @@ def test_survives_saving_and_stock_code_refuses_it(name: str, tmp_path: Path, ca
 
 @pytest.mark.nightly
 @every_encoding
-def test_a_checkpoint_is_loaded_with_a_new_one(name: str, tmp_path: Path) -> None:
-    """As ``load`` with a method does it: the same as to load it and to patch it then."""
-    tiny().save_pretrained(tmp_path)
-    torch.manual_seed(3)
-    once = ctxext.load(tmp_path, name, factor=4.0)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.manual_seed(3)
-    twice = ctxext.patch(plain, name, factor=4.0)
-    assert torch.equal(logits(once, tokens(LENGTH)), logits(twice, tokens(LENGTH)))
-
-
-@pytest.mark.nightly
-@every_encoding
-def test_copies_and_casts(name: str) -> None:
-    model, ids = extended(name), tokens(LENGTH)
-    expected = logits(model, ids)
-    copied = copy.deepcopy(model)
-    for module in modules_of(model):
-        for weight in module.parameters():
-            weight.data.fill_(torch.nan)  # whoever still reads the old ones is found out
-    assert torch.equal(logits(copied, ids), expected)
-    stored = io.BytesIO()
-    torch.save(copied, stored)
-    stored.seek(0)
-    pickled = torch.load(stored, weights_only=False)
-    assert torch.equal(logits(pickled, ids), expected)
-    ctxext.unpatch(pickled)
-    assert torch.equal(logits(pickled, ids), logits(tiny(), ids))
-    half = copied.bfloat16()
-    assert {weight.dtype for module in modules_of(half) for weight in module.parameters()} <= {torch.bfloat16}
-    plain = extended(name, attention="reference").bfloat16()
-    errors = [(logits(one, ids).float() - expected).norm() for one in (half, plain)]
-    assert errors[0] <= 2 * errors[1]
-
-
-@pytest.mark.nightly
-@every_encoding
 def test_a_model_without_data_gets_one_without_data(name: str) -> None:
     with torch.device("meta"):
         model = type(tiny())(tiny().config)
@@ -277,36 +238,6 @@ def test_learns_with_all_its_weights(name: str) -> None:
 
 @pytest.mark.nightly
 @every_encoding
-def test_an_adapter_trains_it_whole_and_carries_it(name: str, tmp_path: Path) -> None:
-    ids = tokens(40)
-    tiny().save_pretrained(tmp_path / "base")
-    model = attach_lora(ctxext.load(tmp_path / "base", name, factor=4.0), rank=2)
-    model.train()
-    model(ids, labels=ids).loss.backward()
-    trained = {path for path, weight in model.named_parameters() if weight.requires_grad and ENCODING in path}
-    assert {path.split(f"{ENCODING}.")[0] for path in trained} == {
-        path.removesuffix(ENCODING) for path in (path for path, module in model.named_modules() if _is_adapted(module))
-    }
-    with torch.no_grad():
-        for path, weight in model.named_parameters():
-            if path in trained:
-                assert weight.grad is not None
-                weight += 0.2
-    expected = logits(model.eval(), ids)
-    ctxext.save(model, tmp_path / "adapter")
-    again = ctxext.load(tmp_path / "adapter")
-    close(logits(again, ids), expected)
-    merged = again.merge_and_unload()
-    close(logits(merged, ids), expected)
-    assert len(encodings(merged)) == len(encodings(extended(name)))
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "original_module", None), Encoding)
-
-
-@pytest.mark.nightly
-@every_encoding
 def test_a_long_text_is_never_all_paired(name: str) -> None:
     """Forward and backward: the largest tensor has fewer numbers than a quarter of one head's pairs.
 
@@ -325,33 +256,6 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
         call = Call.of(q, k, v, layout, scale=0.25, score=encoding.score(pairs))
         named("sdpa").attend(call).sum().backward()
     assert 0 < seen.numbers < length * length / 4
-
-
-@pytest.mark.nightly
-@every_encoding
-def test_backends_serve_it_or_say_why_not(name: str) -> None:
-    encoding, layout = modules_of(extended(name))[0], Layout.causal(1, 30)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4, 30, 32) for _ in range(3))
-    score = encoding.score(pairs_of(q, k, layout, carried_by(encoding, 1, 30, tiny().config.hidden_size)))
-    call = Call.of(q, k, v, layout, scale=0.3, score=score)
-    expected = named("reference").run(call)
-    served = set()
-    for backend in BACKENDS:
-        if named(backend).refuses(call.need) is None:
-            served.add(backend)
-            if score is not None:
-                torch.testing.assert_close(named(backend).run(call), expected, rtol=1e-4, atol=1e-5)
-        else:
-            with pytest.raises(BackendUnavailableError):
-                select(backend, call.need)
-    assert {"reference", "sdpa"} <= served
-    assert score is None or served == {"reference", "sdpa"}
-    model = extended(name, attention="reference")
-    close(logits(model, tokens(40)), logits(extended(name), tokens(40)))
-    if score is not None:
-        with pytest.raises(BackendUnavailableError, match="it does not support the score"):
-            logits(extended(name, attention="flex"), tokens(40))
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
-"""ALiBi and every method that follows the length, on every backend: alone, padded and packed, with gradients.
+"""ALiBi and what models with ALiBi take beside it, on every backend: alone, padded and packed, with gradients.
 
-One oracle for all of it: the same model with the plainest attention there is (``reference``, or the model's own eager
-code), reading each document alone, in a batch of one.
+One oracle for all of it: the same model with the plainest attention there is (``reference``), reading each document
+alone, in a batch of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,70 +16,40 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels import BACKENDS, flex
-from ctxext.methods import METHODS
-from tests._models import LONGROPE, tiny, tokens
+from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
-ROTARY, BIASED = ("llama", "mistral"), ("bloom", "mpt", "falcon")
-CHANGES: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "bloom": {},
+    "mpt": {},
     "falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
 }
-# What follows the length, and the two sides of LongRoPE's boundary.
-FOLLOWING = [
-    *({"method": name, "factor": 4.0} for name in METHODS if name.startswith("dynamic")),
-    *({"method": name, "factor": 4.0, "growth": "doubling"} for name in METHODS if name.startswith("dynamic")),
-    {"method": LONGROPE},
+ALIBI = {"method": "alibi", "factor": 4.0}
+# What models with a bias of their own take beside it.
+OTHERS = [
+    {"method": "pi", "factor": 4.0},
+    *({"method": "dynamic_pi", "factor": 4.0, "growth": growth} for growth in ("exact", "doubling")),
 ]
 OURS = ("reference", "sdpa", "flex")
-STOCK = ("eager", "sdpa")
 
 # Lengths on both sides of the trained window of 64 tokens: under a dynamic method each document has its own positions.
 LENGTHS = (40, 100, 70)
 TOLERANCE = 3e-4  # float32 sums in another order, logits of size 10; a wrong distance or length shows from 0.1 on
-
-
-def settings() -> Iterator[Any]:
-    """Model x method x backend: ALiBi on ctxext's attention, dynamic rotary methods on the model's own."""
-    alibi = {"method": "alibi", "factor": 4.0}
-    for model in (*ROTARY, *BIASED):
-        methods = [alibi] if model in ROTARY else [alibi, *FOLLOWING, {"method": "pi", "factor": 4.0}]
-        for method in methods:
-            if model in BIASED and not _fits(method):
-                continue
-            for backend in OURS:
-                yield _setting(model, method, backend)
-    for model in ROTARY:
-        for method in FOLLOWING:
-            for backend in STOCK:
-                yield _setting(model, method, backend)
-
-
-def _fits(method: dict[str, Any]) -> bool:
-    return method["method"] in ("alibi", "pi", "dynamic_pi")
-
-
-def _setting(model: str, method: dict[str, Any], backend: str) -> Any:
-    name = method["method"] if isinstance(method["method"], str) else method["method"].name
-    growth = f" {method['growth']}" if "growth" in method else ""
-    # Backends are proven by themselves: the first model of each group has all of them here, the others one.
-    further = model not in (ROTARY[0], BIASED[0]) and backend != "sdpa"
-    marks = [pytest.mark.nightly] * further
-    return pytest.param(model, method, backend, id=f"{model}-{name}{growth}-{backend}", marks=marks)
-
-
-every_setting = pytest.mark.parametrize(("model_type", "method", "backend"), list(settings()))
+# Backends are proven by themselves: the first model of each kind has all of them here, the others one.
+SETTINGS = [
+    pytest.param(model, method, backend, marks=[pytest.mark.nightly] * further)
+    for model in MODELS
+    for method in [ALIBI, *(OTHERS if model not in ("llama", "mistral") else [])]
+    for backend in OURS
+    for further in [model not in ("llama", "bloom") and backend != "sdpa"]
+]
 
 
 def build(model_type: str, method: dict[str, Any], backend: str) -> PreTrainedModel:
-    model = tiny(model_type, **CHANGES.get(model_type, {}))
-    if backend in OURS and _is_ours(model_type, method):
-        return ctxext.patch(model, trained_length=TRAINED_LENGTH, attention=backend, **method)
-    model.set_attn_implementation(backend)
-    return ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
-
-
-def _is_ours(model_type: str, method: dict[str, Any]) -> bool:
-    return model_type in BIASED or method["method"] == "alibi"
+    model = tiny(model_type, **MODELS[model_type])
+    return ctxext.patch(model, trained_length=TRAINED_LENGTH, attention=backend, **method)
 
 
 def documents() -> list[Tensor]:
@@ -109,17 +78,14 @@ def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
 
 
-def test_the_work_list_is_whole() -> None:
-    names = {param.id for param in settings()}
-    assert {"llama-alibi-sdpa", "mistral-alibi-flex", "bloom-dynamic_pi-sdpa", "falcon-alibi-reference"} <= names
-    assert {"llama-dynamic_ntk-sdpa", "llama-dynamic_yarn-eager", "mistral-longrope-sdpa"} <= names
+def test_every_backend_of_a_cpu_is_here() -> None:
     assert set(BACKENDS) == {*OURS, "flash", "flash3", "flash4"}
 
 
 @pytest.mark.slow
-@every_setting
+@pytest.mark.parametrize(("model_type", "method", "backend"), SETTINGS)
 def test_padded_and_packed_documents_and_their_gradients(model_type: str, method: dict[str, Any], backend: str) -> None:
-    own = build(model_type, method, "reference" if _is_ours(model_type, method) else "eager")
+    own = build(model_type, method, "reference")
     alone = [run(own, ids) for ids in documents()]
     torch.stack([weigh(found) for found in alone]).sum().backward()
     model, longest = build(model_type, method, backend), max(LENGTHS)
@@ -144,7 +110,7 @@ def test_padded_and_packed_documents_and_their_gradients(model_type: str, method
 
 
 def test_a_kernel_that_is_compiled_for_a_length_refuses_to_decode() -> None:
-    model = build("llama", {"method": "alibi", "factor": 4.0}, "flex")
+    model = build("llama", ALIBI, "flex")
     for way in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}):
         with pytest.raises(BackendUnavailableError, match=r"whenever the number of keys changes\. These can: sdpa"):
             model.generate(tokens(40), max_new_tokens=12, **way)

@@ -7,7 +7,6 @@ all of this for nothing.
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,18 +225,6 @@ def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
     assert torch.equal(logits(ctxext.unpatch(model), inputs), plain)
 
 
-# One of each form by day.
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", some(["llama", *DISTINCT], "llama", "glm", "deepseek_v3", "nanochat"))
-def test_how_a_model_rotates_is_seen_without_its_weights_too(model_type: str) -> None:
-    """Offloaded weights lie on the meta device: what was a guess there would be wrong without a word."""
-    changes = KINDS[model_type].changes
-    for model in (tiny(model_type, **changes), tiny(model_type, **changes).to("meta")):
-        attends = [vars(m)["_ctxext_attend"] for m in patched(model).modules() if "_ctxext_attend" in vars(m)]
-        forms = {attend.form for attend in attends if hasattr(attend, "form")}
-        assert {form._replace(tail=False) for form in forms} == {KINDS[model_type].form._replace(tail=False)}
-
-
 @torch.no_grad()
 def readings(model: PreTrainedModel, rows: Tensor, keep: Tensor, *, static: bool) -> list[Tensor]:
     """Logits of rows, whole and with a cache in chunks and token by token, with a mask and without one."""
@@ -310,29 +297,6 @@ def test_inside_the_window_the_models_own_function_gets_what_it_got_before(monke
 
 
 @pytest.mark.slow
-@every_kind
-def test_padding_is_no_text(model_type: str) -> None:
-    model, inputs = patched(model_of(model_type)), tokens(LENGTH, rows=2)
-    keep = torch.ones_like(inputs)
-    keep[0, :31] = 0
-    found = logits(model, inputs, attention_mask=keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0))
-    require_equal(found[1], logits(model, inputs[1:])[0])
-    require_equal(found[0, 31:], logits(model, inputs[:1, 31:])[0])
-
-
-@pytest.mark.slow
-@every_method
-def test_packed_documents_are_read_as_if_alone(cls: type[RemapMethod]) -> None:
-    model, _ = extended(cls)
-    for lengths in ([90, 40], [15, 10]):  # short ones are inside the window, where transformers' mask parts none
-        ids = tokens(sum(lengths))
-        given: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-        given |= {"attention_mask": torch.ones_like(ids)} if lengths[0] == 15 else {}
-        alone = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
-        require_equal(logits(model, ids, **given), alone)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", some(KINDS, "lfm2_moe", "gemma3_text", "smollm3", "gpt_oss"))
 def test_documents_of_one_row_are_read_each_alone_or_refused(model_type: str) -> None:
     """Where ctxext computes attention, also with a cache, with which no mask of transformers does."""
@@ -378,23 +342,10 @@ def test_a_gap_in_positions_begins_no_document() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "phi3"])
-def test_checkpointed_layers_have_the_same_gradients(model_type: str) -> None:
-    model, inputs = patched(model_of(model_type)).train(), tokens(LENGTH)
-    _, plain = outcome(model, inputs)
-    model.gradient_checkpointing_enable()
-    require_equal(outcome(model, inputs)[1], plain)
-
-
-@pytest.mark.slow
-@every_pair
-def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(
-    cls: type[RemapMethod], model_type: str, tmp_path: Path
-) -> None:
-    model = tiny(model_type, **KINDS[model_type].changes)
-    method, plain = example(cls, model), copy.deepcopy(model)
-    patched(model, method)
-    ids = tokens(min(target(method), 100))
+@every_kind
+def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(model_type: str, tmp_path: Path) -> None:
+    kind, ids = KINDS[model_type], tokens(100)
+    model = patched(tiny(model_type, **kind.changes))
     ctxext.save(model, tmp_path)
     # Phi-3's config is checked before its rope types are, and a field of it is guarded.
     refusal = StrictDataclassFieldValidationError if model_type == "phi3" else CheckpointError
@@ -402,16 +353,8 @@ def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(
         AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded = ctxext.load(tmp_path)
     assert torch.equal(logits(loaded, ids), logits(model, ids))
-    before, after = ctxext.describe(model), ctxext.describe(loaded)
-    assert (before.method, before.fingerprint, before.notes) == (after.method, after.fingerprint, after.notes)
-    assert not before.stock
-    kind = KINDS[model_type]
     said = f"{kind.far} of {kind.attending} attention layers are remapped; the others stay as they are"
-    assert (said in str(before)) == (kind.far < kind.attending)
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert torch.equal(logits(copied, ids), logits(model, ids))
-    for each in (model, copied):
-        assert torch.equal(logits(ctxext.unpatch(each), ids), logits(plain, ids))
+    assert (said in str(ctxext.describe(loaded))) == (kind.far < kind.attending)
 
 
 def test_a_model_that_was_saved_is_extended_afterwards(tmp_path: Path) -> None:
@@ -447,28 +390,6 @@ def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
     ctxext.patch(model, "dual_chunk", factor=2, trained_length=64)
     assert torch.equal(logits(model, tokens(55)), logits(plain, tokens(55)))
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", ["logn", "yarn", "growing"])
-def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> None:
-    rope = RopeSpec(8, 1e4, 64)
-    at = torch.tensor([[0, 63, 64, 127]])
-    found = ReRoPE(factor=2, temperature=temperature).sharpness(rope, at)
-    assert found is not None
-    if temperature == "logn":
-        assert torch.allclose(found, torch.tensor([[1, 1, 65**0, 7 / 6]]).double(), atol=0.005)
-    elif temperature == "growing":
-        assert torch.allclose(found[:, [0, 1, 3]], torch.tensor([[1, 1, 1.0693147**2]]).double())
-        assert 1 < float(found[0, 2]) < 1.004
-    else:
-        assert torch.allclose(found, torch.full((1, 4), 1.0693147**2).double())
-    model = ctxext.patch(tiny().double(), "rerope", factor=2, temperature=temperature)
-    plain = ctxext.patch(tiny().double(), "rerope", factor=2)
-    apart = (logits(model, tokens(100)) - logits(plain, tokens(100))).abs().amax(-1)[0]
-    assert (float(apart[:63].max()) > 1e-4) == (temperature == "yarn"), "others leave the trained window as it is"
-    assert ("read as without the extension" in str(ctxext.describe(model))) == (temperature != "yarn")
-    assert float(apart[80:].min()) > 1e-6
 
 
 def test_a_window_that_is_lifted_is_no_obstacle() -> None:

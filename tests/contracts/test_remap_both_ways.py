@@ -32,7 +32,6 @@ WINDOWED = ("modernbert", "gemma3_text", *(("neomme", "ultrabert") if RECENT els
 TYPES = (*WHOLE, *WINDOWED)
 ROWS = ((0, LENGTH), (30, LENGTH), (0, LENGTH - 20), (3, 20))
 
-every_method = pytest.mark.parametrize("cls", REMAPS, ids=[cls.name for cls in REMAPS])
 every_pair = pytest.mark.parametrize(("cls", "model_type"), crossed([SelfExtend, *OTHERS], TYPES))
 
 
@@ -137,21 +136,6 @@ def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod], mode
             found, wanted = (logits(each, ids[:, :exact], attention_mask=mask) for each in (model, plain))
             assert torch.equal(found, wanted)
         assert float((logits(model, ids) - logits(plain, ids)).abs().max()) > 1e-3, "beyond, it does something"
-
-
-@pytest.mark.slow
-@every_method
-@pytest.mark.parametrize("model_type", ["eurobert", "llama"])
-def test_a_row_alone_is_the_row_in_a_batch_and_a_document_the_document_in_a_pack(
-    cls: type[RemapMethod], model_type: str
-) -> None:
-    model, ids = extended(cls, model_type), tokens(LENGTH, rows=len(ROWS))
-    together = logits(model, ids, attention_mask=keep_of(*ROWS).long())
-    for row, (start, stop) in enumerate(ROWS):
-        alone = logits(model, ids[row : row + 1, start:stop])
-        close = 1e-3 if start else 1e-9  # of rotations that the model computes in float32, counting padding
-        torch.testing.assert_close(together[row, start:stop], alone[0], rtol=close, atol=close)
-    require_alone_in_a_pack(model, [50, 1, LENGTH - 51])
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.errors import PatchStateError
@@ -71,31 +70,6 @@ def test_a_pass_changes_no_buffer_and_no_number(model_type: str, method: dict[st
     for path, module in model.named_modules():
         scalars = {key: value for key, value in numbers[path].items() if isinstance(value, int | float | str)}
         assert {key: vars(module)[key] for key in scalars} == scalars, path
-
-
-@pytest.mark.slow
-def test_chunked_prefill_of_two_threads_does_not_mix() -> None:
-    model = extended("llama", {"method": "dynamic_ntk", "factor": 4.0})
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 40}
-    prompts = tokens(TRAINED_LENGTH + 30), tokens(TRAINED_LENGTH + 30, rows=3)[2:]
-    expected = [model.generate(prompt, attention_mask=torch.ones_like(prompt), **options) for prompt in prompts]
-    here, met = threading.get_ident(), []
-
-    def in_turn(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == here:
-            met.append(in_a_thread(lambda: _generated(model, prompts[1], options, expected[1])))
-
-    handle = model.register_forward_pre_hook(in_turn)
-    found = model.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), **options)
-    handle.remove()
-    assert len(met) > 3
-    assert all(met)
-    assert torch.equal(found, expected[0])
-
-
-def _generated(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], expected: Tensor) -> bool:
-    found: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    return torch.equal(found, expected)
 
 
 @pytest.mark.slow

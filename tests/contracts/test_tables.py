@@ -39,7 +39,6 @@ CASES = [(name, "roberta") for name in TABLE_METHODS] + [
     (name, model_type) for model_type in MODELS for name in ("pi", "hierarchical") if model_type != "roberta"
 ]
 every_case = pytest.mark.parametrize(("method", "model_type"), CASES, ids=["-".join(case) for case in CASES])
-every_model = pytest.mark.parametrize("model_type", MODELS)
 
 
 def table_model(model_type: str, **changes: Any) -> PreTrainedModel:
