@@ -95,18 +95,6 @@ def test_equals_what_is_written_out_by_hand(model_type: str, kind: str, monkeypa
         torch.testing.assert_close(found[keep], expected[keep], rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.slow
-@every_kind
-@every_encoder
-def test_a_row_alone_is_the_row_in_a_batch(model_type: str, kind: str) -> None:
-    model = ctxext.patch(encoder(model_type), "alibi", factor=4.0, both_ways=kind)
-    ids, rows = tokens(LENGTH, rows=3), [(0, LENGTH), (40, LENGTH), (0, 70)]
-    together = logits(model, ids, attention_mask=keep_of(*rows).long())
-    for row, (start, stop) in enumerate(rows):
-        alone = logits(model, ids[row : row + 1, start:stop])
-        torch.testing.assert_close(together[row, start:stop], alone[0], rtol=1e-9, atol=1e-9)
-
-
 @every_kind
 @pytest.mark.parametrize("model_type", ["eurobert", "llama"])
 def test_a_document_alone_is_the_document_in_a_packed_row(model_type: str, kind: str) -> None:

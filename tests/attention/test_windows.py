@@ -10,7 +10,6 @@ import torch
 import ctxext
 from ctxext.errors import IncompatibleError
 from tests._models import RECENT, logits, tiny, tokens
-from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH
 
 
@@ -19,20 +18,6 @@ def last_sees_first(model: Any) -> bool:
     other = inputs.clone()
     other[0, 0] = 40 + (int(other[0, 0]) - 39) % 88
     return not torch.equal(logits(model, inputs)[:, -1], logits(model, other)[:, -1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "ministral", "qwen2"])
-def test_lifted_windows_let_the_last_token_see_the_first(model_type: str) -> None:
-    windowed = {"use_sliding_window": True, "max_window_layers": 0} if model_type == "qwen2" else {}
-    model = tiny(model_type, sliding_window=16, **windowed)
-    before = State.of(model, tokens())
-    assert not last_sees_first(model)
-    ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
-    assert last_sees_first(model)
-    assert not any("sliding" in note or "windows" in note for note in ctxext.describe(model).notes)
-    ctxext.unpatch(model)
-    assert before.difference(model) is None
 
 
 def test_lifted_equals_a_model_built_without_windows() -> None:

@@ -67,18 +67,6 @@ def _next(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_cache_can_be_cropped_repeated_and_reordered(model: PreTrainedModel) -> None:
-    ids = tokens(50, rows=2)
-    cache = DynamicCache(config=model.config)
-    _next(model, ids[:, :40], cache)
-    cache.crop(-10)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([3, 1, 0, 2]))
-    text = torch.cat([ids[:, :30], ids[:, 40:]], 1)[[1, 0, 0, 1]]
-    torch.testing.assert_close(_next(model, text[:, 30:], cache), logits(model, text)[:, 30:], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_a_cache_laid_out_for_keys_alone_is_laid_out_anew(model: PreTrainedModel) -> None:
     config, ids = model.config, tokens(30)
     cache = StaticCache(config=config, max_cache_len=40)
