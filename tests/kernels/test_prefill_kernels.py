@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests._programs import ROOT, ran
 from tests.kernels.test_step_kernel import Launches
+from tests.referee import twin
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,10 +36,8 @@ def merges() -> None:
         out = torch.randn(batch, heads, length, width, generator=generator).to(dtype)
         total_lse, lse = (torch.randn(batch, length, heads, generator=generator).mul(4).transpose(1, 2) for _ in "12")
         total_lse[:, :, ::3], lse[:, :, ::4] = -torch.inf, -torch.inf
-        untouched, wide = whole[:, :5].clone(), [x.double() for x in (total_lse, lse + bias)]
-        both = torch.logaddexp(*wide)
-        weights = [(x - both).exp().nan_to_num()[..., None] for x in wide]
-        exact = weights[0] * total.double() + weights[1] * out.double()
+        untouched, exact, both = whole[:, :5].clone(), total.double(), total_lse.double()
+        twin.merge(exact, both, out, lse, bias)
         again, again_lse = total.clone(), total_lse.clone()
         launch(total, total_lse, out, lse, bias)
         seen = both > -torch.inf
@@ -65,16 +64,7 @@ def turns() -> None:
         x = torch.randn(batch, length, heads, width, generator=generator).to(dtype).transpose(1, 2)
         angles = torch.randn(draw.choice([1, batch]), 1, length, pairs, generator=generator, dtype=torch.float64)
         found = launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back)
-        start = width - 2 * pairs if tail else 0
-        part = x[..., start : start + 2 * pairs].double()
-        part = part.unflatten(-1, (pairs, 2)) if interleaved else part.unflatten(-1, (2, pairs)).transpose(-1, -2)
-        turned = torch.view_as_complex(part.contiguous()) * torch.polar(
-            torch.ones(()).double(), -angles if back else angles
-        )
-        numbers = torch.view_as_real(turned)
-        numbers = numbers.flatten(-2) if interleaved else numbers.transpose(-1, -2).flatten(-2)
-        exact = x.double()
-        exact[..., start : start + 2 * pairs] = numbers
+        exact = twin.rotated(x, angles.cos(), (-angles if back else angles).sin(), interleaved, tail)
         assert found.dtype == dtype
         _require_near(found, exact, dtype)
         assert torch.equal(launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back), found)

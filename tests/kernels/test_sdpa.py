@@ -61,26 +61,6 @@ def test_long_causal_needs_no_mask_and_no_quadratic_tensor(monkeypatch: pytest.M
     assert seen == [(None, True, 24, 24)] * 2
 
 
-def test_shards_merge_to_the_whole() -> None:
-    """Two ranks, each with half of the keys, merged by log-sum-exp as ring attention does."""
-    q, k, v = (x.detach() for x in _tensors(64))
-    whole = Reference()(q, k, v, scale=0.25, slopes=SLOPES)
-    from ctxext.kernels.columns import COLUMNS, alibi_columns
-
-    places, shards = torch.arange(64)[None], (torch.arange(0, 32), torch.arange(32, 64))
-    options = {"scale": 0.25, "dtype": torch.float32}
-    queries = torch.cat([alibi_columns(places, SLOPES, side="query", **options), q], -1)
-    outs, weights = [], []
-    for shard in shards:
-        keys = torch.cat([alibi_columns(places[:, shard], SLOPES, side="key", **options), k[:, :, shard]], -1)
-        scores = (queries @ keys.transpose(-1, -2) * 0.25).masked_fill(shard[None, :] > places[0][:, None], -1e30)
-        weights.append(scores.logsumexp(-1, keepdim=True))
-        outs.append(scores.softmax(-1) @ v[:, :, shard])
-    share = torch.stack(weights).softmax(0)
-    torch.testing.assert_close((share * torch.stack(outs)).sum(0), whole, rtol=1e-4, atol=1e-5)
-    assert queries.shape[-1] == q.shape[-1] + COLUMNS
-
-
 def test_the_rounding_math_path_is_never_taken_for_columns() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         out = Sdpa()(*_tensors(64), scale=0.25, slopes=SLOPES)

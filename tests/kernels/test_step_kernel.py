@@ -43,13 +43,13 @@ TYPES = {
 
 
 @pytest.mark.nightly
-def test_the_error_is_at_most_twice_that_of_naive_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside float64, as each dtype allows; also the same bits twice, and 0 for a query that sees nothing."""
+def test_the_error_is_a_few_last_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside float64; naive attention errs as much. Also the same bits twice, and 0 for a query that sees nothing."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = ran([str(Path(__file__).with_name("step_program.py")), "0", str(SETTINGS)], ROOT)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one for one in found if not one["error"] <= 2 * one["plain"]] == []
+    assert [one for one in found if not one["places"] <= (4 if one["dtype"] == "float32" else 2)] == []
     assert [one for one in found if not (one["repeats"] and one["blind is 0"])] == []
     assert {one["dtype"] == one["dtype of output"] for one in found} == {True}
     seen = {name: {str(one[name]) for one in found} for name in found[0]}
