@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not RECENT, reason="built for the newest transformers")]
 
 LENGTH = 2 * TRAINED_LENGTH + 10
-TYPES = ("t5gemma", "t5gemma2")
 SAVED = json.loads(Path(__file__).with_name("saved_sides.json").read_text())["models"]
-every_type = pytest.mark.parametrize("model_type", TYPES)
 
 
 def model_of(model_type: str = "t5gemma") -> PreTrainedModel:
@@ -41,42 +38,10 @@ def model_of(model_type: str = "t5gemma") -> PreTrainedModel:
     return tiny_model(config)
 
 
-def saved_once(model: PreTrainedModel, directory: Path) -> State:
-    """Its state after saving, which writes into its config."""
-    model.save_pretrained(directory)
-    return State.of(model, tokens(LENGTH))
-
-
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, written: Tensor, **arguments: Any) -> Tensor:
     found: Tensor = model(input_ids=ids, decoder_input_ids=written, use_cache=False, **arguments).logits
     return found
-
-
-@every_type
-@pytest.mark.nightly
-def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, stock: Stock, tmp_path: Path) -> None:
-    model, inputs = model_of(model_type), tokens(LENGTH)
-    before = saved_once(model, tmp_path / "plain")
-    ctxext.patch(model, "yarn", factor=4.0)
-    description = ctxext.describe(model)
-    assert [name for name, _ in description.sides] == ["encoder", "decoder"]
-    assert all(side.target_length == 4 * TRAINED_LENGTH for _, side in description.sides)
-    assert description.stock
-    extended = logits(model, inputs, inputs)
-    assert not torch.equal(extended, before.logits)
-    model.save_pretrained(tmp_path / "extended")
-    save_file({"input_ids": inputs}, tmp_path / "inputs.safetensors")
-    found = stock.logits(tmp_path / "extended", tmp_path / "inputs.safetensors")
-    assert isinstance(found, Tensor), found
-    assert torch.equal(found, extended)
-    loaded = ctxext.load(tmp_path / "extended")
-    assert torch.equal(logits(loaded, inputs, inputs), extended)
-    assert str(ctxext.describe(loaded)).partition("edited")[0] == str(description).partition("edited")[0]
-    for one in (model, loaded):
-        ctxext.unpatch(one)
-        assert torch.equal(logits(one, inputs, inputs), before.logits)
-    assert before.difference(model) is None
 
 
 def plain() -> PreTrainedModel:
@@ -144,16 +109,6 @@ def test_generation_with_a_cache_equals_decoding_without_one(mixed: PreTrainedMo
     scores = logits(mixed, ids, written[:, :-1], attention_mask=mask)
     scores[:, :, mixed.generation_config.eos_token_id or 1] = -torch.inf
     assert torch.equal(scores.argmax(-1), written[:, 1:])
-
-
-def test_a_row_alone_is_the_row_in_a_batch(mixed: PreTrainedModel) -> None:
-    model = copy.deepcopy(mixed).double()
-    ids, written = tokens(LENGTH, rows=2), tokens(50, rows=2)
-    mask, kept = torch.ones_like(ids), torch.ones_like(written)
-    mask[1, :10], kept[1, 30:] = 0, 0
-    together = logits(model, ids, written, attention_mask=mask, decoder_attention_mask=kept)
-    alone = logits(model, ids[1:, 10:], written[1:, :30])
-    torch.testing.assert_close(together[1:, :30], alone, rtol=1e-3, atol=1e-3)  # its rotary encoder counts slots
 
 
 @pytest.mark.parametrize(
@@ -230,17 +185,6 @@ def test_adapters_carry_both_sides(tmp_path: Path) -> None:
     other = ctxext.load(tmp_path / "base", "yarn", factor=4.0)
     with pytest.raises(CheckpointError, match=r"decoder: .*alibi"):
         ctxext.load(tmp_path / "adapter", base=other)
-
-
-def test_copied_and_undone() -> None:
-    model, inputs = model_of(), tokens(LENGTH)
-    plain = logits(model, inputs, inputs)
-    ctxext.patch(model, "yarn", factor=4.0)
-    copied = copy.deepcopy(model)
-    assert torch.equal(logits(copied, inputs, inputs), logits(model, inputs, inputs))
-    ctxext.unpatch(model)
-    assert not torch.equal(logits(copied, inputs, inputs), plain)
-    assert torch.equal(logits(ctxext.unpatch(copied), inputs, inputs), plain)
 
 
 @pytest.mark.nightly

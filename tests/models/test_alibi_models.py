@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -28,7 +23,6 @@ from tests._models import logits
 from tests._models import tokens as random_tokens
 from tests._products import crossed
 from tests.kernels.cases import leave_flex_uncompiled
-from tests.walk.check import Stock
 
 TRAINED = 32
 LENGTH = 80
@@ -115,33 +109,6 @@ def test_falcon_is_exact_where_stock_rounds_its_bias() -> None:
     assert (rounded - exact).abs().max() > 100 * TOLERANCE
 
 
-@every_pair
-def test_padding_and_packing_do_not_show(family: str, method: dict[str, Any]) -> None:
-    model = patch(build(family), **method)
-    ids, keep = tokens(rows=2), torch.ones(2, LENGTH, dtype=torch.long)
-    keep[0, :50] = 0
-    padded = logits(model, ids, attention_mask=keep)
-    torch.testing.assert_close(padded[0, 50:], logits(model, ids[:1, 50:])[0], atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(padded[1], logits(model, ids[1:])[0], atol=TOLERANCE, rtol=0)
-    right = torch.ones(2, LENGTH, dtype=torch.long)
-    right[0, 30:] = 0
-    trailing = logits(model, ids, attention_mask=right)
-    torch.testing.assert_close(trailing[0, :30], logits(model, ids[:1, :30])[0], atol=TOLERANCE, rtol=0)
-
-
-@every_family
-def test_packed_documents_do_not_leak(family: str) -> None:
-    ids = tokens(60)
-    positions = torch.cat([torch.arange(35), torch.arange(25)])[None]
-    model = patch(build(family))
-    packed = logits(model, ids, position_ids=positions)
-    torch.testing.assert_close(packed[:, 35:], logits(model, ids[:, 35:]), atol=TOLERANCE, rtol=0)
-    if family == "bloom":  # why it matters
-        stock = build(family)
-        leaked = logits(stock, ids, position_ids=positions)[:, 35:] - logits(stock, ids[:, 35:])
-        assert leaked.abs().max() > 1
-
-
 def test_stock_mpt_crashes_beyond_its_window_and_ours_reads_on() -> None:
     with pytest.raises(RuntimeError):
         logits(build("mpt"), tokens())
@@ -170,47 +137,6 @@ def test_decoding_with_a_cache_equals_reading_anew(family: str, method: dict[str
         out = model.generate(ids, output_logits=True, return_dict_in_generate=True, **arguments, **way)
         assert torch.equal(out.sequences, greedy), way
         torch.testing.assert_close(out.logits[-1], logits(model, greedy[:, :-1])[:, -1], atol=TOLERANCE, rtol=0)
-
-
-@every_family
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_gradients_equal_stock(family: str, backend: str) -> None:
-    ids = tokens(TRAINED)
-    found = []
-    for model in (build(family), patch(build(family), attention=backend)):
-        model.train()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-3, msg=name)
-
-
-@pytest.mark.slow
-@every_pair
-def test_saved_restored_copied_and_undone(family: str, method: dict[str, Any], stock: Stock, tmp_path: Path) -> None:
-    model, ids = build(family), tokens()
-    model.save_pretrained(tmp_path / "plain")  # fills in what saving fills in
-    before, keys, plain = model.config.to_dict(), list(model.state_dict()), logits(model, ids[:, :TRAINED])
-    extended = logits(patch(model, **method), ids)
-    ctxext.save(model, tmp_path / "extended")
-    restored = ctxext.load(tmp_path / "extended")
-    assert torch.equal(logits(restored, ids), extended)
-    assert torch.equal(logits(copy.deepcopy(model), ids), extended)
-    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), ids), extended)
-    if method["method"] == "alibi":
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / "extended").config.ctxext["stock"]
-    else:
-        save_file({"input_ids": ids}, tmp_path / "ids.safetensors")
-        said = stock.logits(tmp_path / "extended", tmp_path / "ids.safetensors")
-        assert "this checkpoint is extended by ctxext: load it with ctxext.load" in str(said)
-        with pytest.raises(Exception, match=r"load it with ctxext\.load"):  # transformers' own, whatever its class
-            type(model).from_pretrained(tmp_path / "extended")
-    for one in (model, restored):
-        ctxext.unpatch(one)
-        assert torch.equal(logits(one, ids[:, :TRAINED]), plain)
-        assert list(one.state_dict()) == keys
-    assert model.config.to_dict() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -247,18 +247,6 @@ def test_weights_that_cannot_be_divided() -> None:
     refused(large, r"too large for torch\.float16")
 
 
-@pytest.mark.nightly
-def test_an_adapter_around_the_queries_and_one_put_on_afterwards() -> None:
-    peft = pytest.importorskip("peft")
-    around = peft.get_peft_model(tiny("t5"), peft.LoraConfig(target_modules=["q"], r=2))
-    with pytest.raises(IncompatibleError, match=r"stands in its place\. Extend the model before you wrap"):
-        extend(around)
-    model = extend(tiny("t5"))
-    expected = both_sides(model)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q"], r=2))
-    assert torch.equal(both_sides(adapted), expected)
-
-
 def test_training_reaches_the_weights_that_stand_there() -> None:
     model = extend(tiny("t5"))
     model(input_ids=tokens(16), decoder_input_ids=tokens(16)).logits.square().sum().backward()

@@ -21,30 +21,13 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.models import find_architecture
 from tests._famous import FAMOUS
 from tests._models import both_sides, tiny
-from tests.walk.check import Stock, check_model, walked_methods
 from tests.walk.tiny import TRAINED_LENGTH
-
-RIGHT = ["t5", "mt5", "umt5", "switch_transformers"]
 
 
 def patched(model_type: str = "t5", **arguments: Any) -> PreTrainedModel:
     return ctxext.patch(
         tiny(model_type), "stretch_buckets", **{"factor": 4.0, "trained_length": TRAINED_LENGTH} | arguments
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model_type", RIGHT)
-def test_saved_reloaded_by_stock_code_and_unpatched(model_type: str, stock: Stock, tmp_path: Path) -> None:
-    """Everything that the walk looks at: bit for bit in a process without ctxext, nothing left by a refusal."""
-    findings = check_model(tiny(model_type), walked_methods(["stretch_buckets", "yarn", "alibi"]), stock, tmp_path)
-    found = {finding.method: finding for finding in findings}
-    assert found["stretch_buckets"].outcome == "right", found["stretch_buckets"].detail
-    assert found["stretch_buckets"].stock
-    for name in ("yarn", "alibi"):
-        assert found[name].outcome == "refused"
-        assert "32 buckets of relative distances" in found[name].detail
-        assert "stretch_buckets" in found[name].detail
 
 
 @pytest.mark.slow
@@ -76,14 +59,6 @@ def test_every_part_says_the_same_and_unpatching_brings_all_back(tmp_path: Path)
     assert model.config.to_dict() == said
     assert {part.relative_attention_max_distance for part in parts} == {128}
     assert {one.config.relative_attention_max_distance for one in (model.encoder, model.decoder)} == {128}
-
-
-@pytest.mark.nightly
-def test_ctxext_load_takes_another_in_its_place(tmp_path: Path) -> None:
-    patched().save_pretrained(tmp_path)
-    further = ctxext.load(tmp_path, "stretch_buckets", factor=8, trained_length=TRAINED_LENGTH)
-    assert further.config.relative_attention_max_distance == 8 * 128, "from the trained one, never on top"
-    assert further.config.ctxext["original"] == {"relative_attention_max_distance": 128}
 
 
 @pytest.mark.nightly

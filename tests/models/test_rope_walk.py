@@ -51,13 +51,6 @@ def test_every_structure_is_right(model_type: str, stock: Stock, tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_every_layer_windowed_is_right_kept_and_lifted(stock: Stock, tmp_path: Path) -> None:
-    found = outcomes("ministral", stock, tmp_path, "yarn", "dynamic_ntk")
-    assert list(found) == [f"{name} ({choice})" for name in ("yarn", "dynamic_ntk") for choice in ("keep", "lift")]
-    assert {outcome for outcome, _ in found.values()} == {"right"}
-
-
-@pytest.mark.nightly
 def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("phi3", stock, tmp_path)
     assert {found[name] for name in ("pi", "yarn")} == {
@@ -136,21 +129,6 @@ def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch:
     (finding,) = check_model(model, walked_methods(["pi"]), stock, tmp_path)
     assert finding.outcome == "wrong"
     assert "stock reload: logits differ" in finding.detail
-
-
-@pytest.mark.nightly
-def test_retrofits_and_encoders_are_walked_as_well(stock: Stock, tmp_path: Path) -> None:
-    for model_type in ("eurobert", "mixtral"):
-        folder = tmp_path / model_type
-        folder.mkdir()
-        findings = check_model(tiny(model_type), walked_methods(["pi", "alibi"]), stock, folder)
-        found = {finding.method: (finding.outcome, finding.detail) for finding in findings}
-        assert found["pi"][0] == "right", found
-        assert found["alibi"][0] == "right", found
-        assert "only ctxext loads" in found["alibi"][1]
-    line = run.walk_safely("moonshine", ["pi"])
-    assert (line["kind"], line["outcome"]) == ("speech", "refused")
-    assert "one and the same config" in line["reason"]
 
 
 def test_the_walk_finds_layers_seen_wrongly_and_causality_lost(

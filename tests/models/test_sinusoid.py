@@ -1,4 +1,4 @@
-"""Sinusoids that are added to the input: their rows, what stock code loads, what it must refuse, and what cannot be."""
+"""Sinusoids that are added to the input: their rows, and what cannot be; the walk holds them to stock code."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
-from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.errors import IncompatibleError
 from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids, usable_methods
 from tests._formulas import spectrum
-from tests._products import crossed, some
-from tests.walk.check import State, Stock
+from tests._products import crossed
+from tests.walk.check import State
 from tests.walk.stock import logits_of
 from tests.walk.tiny import tiny_config, tiny_model
 
@@ -43,7 +41,6 @@ class Case:
         first: row of the first token.
         fairseq: whether its spectrum is fairseq's; else that of the Transformer's paper.
         interleaved: whether sines and cosines alternate.
-        stock: whether stock transformers loads an extended one.
         grows: whether its own code computes a longer table where a text is longer.
         changes: fields of its config.
     """
@@ -53,7 +50,6 @@ class Case:
     first: int = 0
     fairseq: bool = False
     interleaved: bool = False
-    stock: bool = False
     grows: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
 
@@ -64,9 +60,9 @@ CASES = {
     case.name: case
     for case in (
         Case("MarianMTModel", "marian", changes=SPEECHLESS),
-        Case("MarianForCausalLM", "marian", stock=True, changes=SPEECHLESS),
-        Case("PegasusForConditionalGeneration", "pegasus", stock=True, changes=SPEECHLESS),
-        Case("FSMTForConditionalGeneration", "fsmt", 2, True, stock=True, grows=True, changes=SPEECHLESS | PAD),
+        Case("MarianForCausalLM", "marian", changes=SPEECHLESS),
+        Case("PegasusForConditionalGeneration", "pegasus", changes=SPEECHLESS),
+        Case("FSMTForConditionalGeneration", "fsmt", 2, True, grows=True, changes=SPEECHLESS | PAD),
         Case("XGLMForCausalLM", "xglm", 2, True, grows=True, changes=SPEECHLESS | PAD),
         Case("M2M100ForConditionalGeneration", "m2m_100", 2, True, grows=True, changes=SPEECHLESS | PAD),
         Case("CTRLLMHeadModel", "ctrl", changes={"n_embd": WIDTH, "n_positions": LENGTH}),
@@ -74,7 +70,6 @@ CASES = {
             "DistilBertForMaskedLM",
             "distilbert",
             interleaved=True,
-            stock=True,
             changes={"sinusoidal_pos_embds": True, "dim": WIDTH, "hidden_dim": 48, "max_position_embeddings": LENGTH},
         ),
     )
@@ -225,38 +220,6 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
 # --- saved, loaded, undone -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
-@every_case
-def test_stock_code_loads_it_exactly_or_refuses_it(name: str, stock: Stock, tmp_path: Path) -> None:
-    """A process that never imports ctxext; then ``ctxext.load``, which has to give the same in either case."""
-    case, model = CASES[name], build(name)
-    model.save_pretrained(tmp_path / "plain")
-    before = State.of(model, text(LENGTH))
-    ctxext.patch(model, "ntk", factor=FACTOR)
-    inputs = text(LONG)
-    expected = logits_of(model, inputs)
-    model.save_pretrained(tmp_path / "long")
-    save_file({"input_ids": inputs}, tmp_path / "inputs.safetensors")
-    found = stock.logits(tmp_path / "long", tmp_path / "inputs.safetensors")
-    assert ctxext.describe(model).stock is case.stock
-    if case.stock:
-        assert isinstance(found, Tensor), found
-        assert torch.equal(found, expected)
-    else:
-        assert isinstance(found, str)
-        assert "this checkpoint is extended by ctxext: load it with ctxext.load" in found
-    ctxext.unpatch(model)
-    assert before.difference(model) is None
-    for loaded in (
-        ctxext.load(tmp_path / "long"),
-        ctxext.load(tmp_path / "plain", "ntk", factor=FACTOR, auto_class=name),
-    ):
-        assert torch.equal(logits_of(loaded.eval(), inputs), expected)
-        assert ctxext.describe(loaded).target_length == LONG
-        ctxext.unpatch(loaded)
-        assert torch.equal(logits_of(loaded, before.inputs), before.logits)
-
-
 @pytest.mark.slow
 def test_what_was_trained_in_a_table_that_is_saved_stays(tmp_path: Path) -> None:
     model = ctxext.patch(build("PegasusForConditionalGeneration"), "pi", factor=FACTOR)
@@ -266,30 +229,6 @@ def test_what_was_trained_in_a_table_that_is_saved_stays(tmp_path: Path) -> None
     expected = logits_of(model, text(LONG))
     ctxext.save(model, tmp_path)
     assert torch.equal(logits_of(ctxext.load(tmp_path).eval(), text(LONG)), expected)
-
-
-@pytest.mark.nightly
-def test_extending_again_replaces_the_extension(tmp_path: Path) -> None:
-    model = build("PegasusForConditionalGeneration")
-    expected = logits_of(ctxext.patch(copy.deepcopy(model), "ntk", factor=4), text(4 * LENGTH))
-    ctxext.patch(model, "pi", factor=FACTOR).save_pretrained(tmp_path)
-    with pytest.raises(PatchStateError, match=r"already extended \(ctxext pi, trained_length=32\)"):
-        ctxext.load(tmp_path, "ntk", factor=4)
-    again = ctxext.load(tmp_path, "ntk", factor=4, trained_length=LENGTH).eval()
-    assert torch.equal(logits_of(again, text(4 * LENGTH)), expected)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", some(["MarianMTModel", "PegasusForConditionalGeneration"], "PegasusForConditionalGeneration")
-)
-def test_a_checkpoint_on_the_disk(name: str, tmp_path: Path) -> None:
-    model = build(name)
-    model.save_pretrained(tmp_path / "plain")
-    written = patch_checkpoint(tmp_path / "plain", tmp_path / "long", "pi", factor=FACTOR)
-    assert written.rewritten is CASES[name].stock
-    loaded = ctxext.load(tmp_path / "long").eval()
-    assert torch.equal(logits_of(loaded, text(LONG)), logits_of(ctxext.patch(model, "pi", factor=FACTOR), text(LONG)))
 
 
 @pytest.mark.slow

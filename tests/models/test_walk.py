@@ -89,15 +89,6 @@ def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
     assert walked("bert", "tile")["kind"] == "masked", "its causal form is a copy of it"
 
 
-@pytest.mark.nightly
-def test_an_encoder_decoder_that_rotates_on_both_sides_is_walked() -> None:
-    line = walked("t5gemma", "pi", "nope")
-    assert outcomes(line)["pi"] == "right"
-    assert outcomes(line)["nope"] == "refused"
-    said = next(one["detail"] for one in line["findings"] if one["method"] == "nope")
-    assert "reads both ways" in said
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("seq2seq", "speech")])
 def test_each_kind_of_model_says_something_of_tokens(kind: str) -> None:
     types = {"causal": "llama", "masked": "eurobert", "encoder": "clip_text_model", "pictures": "granite_docling"}
@@ -106,18 +97,6 @@ def test_each_kind_of_model_says_something_of_tokens(kind: str) -> None:
     found = check.logits_of(model, text_of_length(16))
     assert found.shape[:2] == (1, 16)
     assert sees_ahead(model, text_of_length(16)) == (kind not in ("causal", "encoder", "pictures"),)
-
-
-@pytest.mark.slow
-def test_an_encoder_that_went_blind_is_found(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an encoder-decoder what its encoder sees is looked at by itself: its decoder sees all of it in any case."""
-    model = tiny_model(tiny_config("t5gemma"))
-    assert sees_ahead(model, text_of_length(32)) == (False, True)
-    answers = iter([(False, True), (False, False)])
-    monkeypatch.setattr(check, "sees_ahead", lambda *_: next(answers))
-    (finding,) = check_model(model, walked_methods(["pi"]), stock, tmp_path)
-    assert finding.outcome == "wrong"
-    assert "tokens no longer see those that come after them" in finding.detail
 
 
 def test_a_promise_about_short_texts_is_held_to(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
