@@ -37,9 +37,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def save_reader(directory: str) -> None:
+def save_reader(directory: str | Path, longest: int = 2048) -> None:
     """Write a Llama with random weights that reads bytes, for what needs a checkpoint and a tokenizer."""
-    shape = SHAPE | {"vocab_size": 257, "max_position_embeddings": 2048}
+    shape = SHAPE | {"vocab_size": 257, "max_position_embeddings": longest}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
     make_tokenizer(bos=True).save_pretrained(directory)
 

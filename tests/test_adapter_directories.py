@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -22,17 +21,14 @@ from ctxext.errors import CheckpointError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
+from tests._peft import lora
 
 
 def adapted(plain: Path, method: str | None) -> Any:
     model = AutoModelForCausalLM.from_pretrained(plain)
     if method is not None:
         ctxext.patch(model, method, factor=4)
-    found = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
-    for name, weight in found.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.3)
-    return found.eval()
+    return get_peft_model(model, lora(task_type=None, target_modules=["q_proj"], r=2, init_lora_weights=False)).eval()
 
 
 @pytest.mark.slow

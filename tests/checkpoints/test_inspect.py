@@ -156,6 +156,18 @@ def test_an_extension_of_a_scaled_checkpoint(scaling: str, tmp_path: Path) -> No
     assert {check.target_length for check in found.verdicts} == {4 * trained}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_what_others_extended_was_trained_with_that(tmp_path: Path) -> None:
+    """As Llama 3.1 was, so that nobody has to say for which length."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = TRAINED_LENGTH
+    tiny(rope_parameters=rope, max_position_embeddings=4 * TRAINED_LENGTH).save_pretrained(tmp_path)
+    found = inspect_checkpoint(tmp_path)
+    assert (found.trained_length, str(found.extended)[:16]) == (4 * TRAINED_LENGTH, "rope_type=llama3")
+    assert {check.target_length for check in found.verdicts} == {16 * TRAINED_LENGTH}
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("short")
 def test_extended_twice_and_by_a_choice(tmp_path: Path) -> None:

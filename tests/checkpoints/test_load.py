@@ -121,19 +121,6 @@ def test_in_a_subfolder(plain: Path, tmp_path: Path) -> None:
         ctxext.load(tmp_path, "pi", factor=2, subfolder="elsewhere")
 
 
-@pytest.mark.nightly
-def test_saving_again_and_again(tmp_path: Path) -> None:
-    model = ctxext.patch(tiny(), "dynamic_yarn", factor=4)
-    expected = logits(model, tokens())
-    for turn in range(3):
-        ctxext.save(model, tmp_path / str(turn))
-        model = ctxext.load(tmp_path / str(turn))
-        assert torch.equal(logits(model, tokens()), expected)
-    with pytest.raises(CtxextError, match=r"is not extended; save it with save_pretrained"):
-        ctxext.save(ctxext.unpatch(model), tmp_path / "plain")
-    assert not (tmp_path / "plain").exists()
-
-
 STOCK_FORMS: list[tuple[str, str, dict[str, Any]]] = [
     *(("llama", name, {}) for name in ("yarn", "pi", "llama3", "dynamic_ntk", "abf")),
     ("llama", "longrope", {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}),

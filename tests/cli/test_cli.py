@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import GemmaConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, PretrainedConfig
 from typer.testing import Result
@@ -54,33 +53,6 @@ def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``inspect`` try some of its methods, where a test does not ask for all of them."""
     few = {name: known_methods()[name] for name in ("fox", "ntk", "pi", "string", "yarn")}
     monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: few)
-
-
-@pytest.mark.nightly
-def test_inspect_llama(inspected: tuple[str, Any]) -> None:
-    text, found = inspected
-    assert "default, base 10000, 16 rotary dimensions" in text
-    assert f"{TRAINED} tokens" in text
-    assert all(name in text for name in known_methods())
-    verdicts = {verdict["method"]: verdict for verdict in found["verdicts"]}
-    assert verdicts.keys() == known_methods().keys()
-    assert verdicts["yarn"]["target_length"] == 4 * TRAINED
-    assert verdicts["yarn"]["stock"]
-    assert not verdicts["dynamic_yarn"]["stock"]
-    assert found["extended"] is None
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_few_methods")
-def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path]) -> None:
-    gemma = json.loads(cli("inspect", checkpoints["gemma3"], "--json").stdout)
-    assert [site["layer_type"] for site in gemma["positions"]] == ["full_attention"]
-    assert (gemma["window_caps"], "64 tokens by design" in gemma["window"]) == (False, True)
-    mistral = json.loads(cli("inspect", checkpoints["mistral"], "--json").stdout)
-    assert mistral["window_caps"]
-    assert "would limit the reach" in mistral["window"]
-    assert mistral["verdicts"][-1]["refused"] is None
-    assert "--sliding-window lift" in cli("inspect", checkpoints["mistral"]).stdout.replace("\n", " ")
 
 
 @pytest.mark.slow
@@ -139,44 +111,6 @@ def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: 
     assert "Give --trained-length." in " ".join(cli("inspect", unsaid, "-t", twice).stderr.split())
 
 
-def tried_at_four(found: Any) -> list[Any]:
-    """What inspect says of the methods that it tried at a factor of 4: all but one that ends before 2."""
-    return [verdict for verdict in found["verdicts"] if not verdict["refused"] and verdict["method"] != "string"]
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_few_methods")
-def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    cli("patch", llama, tmp_path / "long", "--method", "dynamic_yarn", "--factor", 4)
-    result = cli("inspect", tmp_path / "long")
-    assert "extended by dynamic_yarn" in result.stdout
-    assert "ctxext.load only" in result.stdout
-    assert "vLLM cannot run 'dynamic_yarn'" in result.stdout
-    found = json.loads(cli("inspect", tmp_path / "long", "--json").stdout)
-    assert (found["trained_length"], found["description"]["target_length"]) == (TRAINED, 4 * TRAINED)
-    assert {verdict["target_length"] for verdict in tried_at_four(found)} == {4 * TRAINED}
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_few_methods")
-def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = TRAINED
-    config = LlamaConfig(**(SHAPE | {"max_position_embeddings": 4 * TRAINED}), rope_parameters=rope)
-    found = json.loads(cli("inspect", config_only(tmp_path / "llama31", config), "--json").stdout)
-    assert found["trained_length"] == 4 * TRAINED, "its weights were trained with the scaling"
-    assert found["extended"].startswith("rope_type=llama3")
-    assert {verdict["target_length"] for verdict in tried_at_four(found)} == {16 * TRAINED}
-    assert found["exports"]["vllm"]["flags"] == ["--max-model-len", str(4 * TRAINED)]
-    linear = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-    place = config_only(tmp_path / "linear", linear)
-    found = json.loads(cli("inspect", place, "--json").stdout)
-    assert found["trained_length"] is None
-    assert all("--trained-length" in verdict["refused"] for verdict in found["verdicts"])
-    found = json.loads(cli("inspect", place, "--trained-length", 2 * TRAINED, "--json").stdout)
-    assert {verdict["target_length"] for verdict in tried_at_four(found)} == {8 * TRAINED}
-
-
 def test_inspect_names_what_is_refused(cli: Cli, tmp_path: Path) -> None:
     from transformers import GPTJConfig
 
@@ -191,20 +125,6 @@ def test_an_adapter_that_carries_no_extension(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     result = cli("inspect", tmp_path, code=1)
     assert "carries no extension" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_few_methods")
-def test_inspect_reads_the_scaling_in_a_gguf_file(cli: Cli, tmp_path: Path) -> None:
-    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    path = write_gguf(model, tmp_path / "tiny.gguf", rope_freqs=np.ones(8, dtype=np.float32), **scaling)
-    found = json.loads(cli("inspect", path, "--json").stdout)
-    assert found["positions"][0]["rope_type"] == "yarn"
-    assert found["extended"].startswith("rope_type=yarn, factor 4")
-    path.write_bytes(b"GGUF")
-    result = cli("inspect", path, code=1)
-    assert "cannot be read as GGUF" in result.stderr
 
 
 @pytest.mark.slow
@@ -343,18 +263,6 @@ def test_export_writes_a_gguf_file(cli: Cli, llama: Path, tmp_path: Path) -> Non
     assert "not for vllm" in cli("export", llama, "--to", "vllm", *method, "--gguf", source, tmp_path / "x").stderr
 
 
-@pytest.mark.nightly
-def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    for name, arguments in (
-        ("all.png", [llama]),
-        ("two.png", [llama, "-m", "yarn", "-m", "ntk", "-f", "8"]),
-        ("one.png", ["--rotary-dim", "64", "--base", "1e4", "--trained-length", "8192", "-m", "pi"]),
-    ):
-        cli("plot", "frequencies", *arguments, "-o", tmp_path / name, code=0)
-        assert (tmp_path / name).stat().st_size > 5000
-    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_bands_of_the_spectrum() -> None:
     found = {method.name: bands(speed(method, LLAMA)[0], 4.0) for method in shown_by_default(4.0)}
     assert {"pi", "ntk", "yarn", "llama3"} <= found.keys()
@@ -375,23 +283,6 @@ def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
     assert cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4, "--sliding-window", "open").exit_code == 2
     result = cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4, code=1)
     assert "--sliding-window lift" in result.stderr
-
-
-@pytest.mark.nightly
-def test_pictures_without_a_name_never_write_over_each_other(
-    cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = {
-        "show": ["show", "yarn"],
-        "frequencies": ["plot", "frequencies", str(llama), "-m", "pi"],
-        "positions": ["plot", "positions", "-m", "self_extend"],
-    }
-    for name, words in asked.items():
-        (tmp_path / f"{name}.png").write_bytes(b"mine")
-        for number in (2, 3) if name == "show" else (2,):
-            assert f"Wrote {name}-{number}.png" in cli(*words).stdout
-        assert (tmp_path / f"{name}.png").read_bytes() == b"mine"
 
 
 @pytest.mark.slow

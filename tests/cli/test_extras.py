@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from ctxext.cli.app import app
+from tests._checkpoints import TRAINED, save_reader
 from tests._models import byte_model
 from tests._products import some
-from tests._tokenizer import make_tokenizer
 from tests.evaluation.test_masked import saved as fills_in
 from tests.texts.test_pdf import pdf
 
@@ -93,22 +92,6 @@ def installed(place: Path, *extras: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join((str(place), str(ROOT)))}
 
 
-def checkpoint(place: Path) -> Path:
-    """A tiny Llama with a tokenizer of bytes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(place)
-    make_tokenizer(bos=True).save_pretrained(place)
-    return place
-
-
 def adapter(place: Path, base: Path) -> Path:
     """An adapter as PEFT saves it, with ctxext's extension beside it."""
     from peft import LoraConfig, get_peft_model
@@ -143,7 +126,8 @@ def asked(
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Every verb, on files of its own."""
     place = tmp_path_factory.mktemp("files")
-    tiny = str(checkpoint(place / "tiny"))
+    save_reader(place / "tiny", TRAINED)
+    tiny = str(place / "tiny")
     lora = str(adapter(place / "lora", place / "tiny"))
     (place / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
     (place / "table.parquet").write_bytes(b"")
@@ -318,7 +302,7 @@ def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("extra", some(["demo", "eval", "pdf", "serve", "train"], "demo"))
 def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "tiny")
+    save_reader(tmp_path / "tiny", TRAINED)
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 80, encoding="utf-8")
     (tmp_path / "more.txt").write_text("Pack my box with five dozen liquor jugs. " * 40, encoding="utf-8")
     commands = own_commands(extra, tmp_path)

@@ -61,27 +61,6 @@ def outputs(folder: Path, stem: str) -> list[Any]:
     return [word for path in paths for word in ("-o", path)]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "asked",
-    [
-        ["eval", "perplexity", "-l", "1024", "-m", "yarn"],
-        ["eval", "passkey", "-l", "1024", "-m", "yarn", "--trials", "1", "--depth", "0.5"],
-    ],
-    ids=lambda words: words[1],
-)
-def test_a_measurement_ends_in_its_files(asked: list[str], place: Path, tmp_path: Path) -> None:
-    texts = ["-t", place / "texts.jsonl", *(["-n", "2"] if "perplexity" in asked else [])]
-    done = command(
-        *asked[:2], place / CHECKPOINT, *asked[2:], *texts, "--dtype", "fp32", *outputs(tmp_path, "found"), code=0
-    )
-    assert CHECKPOINT in done.output
-    if "perplexity" in asked:
-        assert all(name in done.output.replace("\n", " ") for name in NAMES[:2])
-    page = (tmp_path / "found.md").read_text(encoding="utf-8")
-    assert CHECKPOINT in text_of(page)
-
-
 @pytest.mark.slow
 def test_masked_tokens_end_in_their_files(tmp_path: Path) -> None:
     model = saved(tmp_path / CHECKPOINT)

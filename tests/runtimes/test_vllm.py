@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
@@ -60,6 +61,9 @@ def test_vllm_computes_what_the_method_says(case: dict[str, Any]) -> None:
     # What does not turn is divided by 1e30, which no text would notice. Angles are read back from cos and sin.
     assert np.allclose(case["inv_freq"], wanted.inv_freq.numpy(), rtol=1e-9, atol=1e-29)
     assert case["scale"] == pytest.approx(wanted.attention_scale, rel=1e-12)
+    short = method.frequencies(spec_of(plain), TRAINED)
+    is_static = torch.equal(short.inv_freq, wanted.inv_freq) and short.attention_scale == wanted.attention_scale
+    assert made.exact == is_static
 
 
 @pytest.mark.nightly
