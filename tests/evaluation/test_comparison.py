@@ -26,7 +26,7 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.readings import TIMES, Readings, chosen_methods
-from ctxext.measuring.statistics import PairedDifference, document_difference
+from ctxext.measuring.statistics import document_difference
 from ctxext.measuring.survey import LossJob, PromptJob, my_share
 from ctxext.methods.alibi import ALiBi
 from ctxext.methods.pi import PI
@@ -199,18 +199,6 @@ def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
         logits = [model(ids[:, :-1], use_cache=False).logits for ids in tokens]
     pairs = zip(logits, tokens, strict=True)
     return torch.cat([-one.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] for one, ids in pairs])
-
-
-@pytest.mark.parametrize(
-    ("candidates", "units", "expected"),
-    # Student's two-sided 5 percent points from printed tables; 2.5 percent points for two candidates.
-    [
-        *((1, 2, 12.7062), (1, 3, 4.3027), (1, 5, 2.7764), (1, 9, 2.3060), (5, 5, 4.6041), (1, 8, 2.3646)),
-        *((1, 11, 2.2281), (1, 31, 2.0423), (1, 1001, 1.9623), (2, 31, 2.3596), (5, 31, 2.7500)),
-    ],
-)
-def test_errors_needed(candidates: int, units: int, expected: float) -> None:
-    assert PairedDifference(0.0, 0.0, 0, units).errors_needed(candidates) == pytest.approx(expected, abs=6e-5)
 
 
 @pytest.mark.nightly

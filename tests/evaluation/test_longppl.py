@@ -22,7 +22,6 @@ from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.key_tokens import KeyTokens, ending, prepare_search
 from ctxext.evaluation.longppl import LongPplResult
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import truncated_loss
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
@@ -182,27 +181,6 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     assert LongPplResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert sum(len(reading.scores) for reading in found.readings) == 1 + 4 + 1 + 2 * 2
     assert plain.versus_truncation is None
-
-
-@pytest.mark.nightly
-def test_an_interrupted_measurement_goes_on(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """One journal holds what finds the key tokens, and what is measured of them."""
-    texts, methods = corpus(checkpoint.tokenizer), [ctxext.method("pi", factor=2)]
-    journal = Journal(tmp_path / "out.trials.jsonl")
-    search = prepare_search(checkpoint, texts, journal=journal, **LOOSE)
-    search.measure(search.begin()[:1])
-    assert len(prepare_search(checkpoint, texts, journal=journal, **LOOSE).begin()) == 3
-    search.measure(search.begin())
-    survey = longppl.prepare(checkpoint, texts, search.result(), lengths=[900], methods=methods, journal=journal)
-    jobs = survey.begin()
-    survey.measure(jobs[:4])
-    again = longppl.prepare(checkpoint, texts, search.result(), lengths=[900], methods=methods, journal=journal)
-    assert [job.key for job in again.begin()] == [job.key for job in jobs[4:]]
-    again.measure(again.begin())
-    scores = [reading.scores for reading in again.result().readings]
-    assert scores == [
-        reading.scores for reading in run(checkpoint, texts, search.result(), lengths=[900], methods=methods).readings
-    ]
 
 
 @pytest.mark.slow

@@ -235,21 +235,6 @@ def test_the_command_writes_its_result_and_goes_on_where_it_was(tmp_path: Path) 
     assert json.loads(outputs[0].read_text())["readings"] == written["readings"]
 
 
-@pytest.mark.slow
-def test_a_saved_extension_is_measured_as_it_was_saved(tmp_path: Path) -> None:
-    saved(tmp_path / "model")
-    model = bert()
-    ctxext.patch(model, "pi", factor=2)
-    ctxext.save(model, tmp_path / "longer")
-    tokenizer().save_pretrained(tmp_path / "longer")
-    own, plain = (load_checkpoint(str(tmp_path / name), dtype="fp32", masked=True) for name in ("longer", "model"))
-    readers = masked_readers(own, reference=plain)
-    assert readers[0].reading.name == UNPATCHED
-    assert readers[-1].lengths == (TRAINED, 2 * TRAINED)
-    (text, _) = texts_of(2 * TRAINED)
-    assert torch.equal(masked_losses(own.model, text).nan_to_num(-1), masked_losses(model, text).nan_to_num(-1))
-
-
 @pytest.mark.nightly
 def test_new_rows_that_were_trained_are_measured_and_survive_other_methods(tmp_path: Path) -> None:
     model = bert()

@@ -472,26 +472,6 @@ def test_command_to_files_and_back(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        (["sliding", "--stride", "32"], "Sliding-window perplexity"),
-        (["yarn", "--truncate", "--bos", "none"], "texts cut to the length"),
-        (["longlora", "--tokens", "300"], "LongLoRA's published protocol"),
-    ],
-)
-def test_command_in_every_mode(folder: Path, mode: list[str], words: str) -> None:
-    written = [folder / "loss.png", folder / "result.json"]
-    outputs = [part for path in written for part in ("-o", str(path))]
-    found = call(folder, "-m", "dynamic_yarn", "-l", "96", "-l", "128", *outputs, "--mode", *mode)
-    assert found.exit_code == 0, found.output
-    assert words in found.output
-    assert written[0].stat().st_size > 1000
-    saved = json.loads(written[1].read_text(encoding="utf-8"))
-    assert [reading["name"] for reading in saved["readings"]] == [*TRUNCATIONS, "dynamic_yarn"]
-
-
-@pytest.mark.nightly
 def test_two_processes_give_the_same(folder: Path) -> None:
     alone, shared = folder / "alone.json", folder / "shared.json"
     options = ["-m", "dynamic_yarn", "-f", "2", "-l", "96", "-l", "128"]

@@ -76,17 +76,6 @@ def test_bfloat16_only_where_it_is_safe() -> None:
 
 
 @pytest.mark.slow
-def test_saved_extensions_come_back(model: LlamaForCausalLM, saved: Path, tmp_path: Path) -> None:
-    tokenizer = load_checkpoint(str(saved)).tokenizer
-    ctxext.patch(model, "dynamic_ntk", factor=2.0)
-    model.save_pretrained(tmp_path / "extended")
-    tokenizer.save_pretrained(tmp_path / "extended")
-    extended = load_checkpoint(str(tmp_path / "extended"), dtype="fp32")
-    assert ctxext.describe(extended.model).fingerprint == ctxext.describe(model).fingerprint
-    ctxext.unpatch(extended.model)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("extended", [False, True])
 def test_adapters(saved: Path, tmp_path: Path, extended: bool) -> None:
     peft = pytest.importorskip("peft")

@@ -122,21 +122,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     return found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
-def test_resuming_where_windows_are_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
-    def build(choice: str) -> Any:
-        return ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4, sliding_window=choice)
-
-    trainer(build(before), tmp_path, max_steps=2).train()
-    said = rf"\(factor 4, .*\): sliding_window '{before}' there, '{after}' here\. Extend it the same way"
-    with pytest.raises(PatchStateError, match=said):
-        trainer(build(after), tmp_path).train(resume_from_checkpoint=True)
-    run = trainer(build(before), tmp_path)
-    run.train(resume_from_checkpoint=True)
-    assert run.state.global_step == STEPS
-
-
 @pytest.mark.slow
 def test_an_unextended_checkpoint_into_an_extended_model(tmp_path: Path) -> None:
     trainer(whole(lambda model: model), tmp_path, max_steps=2).train()

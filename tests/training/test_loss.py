@@ -11,13 +11,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.training import chunk_loss, loss
 from tests._models import on_recent, tiny, tokens
+from tests.kernels.cases import Largest
 
 LENGTH = 50
 CHUNKS = (14, 1024)
@@ -150,19 +150,6 @@ def test_patched_models_keep_their_positions() -> None:
         agree(model, **batch(), position_ids=positions.expand(2, -1))
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest floating tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_no_tensor_of_tokens_by_vocabulary(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "is_sharded", lambda model: recomputed)
@@ -173,8 +160,8 @@ def test_no_tensor_of_tokens_by_vocabulary(recomputed: bool, monkeypatch: pytest
         gradients(model, input_ids=ids, labels=ids)
     with chunk_loss(model, chunk=chunk), Largest() as ours:
         gradients(model, input_ids=ids, labels=ids)
-    assert plain.numel >= length * vocabulary
-    assert ours.numel == chunk * vocabulary  # the head's weights are 32 x vocabulary
+    assert plain.numbers >= length * vocabulary
+    assert ours.numbers == chunk * vocabulary  # the head's weights are 32 x vocabulary
 
 
 def test_no_gradient_no_labels_no_logits() -> None:

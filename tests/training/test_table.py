@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import processors
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     BertConfig,
     GPT2Config,
     PreTrainedTokenizerFast,
@@ -32,8 +30,8 @@ from ctxext.training.sequences import IGNORED, TrainingSequences
 from ctxext.training.settings import Settings, checked_settings
 from ctxext.training.table import TrainedTable
 from tests._models import tiny
-from tests._tokenizer import make_tokenizer
-from tests.training._recipe import interrupted, losses, recipe
+from tests._tokenizer import make_two_sided_tokenizer
+from tests.training._recipe import losses, recipe
 
 TRAINED = 64
 SIZES = {
@@ -66,12 +64,7 @@ def rows_of(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def both_ends() -> PreTrainedTokenizerFast:
-    """Bytes, with a token in front, one behind, and one for what is masked."""
-    found = make_tokenizer(bos=True)
-    found.add_special_tokens({"mask_token": "<mask>", "sep_token": "</s>", "pad_token": "<pad>"})
-    ends = [("<s>", 256), ("</s>", found.sep_token_id)]
-    found.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    return found
+    return make_two_sided_tokenizer()
 
 
 @pytest.fixture
@@ -160,20 +153,6 @@ def test_the_loss_falls_and_the_whole_table_is_trained_where_that_is_asked(setti
     assert sum(found[-10:]) < 0.95 * sum(found[:10])
     after = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
     assert (rows_of(after)[:TRAINED] != rows_of(made("bert"))).any(dim=1).all()
-
-
-@pytest.mark.nightly
-def test_resumed_it_has_the_losses_and_rows_of_a_run_never_interrupted(settings: Any, tmp_path: Path) -> None:
-    through, broken = tmp_path / "through", tmp_path / "broken"
-    recipe.finetune(settings(output=str(through)))
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
-        recipe.finetune(settings(output=str(broken)))
-    assert last_checkpoint(broken) == broken / "checkpoint-2"
-    recipe.finetune(settings(output=str(broken)), resume=True)
-    assert losses(broken) == losses(through)
-    ours, theirs = (AutoModelForMaskedLM.from_pretrained(place / "model") for place in (through, broken))
-    assert torch.equal(rows_of(ours), rows_of(theirs))
-    assert AutoTokenizer.from_pretrained(through / "model").mask_token_id == 257
 
 
 @pytest.mark.nightly
