@@ -170,23 +170,6 @@ def test_links_of_the_page_on_an_index_are_absolute(monkeypatch: pytest.MonkeyPa
     assert all("raw.githubusercontent.com/us/ctxext/v1.2/" in link or "//img." in link for link in pictures)
 
 
-def test_forms_for_issues_ask_for_what_is_needed() -> None:
-    asked = {}
-    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()):
-        if path.name == "config.yml":  # no form: it switches blank issues off
-            continue
-        form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert {"name", "description", "body"} <= set(form)
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert {field["type"] for field in fields} <= {"input", "textarea", "checkboxes", "dropdown"}
-        asked[path.stem] = {field["id"] for field in fields if field.get("validations", {}).get("required")}
-    assert asked == {
-        "bug": {"kind", "code", "seen", "versions"},
-        "checkpoint-refused": {"checkpoint", "config", "code", "error", "versions"},
-        "new-method": {"paper", "code", "formula", "parameters"},
-    }
-
-
 def _is_about(path: Path, part: str) -> bool:
     """By its name, or because families that are alike share a file and are its parameters."""
     stem = path.stem.removeprefix("test_")

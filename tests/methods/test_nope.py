@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, spectrum_picture, speed
@@ -41,15 +39,6 @@ def test_the_model_is_the_one_whose_cos_is_one_and_sin_is_zero(model_type: str, 
     rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
     rotary.inv_freq.zero_()
     assert torch.equal(found, logits(model.to(dtype), tokens()))
-
-
-@pytest.mark.parametrize(("sharpening", "kind"), [(0.0, "linear"), (0.2, "longrope")])
-def test_stock_code_loads_it_to_the_bit(sharpening: float, kind: str, tmp_path: Path) -> None:
-    model = ctxext.patch(tiny(), "nope", factor=3, sharpening=sharpening)
-    model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_type"] == kind
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(logits(stock, tokens()), logits(model, tokens()))
 
 
 def test_describe_says_that_it_is_useless_untrained() -> None:

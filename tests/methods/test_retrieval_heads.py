@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.self_extend import SelfExtend
-from tests._remap import ROPE, by_formula, relative_positions, weights
+from tests._remap import ROPE, by_formula, relative_positions
 
 LENGTH = 200
 
@@ -35,23 +34,6 @@ def test_the_other_heads_see_the_first_and_the_nearest_tokens(exact: bool) -> No
     positions = relative_positions(method.near_method, ROPE, LENGTH)
     assert torch.equal(positions[..., 0].nan_to_num(-1), by_formula(definition, LENGTH).nan_to_num(-1))
     assert method.exact_length(ROPE) == (64 if exact else window)
-
-
-def test_heads_that_read_far_do_so_by_self_extend() -> None:
-    """Written out from its definition: groups of 8 beyond 32 tokens, each key there counting for 8 ** -0.3."""
-    method = far_of(window=0.5, group=8, thinning=0.3, far_window=32)
-
-    def definition(i: int, j: int) -> float | None:
-        if i - j < 32 or i < ROPE.trained_length:
-            return i - j
-        return i // 8 - j // 8 + 32 - 4
-
-    positions = relative_positions(method, ROPE, LENGTH)
-    assert torch.equal(positions[..., 0].nan_to_num(-1), by_formula(definition, LENGTH).nan_to_num(-1))
-    counted = weights(method, ROPE, LENGTH)
-    assert math.isclose(float(counted[150, 20]), 8**-0.3)
-    assert float(counted[150, 3]) == float(counted[150, 149]) == float(counted[63, 20]) == 1
-    assert float(counted[150, 4]) < 1
 
 
 @pytest.mark.parametrize(

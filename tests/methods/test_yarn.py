@@ -96,22 +96,24 @@ def test_variants_are_the_same_in_stock_transformers(
 
 
 @pytest.mark.parametrize(
-    ("rope", "slow"),
+    ("rope", "method"),
     [
-        (RopeSpec(rotary_dim=8, base=1e4, trained_length=64), 64 / (2 * math.pi)),
-        (RopeSpec(rotary_dim=64, base=1e4, trained_length=131072), 1.0),
+        (RopeSpec(rotary_dim=8, base=1e4, trained_length=64), YaRN(factor=4, beta_slow=64 / (2 * math.pi))),
+        (RopeSpec(rotary_dim=64, base=1e4, trained_length=131072), YaRN(factor=4)),
+        (LLAMA_2, YaRN(factor=4, divisor=3, beta_slow=0.5, beta_fast=2)),
     ],
-    ids=["both ends at the first pair", "last end behind the last pair"],
+    ids=["both ends at the first pair", "last end behind the last pair", "a divisor of its own"],
 )
-def test_clamped_ends_are_those_of_stock_transformers(rope: RopeSpec, slow: float) -> None:
-    method = YaRN(factor=4, beta_slow=slow)
+def test_clamped_ends_and_divisors_are_those_of_stock_transformers(rope: RopeSpec, method: YaRN) -> None:
     config = LlamaConfig(
         head_dim=rope.rotary_dim,
         max_position_embeddings=4 * rope.trained_length,
         rope_parameters=method.rope_parameters(rope),
     )
-    inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
-    torch.testing.assert_close(inv_freq.double(), method.frequencies(rope, 7).inv_freq, rtol=1e-5, atol=0)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    expected = method.frequencies(rope, 7)
+    torch.testing.assert_close(inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
+    assert scale == pytest.approx(expected.attention_scale, rel=1e-12)
 
 
 def test_stock_form_has_no_key_that_is_a_default() -> None:
@@ -149,19 +151,6 @@ def test_a_divisor_of_its_own_is_the_factor_of_the_stock_form(rope: RopeSpec) ->
     assert own.target_length(1000) == 4000
     assert YaRN.from_dict(own.to_dict()) == own
     assert "divisor" not in YaRN(factor=4).to_dict(), "what was saved and measured before it existed keeps its form"
-
-
-def test_stock_transformers_computes_a_divisor_of_its_own(rope: RopeSpec) -> None:
-    method = YaRN(factor=4, divisor=3, beta_slow=0.5, beta_fast=2, attention_factor=1.0)
-    config = LlamaConfig(
-        hidden_size=rope.rotary_dim,
-        num_attention_heads=1,
-        max_position_embeddings=4 * rope.trained_length,
-        rope_parameters=method.rope_parameters(rope),
-    )
-    inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    assert torch.allclose(inv_freq.double(), method.frequencies(rope, 1).inv_freq, rtol=1e-6)
-    assert scale == 1.0
 
 
 @pytest.mark.parametrize(
