@@ -102,7 +102,8 @@ class StrictCommand(TyperCommand):
 def _refuse_files(given: Mapping[str, Any]) -> None:
     """Refuse texts that are missing or too short, and files that no model is read from, before torch is imported."""
     if texts := given.get("text"):
-        lengths = given.get("length") if given.get("mode") != "longlora" else ()  # which reads on from text to text
+        # LongLoRA's protocol reads on from text to text, and where no documents are counted, things are hidden in one.
+        lengths = given.get("length") if "documents" in given and given.get("mode") != "longlora" else ()
         least = max(lengths) if isinstance(lengths, list | tuple) and lengths else given.get("target")
         require_sources(texts if isinstance(texts, list | tuple) else [texts], least or 2)
     place = given.get("checkpoint") or given.get("source")
