@@ -227,12 +227,14 @@ def test_a_path_alone_is_no_question(given: str, cli: Cli, tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text(TEXT)
     told = cli("ask", given, "-t", tmp_path / "a.txt")
     assert (told.exit_code, given.split("/")[-1] in told.stderr) == (1, True), told.stderr
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
     assert "A question is empty" in cli("ask", tmp_path, "  ", "-t", tmp_path / "a.txt").stderr
 
 
 def test_a_text_without_words_is_refused(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "folder").mkdir()
     for name in ("empty.txt", "folder"):

@@ -32,7 +32,15 @@ BASE: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "once upon", "max_output_tokens": 7},
 }
 # Fields that change no answer, by OpenAI's own definition.
-LABELS = {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
+LABELS = {
+    "cache_salt",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "user",
+}
 SAMPLED = {"temperature": 1, "seed": 3, "model": "tiny", "logit_bias": {"1": -100}}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
