@@ -1,4 +1,4 @@
-"""The published formulas of scaled rotations a second time: in float64, without code of ctxext or transformers.
+"""The published formulas of scaled rotations a second time, and attention: in float64, without code of ctxext.
 
 Peng et al. 2023 (YaRN, with the ramp and temperature of its authors' code), Ding et al. 2024 (LongRoPE), the code of
 Llama 3.1, Chen et al. 2023 (linear), Hunyuan's base by alpha, Gemma 4's proportional frequencies.
@@ -76,3 +76,50 @@ def _longrope(rope: dict[str, Any], inv_freq: Tensor, length: int) -> Spectrum:
         stretch = rope["max_position_embeddings"] / original
         scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     return Spectrum(inv_freq / torch.tensor(rope[f"{which}_factor"], dtype=torch.float64), scale)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    relative: Tensor,
+    inv_freq: Tensor,
+    *,
+    scale: float,
+    weight: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of one row without rotation in q and k, ``[heads, seq, head_dim]``, by ``relative`` positions.
+
+    A pair of dimensions in halves is a complex number; the score of a pair of tokens is the real part of
+    ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate. The
+    exponential of it is multiplied by ``weight``, ``[query, key]`` or ``[heads, query, key]``. ``sinks``, ``[heads]``,
+    are scores of keys whose value is 0; ``softcap`` bounds the scores.
+    """
+    scores = dense_scores(q, k, relative[-q.shape[1] :], inv_freq, scale=scale, softcap=softcap)
+    largest = scores.amax(-1, keepdim=True)
+    counted = (scores - largest).exp() * (1 if weight is None else weight[..., -q.shape[1] :, :])
+    total = counted.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks[:, None, None] - largest).exp()
+    return (counted / total) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
+
+
+def dense_scores(
+    q: Tensor, k: Tensor, apart: Tensor, inv_freq: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The scores of ``dense_attention``, ``[heads, query, key]``, minus infinity where nothing is seen."""
+    half = len(inv_freq)
+    k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
+    turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * inv_freq)
+    rotating = (
+        torch.complex(q[..., :half], q[..., half : 2 * half]),
+        torch.complex(k[..., :half], k[..., half : 2 * half]),
+    )
+    scores = torch.einsum("hif,hjf,ijf->hij", rotating[0], rotating[1].conj(), turned).real
+    scores = scores + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(apart[..., 0].isnan(), -torch.inf)

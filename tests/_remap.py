@@ -1,4 +1,4 @@
-"""Position remapping written out pair by pair: what the pieces of a method say, and attention by complex numbers."""
+"""Position remapping written out pair by pair: what the pieces of a method say, and models that attend so."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ctxext.kernels.pieces import RotationForm
 from ctxext.methods.remap import Band, Piece, RemapMethod, Sinks
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.spec import RopeSpec
+from tests._formulas import dense_attention
 from tests.walk.tiny import TRAINED_LENGTH
 
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
@@ -73,53 +74,6 @@ def by_formula(formula: Callable[[int, int], float | None], length: int) -> Tens
     """``formula(query, key)`` for every pair with the key not after the query, as ``[query, key]``; None: not seen."""
     rows = [[formula(i, j) if j <= i else None for j in range(length)] for i in range(length)]
     return torch.tensor([[torch.nan if x is None else x for x in row] for row in rows], dtype=torch.float64)
-
-
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    relative: Tensor,
-    inv_freq: Tensor,
-    *,
-    scale: float,
-    weight: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention of one row without rotation in q and k, ``[heads, seq, head_dim]``, by ``relative`` positions.
-
-    A pair of dimensions in halves is a complex number; the score of a pair of tokens is the real part of
-    ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate. The
-    exponential of it is multiplied by ``weight``, ``[query, key]``. ``sinks``, ``[heads]``, are scores of keys whose
-    value is 0; ``softcap`` bounds the scores.
-    """
-    scores = dense_scores(q, k, relative[-q.shape[1] :], inv_freq, scale=scale, softcap=softcap)
-    largest = scores.amax(-1, keepdim=True)
-    counted = (scores - largest).exp() * (1 if weight is None else weight[-q.shape[1] :])
-    total = counted.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sinks[:, None, None] - largest).exp()
-    return (counted / total) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
-
-
-def dense_scores(
-    q: Tensor, k: Tensor, apart: Tensor, inv_freq: Tensor, *, scale: float, softcap: float | None = None
-) -> Tensor:
-    """The scores of ``dense_attention``, ``[heads, query, key]``, minus infinity where nothing is seen."""
-    half = len(inv_freq)
-    k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
-    turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * inv_freq)
-    rotating = (
-        torch.complex(q[..., :half], q[..., half : 2 * half]),
-        torch.complex(k[..., :half], k[..., half : 2 * half]),
-    )
-    scores = torch.einsum("hif,hjf,ijf->hij", rotating[0], rotating[1].conj(), turned).real
-    scores = scores + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])
-    scores = scores * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(apart[..., 0].isnan(), -torch.inf)
 
 
 def spec_of(model: PreTrainedModel) -> RopeSpec:

@@ -23,8 +23,9 @@ from ctxext.methods.remap import PositionMap, RemapMethod
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.streaming import Streaming
+from tests._formulas import dense_attention
 from tests._products import pairwise
-from tests._remap import ROPE, dense_attention, relative_positions, weights
+from tests._remap import ROPE, relative_positions, weights
 from tests._steps import launches
 from tests.kernels.cases import leave_flex_uncompiled, turned
 

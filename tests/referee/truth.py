@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 from transformers import PreTrainedModel
 
-from tests._formulas import plain, spectrum
+from tests._formulas import dense_attention, plain, spectrum
 
 L = 32
 """Trained length of every model, in tokens."""
@@ -23,19 +23,17 @@ L = 32
 
 @dataclass(frozen=True)
 class Relation:
-    """How a query reaches a key.
+    """How a query reaches a key at or before it.
 
     Args:
         apart: relative position of each pair, ``[query, key]`` or ``[query, key, pair of dimensions]``.
         inv_freq: radians per token.
-        seen: pairs that are seen.
         bias: added to the scores; ``[query, key]``, or with a dimension for heads in front.
         sharp: factor on the scores of each query.
     """
 
     apart: Tensor
     inv_freq: Tensor
-    seen: Tensor
     bias: Any = 0.0
     sharp: Any = 1.0
 
@@ -56,7 +54,7 @@ def by_frequencies(kind: Callable[[float], tuple[Tensor, float]]) -> Rule:
     def rule(length: int, fitted: int, _: int) -> Relation:
         i, j = pairs(length)
         inv_freq, scale = kind(max(fitted / L, 1.0))
-        return Relation((i - j).double(), inv_freq, j <= i, sharp=scale**2)
+        return Relation((i - j).double(), inv_freq, sharp=scale**2)
 
     return rule
 
@@ -165,7 +163,7 @@ def remapped(name: str, how: dict[str, Any], width: int) -> Rule:
     def rule(length: int, _: int, head: int) -> Relation:
         i, j = pairs(length)
         apart, bias = REMAPS[name](i, j, how)
-        return Relation(apart, plain(width), j <= i, bias, sharpness(length, how))
+        return Relation(apart, plain(width), bias, sharpness(length, how))
 
     return rule
 
@@ -183,7 +181,7 @@ def alibi(how: dict[str, Any], width: int) -> Rule:
     def rule(length: int, _: int, head: int) -> Relation:
         i, j = pairs(length)
         slopes = 2.0 ** -torch.arange(2, 10, 2).double()
-        return Relation((i - j).double(), torch.zeros(width // 2).double(), j <= i, -slopes[:, None, None] * (i - j))
+        return Relation((i - j).double(), torch.zeros(width // 2).double(), -slopes[:, None, None] * (i - j))
 
     return rule
 
@@ -198,17 +196,12 @@ def rule_of(name: str, how: dict[str, Any], width: int) -> Rule | None:
     return makers[name](how, width) if name in makers else None
 
 
-@dataclass
 class Decoder:
     """A Llama in float64, also with biases (Qwen2) or normed queries and keys (Qwen3)."""
 
-    weights: dict[str, Tensor]
-    config: Any
-    rule: Rule
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, rule: Rule) -> Decoder:
-        return cls({name: weight.detach().double() for name, weight in model.state_dict().items()}, model.config, rule)
+    def __init__(self, model: PreTrainedModel, rule: Rule) -> None:
+        self.weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
+        self.config, self.rule = model.config, rule
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         bias = self.weights.get(f"{name}.bias")
@@ -234,19 +227,15 @@ class Decoder:
 
     def _attention(self, at: str, layer: int, x: Tensor, fitted: int) -> Tensor:
         length, width, groups = len(x), self.config.head_dim, self.config.num_key_value_heads
-        q, k, v = (self._linear(f"{at}.{side}_proj", x).view(length, -1, width) for side in "qkv")
-        q, k = self._norm(f"{at}.q_norm", q), self._norm(f"{at}.k_norm", k)
-        shared, outs = q.shape[1] // groups, []
-        for group in range(groups):
+        q, k, v = (self._linear(f"{at}.{side}_proj", x).view(length, -1, width).transpose(0, 1) for side in "qkv")
+        q, k, outs = self._norm(f"{at}.q_norm", q), self._norm(f"{at}.k_norm", k), []
+        ahead = torch.ones(length, length).triu(1).bool()[..., None]
+        for group, (queries, *others) in enumerate(zip(*(side.chunk(groups) for side in (q, k, v)), strict=True)):
             relation = self.rule(length, fitted, layer * groups + group)
-            apart = relation.apart if relation.apart.ndim == 3 else relation.apart[..., None]
-            turned = torch.polar(torch.ones(1).double(), apart * relation.inv_freq)
-            heads = slice(group * shared, (group + 1) * shared)
-            ours, theirs = (torch.complex(*side.chunk(2, -1)) for side in (q[:, heads], k[:, group]))
-            scores = torch.einsum("ihp,jp,ijp->hij", ours, theirs.conj(), turned).real * width**-0.5 * relation.sharp
-            bias = relation.bias
-            scores = scores + (bias[heads] if torch.is_tensor(bias) and bias.ndim == 3 else bias)
-            outs.append(scores.masked_fill(~relation.seen, -math.inf).softmax(-1) @ v[:, group])
+            apart = relation.apart.view(length, length, -1).masked_fill(ahead, math.nan)
+            weight = (relation.bias + torch.zeros(length, length).double()).exp()
+            how = {"scale": width**-0.5, "weight": weight.chunk(groups)[group] if weight.ndim == 3 else weight}
+            outs.append(dense_attention(queries * relation.sharp, *others, apart, relation.inv_freq, **how))
         return self._linear(f"{at}.o_proj", torch.cat(outs).transpose(0, 1).flatten(1))
 
     def gradients(self, text: Tensor, fitted: int, names: list[str]) -> list[Tensor]:

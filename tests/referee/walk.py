@@ -164,7 +164,7 @@ class Walk:
         plain = self.plain
         if self.point.adapter != "none":
             plain = self._adapted(copy.deepcopy(plain)).merge_and_unload()
-        self.truth: Any = Itself(self.model) if rule is None else Decoder.of(plain, rule)
+        self.truth: Any = Itself(self.model) if rule is None else Decoder(plain, rule)
         self.known: dict[Any, Tensor] = {}
 
     @property

@@ -28,7 +28,8 @@ from ctxext.methods.dual_chunk import DualChunk
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
 from ctxext.serving.vllm import REMAP, register, served_config
 from ctxext.spec import RopeSpec
-from tests._remap import ROPE, dense_attention, relative_positions, weights
+from tests._formulas import dense_attention
+from tests._remap import ROPE, relative_positions, weights
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
