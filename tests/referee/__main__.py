@@ -26,8 +26,7 @@ FOUND = Path(__file__).with_name("points.json")
 
 def kept() -> list[dict[str, Any]]:
     """Return the points that were found, each with the sentence of its failure, and its issue while it is open."""
-    found: list[dict[str, Any]] = json.loads(FOUND.read_text(encoding="utf-8"))
-    return found
+    return [each | {"point": Point(**each["point"])} for each in json.loads(FOUND.read_text(encoding="utf-8"))]
 
 
 def main(
@@ -39,7 +38,7 @@ def main(
     """Walk points from fresh seeds, and keep those that fail."""
     seed = time.time_ns() // 10**9 if seed is None else seed
     quiet()
-    known = {json.dumps(entry["point"], sort_keys=True) for entry in kept() if entry.get("issue")}
+    known = [entry["point"] for entry in kept() if entry.get("issue")]
     stop, failed, counts = time.monotonic() + 60 * minutes, list[tuple[Point, str]](), Counter[str]()
     seeds = iter(range(seed, seed + 10**9))
     with multiprocessing.get_context("spawn").Pool(jobs, initializer=quiet) as pool:
@@ -54,15 +53,15 @@ def main(
     fresh = 0
     for point, reason in failed if not first else ():
         small = shrunk(point, lambda smaller: verdict(smaller) is not None)
-        if json.dumps(small.to_dict(), sort_keys=True) in known:
+        if small in known:
             print(f"known: {reason}")
             continue
         fresh += 1
-        entry = {"point": small.to_dict(), "found": verdict(small)}
-        FOUND.write_text("[\n" + ",\n".join(map(json.dumps, [*kept(), entry])) + "\n]\n", encoding="utf-8")
-        print(f"shrunk: {entry['found']}\n  {small}")
+        line = json.dumps({"point": vars(small), "found": verdict(small)})
+        FOUND.write_text(FOUND.read_text("utf-8").replace("\n]", f",\n{line}\n]"), encoding="utf-8")
+        print(f"shrunk: {line}")
     for entry in kept() if not first else ():
-        if entry.get("issue") and verdict(Point.from_dict(entry["point"])) is None:
+        if entry.get("issue") and verdict(entry["point"]) is None:
             fresh += 1
             print(f"right now, take the issue from points.json: {entry['found']}")
     print(

@@ -20,8 +20,14 @@ from pathlib import Path
 import typer
 
 ROOT = Path(__file__).parents[2]
-DAY = "from tests.referee.point import covering\nfrom tests.referee.walk import verdict\n"
-DAY += "import sys\nsys.exit(next((reason for point in covering() if (reason := verdict(point))), 0))"
+DAY = """
+import sys
+from tests.referee.__main__ import kept
+from tests.referee.point import covering
+from tests.referee.walk import verdict
+points = [entry["point"] for entry in kept() if "issue" not in entry] + covering()
+sys.exit(next((reason for point in points if (reason := verdict(point))), 0))
+"""
 
 
 def drawn(number: int = 40, seed: int = 69) -> list[tuple[str, str, str]]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.referee import truth
 from tests.referee.truth import L
 
 SPLIT = {"factor": 4, "heads": [0, 3], "sinks": 4, "window": 20}
@@ -47,11 +49,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "bias pi": ("dynamic_pi", {"factor": 8, "growth": "request"}),
 }
 FREQUENCIES = list(METHODS)[:8]
-REMAPS = [
-    name
-    for name in METHODS
-    if METHODS[name][0] in ["self_extend", "rerope", "dual_chunk", "string", "dpe", "streaming", "retrieval_heads"]
-]
+REMAPS = [name for name, (method, _) in METHODS.items() if method in (*truth.REMAPS, "retrieval_heads")]
 ROTARY = [*FREQUENCIES, *REMAPS, "alibi", "path", "fox", "t5_bias"]
 FEW = ["yarn", "dynamic_ntk", "self_extend", "dual_chunk", "streaming", "retrieval_heads"]
 KINDS: dict[str, list[str]] = {
@@ -72,7 +70,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "kind": tuple(KINDS),
     "method": tuple(METHODS),
     "rows": (1, 2, 3),
-    "padding": ("none", "left", "right", "hole"),
+    "padding": ("none", "left", "right", "hole", "mostly left"),
     "positions": ("left out", "counted", "ones", "zeros", "slots"),
     "cache": ("given", "of the config", "made", "static"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
@@ -80,33 +78,27 @@ AXES: dict[str, tuple[Any, ...]] = {
     "backend": ("cpu", "gpu"),
     "adapter": ("none", "before", "after", "merged"),
 }
-OPERATIONS = {
-    "read": 10,
-    "step": 8,
-    "answer": 2,
-    "crop": 6,
-    "generate": 3,
-    "reorder": 2,
-    "repeat": 1,
-    "select": 1,
-    "fork": 2,
-    "pickle": 1,
-    "empty": 2,
-    "whole": 2,
-    "packed": 1,
-    "train": 1,
-    "thread": 1,
-    "raise": 1,
-    "unpatch": 1,
-    "repatch": 1,
-    "other": 1,
-    "twin": 1,
-    "reload": 1,
-    "batches": 0.3,
-    "compiled": 0.1,
-}
+OF_CACHES = {"read": 10, "step": 8, "crop": 6} | dict.fromkeys(("fill", "reorder", "fork", "empty"), 2)
+OF_CACHES |= dict.fromkeys(("repeat", "select", "pickle"), 1)
+OF_MODELS = dict.fromkeys(("packed", "train", "thread", "raise", "unpatch", "repatch", "other", "twin", "reload"), 1)
+SLOW = {"batches": 0.3, "compiled": 0.1}
+OPERATIONS: dict[str, float] = {**OF_CACHES, "generate": 3, "answer": 2, "whole": 2, **OF_MODELS, **SLOW}
 """What may be done, and how often."""
-SLOW = ("batches", "compiled")
+FORMULAS = ("llama", "qwen2", "qwen3")
+NEEDS: dict[str, Callable[[Point], bool]] = {
+    **dict.fromkeys(("crop", "repeat"), lambda point: point.cache != "static"),
+    "reorder": lambda point: point.rows > 1,
+    "select": lambda point: point.rows > 1 and point.cache != "static",
+    **dict.fromkeys(("fork", "pickle", "twin"), lambda point: point.mode != "grad"),
+    **dict.fromkeys(("unpatch", "other"), lambda point: point.kind in FORMULAS),
+    "train": lambda point: "float16" not in point.dtype and point.kind in FORMULAS and point.method not in UNWRITTEN,
+    "packed": lambda point: point.kind not in ("gpt2", "bloom", "gemma3_text", "gpt_oss", "deepseek_v3"),
+    "batches": lambda point: point.kind in ("llama", "qwen3") and point.dtype != "float16",
+}
+"""What an operation needs, where not all points have it."""
+UNWRITTEN = ("path", "fox", "t5_bias")
+ALONE = ("train", "unpatch", "repatch", "other", "twin", "reload")
+"""Operations that no adapter takes."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +118,9 @@ class Point:
     backend: str = "cpu"
     adapter: str = "none"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operations", tuple(map(tuple, self.operations)))  # lists in a file
+
     @property
     def how(self) -> tuple[str, dict[str, Any]]:
         """Name and parameters of the method."""
@@ -137,52 +132,51 @@ class Point:
         return self.how[0].startswith("dynamic")
 
     @property
-    def by_request(self) -> bool:
-        """True if the length of a text is declared."""
-        return self.how[1].get("growth") == "request"
-
-    @property
     def limit(self) -> int:
         """Tokens of a row that its method reaches, at most enough for a cache to drop some."""
-        return min(int(self.how[1]["factor"] * L), 150) if self.method == "string" or "group" in self.method else 150
+        return min(int(self.how[1]["factor"] * L), 200) if self.method == "string" or "group" in self.method else 200
 
     @property
     def fits(self) -> bool:
         """Whether the values mean something together."""
-        counts = (
-            self.positions != "left out" or self.padding == "none" or (self.padding == "left" and self.kind != "gpt2")
+        between, windows = self.padding in ("right", "hole"), self.kind in ("gemma3_text", "gpt_oss")
+        return (
+            self.method in KINDS[self.kind]
+            and not (between and (windows or self.positions in ("left out", "slots")))  # all of these count slots
+            and not (self.kind == "gpt2" and self.positions == "left out" and self.padding != "none")
+            and not (self.positions == "slots" and (self.kind == "gpt2" or self.is_dynamic))
+            and not ("float16" in self.dtype and self.kind not in ("llama", "qwen3", "gpt2"))
+            and (self.adapter == "none" or (self.dtype == "float32" and self.kind in (*FORMULAS, "mixtral")))
         )
-        slots = self.positions != "slots" or (
-            self.padding in ("none", "left") and self.kind != "gpt2" and not self.is_dynamic
-        )
-        plain = self.adapter == "none" or (
-            self.kind in ("llama", "qwen3", "qwen2", "mixtral") and self.dtype == "float32"
-        )
-        narrow = self.dtype not in ("float16", "bfloat16") or self.kind in ("llama", "qwen3", "gpt2")
-        windows = self.padding in ("none", "left") or self.kind not in ("gemma3_text", "gpt_oss")  # which count slots
-        return windows and self.method in KINDS[self.kind] and counts and slots and plain and narrow
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what a file keeps."""
-        return asdict(self)
+    @property
+    def family(self) -> str:
+        """What the cache of the method does: it drops keys, is fitted to a length, is turned, or nothing of these."""
+        drops = self.how[0] in ("streaming", "retrieval_heads") and self.cache != "static"
+        drops = drops and self.padding not in ("right", "hole")
+        return "drops" if drops else "fits" if self.is_dynamic else "turns" if self.method in REMAPS else "keeps"
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Point:
-        return cls(**saved | {"operations": tuple((name, seed) for name, seed in saved["operations"])})
+    def takes(self, operation: str) -> bool:
+        """Return whether an operation does something."""
+        alone = self.adapter == "none" or operation not in ALONE
+        return alone and (operation not in NEEDS or NEEDS[operation](self))
+
+
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    "dtype": (5, 4, 1, 1),
+    "adapter": (9, 1, 1, 1),
+    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1),
+    "mode": (4, 1, 1),
+    "padding": (6, 2, 2, 2, 1),
+    "cache": (4, 2, 1, 1),
+}
 
 
 def drawn(seed: int) -> Point:
     """Draw a point; half of them are without padding, and most in a dtype that shows small errors."""
     chance = random.Random(seed)
-    weights = {
-        "dtype": (5, 4, 1, 1),
-        "adapter": (9, 1, 1, 1),
-        "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1),
-        "mode": (4, 1, 1),
-    }
-    weights |= {"padding": (3, 1, 1, 1), "backend": (1, 1), "cache": (4, 2, 1, 1)}
     while True:
-        values = {name: chance.choices(axis, weights.get(name))[0] for name, axis in AXES.items()}
+        values = {name: chance.choices(axis, WEIGHTS.get(name))[0] for name, axis in AXES.items()}
         values["method"] = chance.choice(KINDS[values["kind"]])
         names = chance.choices(list(OPERATIONS), list(OPERATIONS.values()), k=chance.randint(2, 9))
         point = Point(seed, tuple((name, chance.randrange(10**6)) for name in ["read", *names]), **values)
@@ -190,70 +184,37 @@ def drawn(seed: int) -> Point:
             return point
 
 
-def covering(seed: int = 0, tries: int = 60) -> list[Point]:
-    """Return points in which each pair of values that fit together meets, and each two operations follow one another.
+def covering(pool: int = 20_000, length: int = 4) -> list[Point]:
+    """Return points in which each pair of values that fit together meets, and each operation most of what there is.
 
-    Greedy: each point is the one of several drawn ones in which most pairs are new.
+    Greedy: of the drawn points with the rarest pair that has not met yet, the one in which most pairs are new. What it
+    does are the operations that meet most anew.
     """
-    chance = random.Random(seed)
-    missing, points = set(_pairs_that_fit()), list[Point]()
+    chance, drafts = random.Random(0), [drawn(-1 - number) for number in range(pool)]
+    pairs = [frozenset(itertools.combinations([(name, getattr(point, name)) for name in AXES], 2)) for point in drafts]
+    counts = Counter(pair for each in pairs for pair in each)
+    missing = dict.fromkeys(sorted(counts, key=lambda pair: (counts[pair], pair)))
+    points, met = list[Point](), set[Any]()
     while missing:
-        wanted = sorted(missing)
-        best = max((_draft(chance, wanted) for _ in range(tries)), key=lambda point: len(missing & {*_pairs_in(point)}))
-        missing -= set(_pairs_in(best))
-        points.append(best)
-    names = _all_pairs([name for name in OPERATIONS if name not in SLOW])
-    size = -(-len(names) // len(points))
-    return [
-        replace(
-            point, operations=tuple((name, chance.randrange(10**6)) for name in ["read", *names[at : at + size + 1]])
-        )
-        for point, at in zip(points, itertools.count(0, size), strict=False)
-    ]
+        rarest = next(iter(missing))
+        best = max((at for at in range(pool) if rarest in pairs[at]), key=lambda at: len(missing.keys() & pairs[at]))
+        for pair in pairs[best]:
+            missing.pop(pair, None)
+        point = drafts[best]
+        usable = [name for name in OPERATIONS if name not in SLOW and point.takes(name)]
+        names = ["fill" if point.family == "drops" or len(points) % 2 else "read"]
+        for _ in range(length + 2 * (point.family == "drops")):
+            new = {name: _meets(point, names[-1], name) - met for name in chance.sample(usable, len(usable))}
+            names.append(max(new, key=lambda name: len(new[name])))
+            met |= new[names[-1]]
+        points.append(replace(point, operations=tuple((name, chance.randrange(10**6)) for name in names)))
+    return points
 
 
-def _all_pairs(names: list[str]) -> list[str]:
-    """Return a sequence in which each name follows each, itself too, once: a walk over all edges of their graph."""
-    left = {name: list(names) for name in names}
-    path, sequence = [names[0]], list[str]()
-    while path:
-        if left[path[-1]]:
-            path.append(left[path[-1]].pop())
-        else:
-            sequence.append(path.pop())
-    return sequence[::-1]
-
-
-def _draft(chance: random.Random, missing: list[Any]) -> Point:
-    """Draw the values of a point that has one of the missing pairs, in a dtype that shows small errors if it may."""
-    while True:
-        values = {name: chance.choice(axis) for name, axis in AXES.items()}
-        values["dtype"] = chance.choice(("float64", "float32", values["dtype"]))
-        values["adapter"] = chance.choice(("none", "none", values["adapter"]))
-        point = Point(chance.randrange(10**6), (), **values | dict(chance.choice(missing)))
-        if point.fits:
-            return point
-
-
-def _pairs_in(point: Point) -> Iterator[Any]:
-    yield from itertools.combinations([(name, getattr(point, name)) for name in AXES], 2)
-
-
-def _pairs_that_fit() -> Iterator[Any]:
-    """Pairs of values that some point has: of 40,000 drawn ones, which is all that occur more than once in a night."""
-    for seed in range(40_000):
-        yield from _pairs_in(drawn_values(seed))
-
-
-def drawn_values(seed: int) -> Point:
-    """Draw the values of a point without its operations."""
-    chance = random.Random(-seed - 1)
-    while True:
-        values = {name: chance.choice(axis) for name, axis in AXES.items()}
-        values["method"] = chance.choice(KINDS[values["kind"]])
-        point = Point(seed, (), **values)
-        if point.fits:
-            return point
+def _meets(point: Point, before: str, name: str) -> set[Any]:
+    """Return what an operation meets: the one before it, the method, and if it changes a cache, what a text has."""
+    values = {(point.family, axis, getattr(point, axis), name) for axis in AXES if axis not in ("kind", "method")}
+    return {(before, name), (point.method, name), (point.kind, name)} | (values if name in OF_CACHES else set())
 
 
 def shrunk(point: Point, fails: Callable[[Point], bool]) -> Point:

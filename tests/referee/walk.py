@@ -10,6 +10,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -25,12 +26,11 @@ import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
 from tests._models import tiny
-from tests.referee.point import Point, drawn
+from tests.referee.point import FORMULAS, METHODS, UNWRITTEN, Point, drawn
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
 
 WIDTH, SLOTS = 16, 512
-FORMULAS = ("llama", "qwen2", "qwen3")
 SHAPE = {"max_position_embeddings": L, "head_dim": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPE["hidden_size"] = 64
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
@@ -60,13 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
     "embeds": {},
 }
-
-
-OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("pi", {"factor": 3}),
-    ("self_extend", {"factor": 6, "window": 10}),
-    ("rerope", {"factor": 6, "window": 9}),
-]
+OTHERS = [("pi", {"factor": 3}), ("self_extend", {"factor": 6, "window": 10}), ("rerope", {"factor": 6, "window": 9})]
 
 
 class Wrong(Exception):
@@ -95,21 +89,15 @@ class Text:
     stale: bool = False
     broken: bool = False
 
-    def pick(self, rows: list[int]) -> None:
-        """Take other rows in place of these."""
-        self.history = [list(self.history[row]) for row in rows]
-        self.ids, self.keep = self.ids[rows], self.keep[rows]
-        self.fitted, self.declared = ([each[row] for row in rows] for each in (self.fitted, self.declared))
 
-
-UNPAGED = ("dynamic_ntk", "dynamic_yarn doubling", "path", "fox", "t5_bias")
+UNPAGED = ("dynamic_ntk", "dynamic_yarn doubling", *UNWRITTEN)
 REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
     (r"other positions than its \d+ cached", lambda walk, text: walk.outgrows(text) and not walk.way),
     (r"while (the|a) model was extended by|without a record", lambda walk, text: text.stale),
     (r"attention_mask has a hole", lambda walk, text: walk.point.kind == "bloom" and walk.point.padding != "none"),
-    (r"can be cropped by up to \d+ tokens", lambda walk, text: walk.drops),
+    (r"can be cropped by up to \d+ tokens", lambda walk, text: walk.name in ("streaming", "retrieval_heads")),
     (r"Some layers of this cache hold", lambda walk, text: text.broken),
-    (r"Assisted decoding", lambda walk, text: walk.point.is_dynamic and not walk.point.by_request),
+    (r"Assisted decoding", lambda walk, text: walk.name.startswith("dynamic") and not walk.by_request),
     (r"Generate from input_ids", lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks")),
     (r"PagedAttentionCache|continuous batch|paged cache", lambda walk, text: walk.point.method in UNPAGED),
 ]
@@ -123,6 +111,7 @@ class Walk:
     point: Point
     chance: random.Random = field(default_factory=random.Random)
     texts: list[Text] = field(default_factory=list)
+    owed: list[Any] = field(default_factory=list)
     way: str = ""
     now: int = 0
 
@@ -165,17 +154,12 @@ class Walk:
         if self.point.adapter != "none":
             plain = self._adapted(copy.deepcopy(plain)).merge_and_unload()
         self.truth: Any = Itself(self.model) if rule is None else Decoder(plain, rule)
-        self.known: dict[Any, Tensor] = {}
-
-    @property
-    def drops(self) -> bool:
-        """Whether the cache of the method drops keys."""
-        return self.name in ("streaming", "retrieval_heads")
+        self.known: Any = defaultdict(list)
 
     # What a text is fitted to.
     def fitted(self, tokens: int, declared: int | None) -> int:
         if not self.name.startswith("dynamic"):
-            return tokens
+            return 0
         length, growth = (tokens if declared is None else declared), self.how.get("growth", "exact")
         if growth != "doubling" or length <= L:
             return max(length, L)
@@ -189,11 +173,25 @@ class Walk:
     def right(self, tokens: list[int], declared: int | None) -> Tensor:
         """Return the true logits of a text."""
         fitted = self.fitted(len(tokens), declared)
-        key = (tuple(tokens), fitted)
-        if key not in self.known:
-            with torch.no_grad():
-                self.known[key] = self.truth.logits(torch.tensor(tokens), fitted)
-        return self.known[key]
+        for longer, logits in self.known[fitted]:
+            if longer[: len(tokens)] == tokens:
+                return logits[: len(tokens)]
+        with torch.no_grad():
+            self.known[fitted].append((list(tokens), self.truth.logits(torch.tensor(tokens), fitted)))
+        return self.known[fitted][-1][1]
+
+    def after(self, prompt: list[int], answer: list[int], declared: int | None) -> Tensor:
+        """Return the true logits from which each token of an answer was taken."""
+        whole = [*prompt, *answer]
+        stops = range(len(whole) - 1, len(prompt) - 1, -1)  # the longest first: the others are its beginnings
+        return torch.stack([self.right(whole[:stop], declared)[-1] for stop in stops]).flip(0)
+
+    def settle(self) -> None:
+        """Compare what was read with the truth, the longest text first: the others may be its beginnings."""
+        for tokens, found, declared, what in sorted(self.owed, key=lambda each: -len(each[0])):
+            start = len(tokens) - len(found)
+            self.compare(found, self.right(tokens, declared)[start:], f"{what}, tokens from {start}")
+        self.owed = []
 
     def compare(self, found: Tensor, right: Tensor, what: str) -> None:
         """Raise ``Wrong`` unless logits are the true ones."""
@@ -225,11 +223,12 @@ class Walk:
             self.chance.seed(seed)
             torch.manual_seed(seed)
             self.way, self.now = "", 0
-            text = self.texts[-1] if self.texts else None
             try:
-                getattr(self, f"do_{name}")(text if text is not None else self.begin())
+                if self.point.takes(name):
+                    getattr(self, f"do_{name}")(self.texts[-1] if self.texts else self.begin())
             except CtxextError as error:
                 self._judge(name, error, self.texts[-1] if self.texts else None)
+            self.settle()
 
     def _judge(self, name: str, error: CtxextError, text: Text | None) -> None:
         sentence = str(error)
@@ -264,15 +263,18 @@ class Walk:
         if min(room) <= 0:
             return []
         width = min(room) if self.point.padding == "none" else width
-        if self.point.padding == "none" or (self.point.padding == "left" and text.keep.shape[1]):
+        if self.point.padding == "none" or ("left" in self.point.padding and text.keep.shape[1]):
             return [min(room)] * len(room)
+        if self.point.padding == "mostly left":
+            whole = self.chance.randrange(len(room))
+            return [most if row == whole else min(most, 5) for row, most in enumerate(room)]
         least = [max(0 if tokens else 1, most - 9) for tokens, most in zip(text.history, room, strict=True)]
         counts = [self.chance.randint(*between) for between in zip(least, room, strict=True)]
         return counts if max(counts) else []
 
     def slots(self, count: int, width: int) -> list[int]:
         """Return the slots of a call that hold a row's tokens."""
-        if self.point.padding == "left":
+        if "left" in self.point.padding:
             return list(range(width - count, width))
         if self.point.padding == "hole":
             return sorted(self.chance.sample(range(width), count))
@@ -283,7 +285,7 @@ class Walk:
         counts = self.widths(text, width)
         if not counts or text.keep.shape[1] + max(counts) > SLOTS:
             return
-        width = max(counts) if self.point.padding in ("none", "left") else max(width, *counts)
+        width = max(counts) if self.point.padding not in ("right", "hole") else max(width, *counts)
         ids, keep = torch.zeros(len(counts), width, dtype=torch.long), torch.zeros(len(counts), width, dtype=torch.bool)
         for row, count in enumerate(counts):
             at = self.slots(count, width)
@@ -292,9 +294,8 @@ class Walk:
         self.now = max(counts)
         found = self.call(text, ids, keep, run)
         self.accept(text, ids, keep)
-        for row, count in enumerate(counts):
-            right, start = self.right(text.history[row], text.declared[row]), len(text.history[row]) - count
-            self.compare(found[row, keep[row]], right[start:], f"row {row}, tokens from {start}")
+        for row, tokens in enumerate(text.history):
+            self.owed.append((list(tokens), found[row, keep[row]].detach(), text.declared[row], f"row {row}"))
 
     def accept(self, text: Text, ids: Tensor, keep: Tensor) -> None:
         """Count what was read to a text."""
@@ -305,19 +306,14 @@ class Walk:
 
     def call(self, text: Text, ids: Tensor, keep: Tensor, run: Any = None, **more: Any) -> Tensor:
         """Call the model; the form of its arguments is drawn."""
-        whole = torch.cat([text.keep, keep], 1).long()
+        whole, form = torch.cat([text.keep, keep], 1), self.point.positions
         counted = (whole.cumsum(1) - 1).clamp(min=0)
-        form = self.point.positions
-        if not whole.all() or form not in ("left out",) or self.chance.random() < 0.5:
-            more["attention_mask"] = whole
-        positions = {
-            "counted": counted,
-            "ones": counted.masked_fill(whole == 0, 1),
-            "zeros": counted.masked_fill(whole == 0, 0),
-        }
-        positions["slots"] = torch.arange(whole.shape[1]).expand_as(whole)
-        if form in positions:
-            more["position_ids"] = positions[form][:, text.keep.shape[1] :]
+        if not whole.all() or form != "left out" or self.chance.random() < 0.5:
+            more["attention_mask"] = whole.long()
+        forms = {"counted": counted, "ones": counted.masked_fill(~whole, 1), "zeros": counted.masked_fill(~whole, 0)}
+        forms["slots"] = torch.arange(whole.shape[1]).expand_as(whole)
+        if form in forms:
+            more["position_ids"] = forms[form][:, text.keep.shape[1] :]
         if text.declared[0] is not None and (not text.keep.shape[1] or self.chance.random() < 0.5):
             more["ctxext_length"] = text.declared
         elif self.by_request:  # a row that was cropped to nothing begins a text of its own tokens
@@ -337,6 +333,10 @@ class Walk:
     def do_read(self, text: Text) -> None:
         self.read(text, self.chance.choice([3, 12, 30, 60, 90, 110]))
 
+    def do_fill(self, text: Text) -> None:
+        """Read until a text is so long that a cache may drop some."""
+        self.read(text, max(1, self.chance.choice([88, 100, 120]) - max(map(len, text.history))))
+
     def do_step(self, text: Text) -> None:
         self.read(text, self.chance.choice([1, 1, 1, 2, 5, 8]))
 
@@ -348,7 +348,7 @@ class Walk:
     def do_crop(self, text: Text) -> None:
         """Take back the newest slots, and go on with other tokens."""
         slots = text.keep.shape[1]
-        if self.point.cache == "static" or slots < 2:
+        if slots < 2:
             return
         removed = min(self.chance.choice([1, 3, 9, 31, 40, 70]), slots - 1)
         text.broken = True  # if the crop is refused, some layers may be cropped
@@ -367,29 +367,30 @@ class Walk:
 
     def do_reorder(self, text: Text) -> None:
         rows = [self.chance.randrange(len(text.history)) for _ in text.history]
+        rows = rows if rows != [*range(len(rows))] else rows[::-1]
         self._rows(text, rows, lambda cache: cache.reorder_cache(torch.tensor(rows)))
 
     def do_repeat(self, text: Text) -> None:
         rows = [row for row in range(len(text.history)) for _ in range(2)]
-        if self.point.cache != "static" and len(rows) <= 4:
+        if len(rows) <= 4:
             self._rows(text, rows, lambda cache: cache.batch_repeat_interleave(2))
 
     def do_select(self, text: Text) -> None:
         rows = sorted(self.chance.sample(range(len(text.history)), self.chance.randint(1, len(text.history))))
-        if self.point.cache != "static":
-            self._rows(text, rows, lambda cache: cache.batch_select_indices(torch.tensor(rows)))
+        self._rows(text, rows, lambda cache: cache.batch_select_indices(torch.tensor(rows)))
 
     def _rows(self, text: Text, rows: list[int], change: Callable[[Any], None]) -> None:
         if not text.keep.shape[1]:
             return
         with self.mode():
             change(text.cache)
-        text.pick(rows)
+        text.history, text.ids, text.keep = [list(text.history[row]) for row in rows], text.ids[rows], text.keep[rows]
+        text.fitted, text.declared = ([each[row] for row in rows] for each in (text.fitted, text.declared))
         self.read(text, self.chance.choice([1, 2, 12]))
 
     def do_fork(self, text: Text) -> None:
         """Go on with a copy, then with the text itself."""
-        if text.keep.shape[1] and self.point.mode != "grad":
+        if text.keep.shape[1]:
             other = copy.deepcopy(text)
             self.texts.insert(0, other)
             self.read(text, 3)
@@ -398,7 +399,7 @@ class Walk:
             self.read(other, 3)
 
     def do_pickle(self, text: Text) -> None:
-        if text.keep.shape[1] and self.point.mode != "grad":
+        if text.keep.shape[1]:
             text.cache = pickle.loads(pickle.dumps(text.cache))
             self.read(text, 2)
 
@@ -427,8 +428,6 @@ class Walk:
     def do_packed(self, text: Text) -> None:
         """Read several documents in one row, whose positions begin again."""
         lengths = [self.chance.choice([1, 7, 40, 50]) for _ in range(3)]
-        if self.point.kind in ("gpt2", "bloom", "gemma3_text", "gpt_oss", "deepseek_v3"):
-            return
         documents = [[self.chance.randrange(40, 120) for _ in range(length)] for length in lengths]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         with self.mode():
@@ -439,8 +438,6 @@ class Walk:
 
     def do_train(self, text: Text) -> None:
         """Compare gradients, with activations kept or computed again."""
-        if not isinstance(self.truth, Decoder) or "float16" in self.point.dtype or self.point.adapter != "none":
-            return
         ids = torch.randint(40, 120, (1, self.chance.choice([20, 50])))
         names = ["embed_tokens", "layers.0.self_attn.k_proj", "layers.1.self_attn.q_proj"]
         names = [f"model.{name}.weight" for name in names]
@@ -451,6 +448,7 @@ class Walk:
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self.model.eval()
         self.model.gradient_checkpointing_disable()
+        self.model.disable_input_require_grads()  # transformers leaves a hook that no pickle takes
         rights = self.truth.gradients(ids[0], self.fitted(ids.shape[1], None), names)
         for name, right in zip(names, rights, strict=True):
             self.compare(self.model.get_parameter(name).grad, right, f"gradient of {name}")
@@ -509,31 +507,28 @@ class Walk:
         self.read(text, self.chance.choice([1, 12]))
 
     def do_unpatch(self, text: Text) -> None:
-        if self.name != "none" and self.point.kind in FORMULAS and self.point.adapter == "none":
+        if self.name != "none":
             ctxext.unpatch(self.model)
             self._again(text, "none", {})
 
     def do_repatch(self, text: Text) -> None:
         """Unpatch and patch by the same: the cache is right, or refused."""
-        if self.name != "none" and self.point.adapter == "none":
+        if self.name != "none":
             ctxext.unpatch(self.model)
             self._patch(self.model)
             self._again(text, self.name, self.how)
 
     def do_other(self, text: Text) -> None:
-        """Extend by another method."""
-        if self.point.kind not in FORMULAS or self.point.adapter != "none":
-            return
+        """Extend by another method, or by the same with other parameters."""
         if self.name != "none":
             ctxext.unpatch(self.model)
-        self.name, self.how = self.chance.choice(OTHERS)
+        alike = [each for each in METHODS.values() if each[0] == self.name and each[1] != self.how]
+        self.name, self.how = self.chance.choice([*alike, *OTHERS])
         self._patch(self.model)
         self._again(text, self.name, self.how)
 
     def do_twin(self, text: Text) -> None:
         """Go on with a copy of the model, perhaps unpatched, and perhaps with a copy of the cache."""
-        if self.point.adapter != "none" or self.point.mode == "grad":
-            return
         by_file, plain = self.chance.random() < 0.5, self.chance.random() < 0.6
         plain = plain and self.point.kind in FORMULAS and self.name != "none"
         self.model = pickle.loads(pickle.dumps(self.model)) if by_file else copy.deepcopy(self.model)
@@ -545,7 +540,7 @@ class Walk:
 
     def do_reload(self, text: Text) -> None:
         """Go on with the saved and loaded model."""
-        if self.name == "none" or self.point.adapter != "none":
+        if self.name == "none":
             return
         with tempfile.TemporaryDirectory() as folder:
             ctxext.save(self.model, f"{folder}/saved")
@@ -599,21 +594,16 @@ class Walk:
         each = len(out.sequences) // len(histories)
         for row, sequence in enumerate(out.sequences):
             prompt, answer = histories[row // each], sequence[-new:].tolist()
-            whole = [*prompt, *answer]
-            declared = len(prompt) + new if self.by_request else None
+            rights = self.after(prompt, answer, len(prompt) + new if self.by_request else None)
             if way == "beams":
-                rights = torch.stack([self.right(whole[: len(prompt) + at], declared)[-1] for at in range(new)])
                 score = rights.log_softmax(-1)[range(new), answer].sum()
                 self.compare(out.sequences_scores[row][None], score[None], "score of a beam")
-                continue
-            for at in range(new):
-                right = self.right(whole[: len(prompt) + at], declared)[-1]
-                self.compare(out.logits[at][row], right, f"generated by {way}, row {row}, token {at}")
+            else:
+                found = torch.stack([step[row] for step in out.logits])
+                self.compare(found, rights, f"generated by {way}, row {row}")
 
     def do_batches(self, text: Text) -> None:
         """Continuous batches: the probabilities of what they generate."""
-        if self.point.kind not in ("llama", "qwen3") or self.point.dtype == "float16":
-            return
         prompts = [[self.chance.randrange(40, 120) for _ in range(length)] for length in (70, 12, 40)]
         settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
         sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, page_size=32, return_logprobs=True)
@@ -624,8 +614,7 @@ class Walk:
             if result.error is not None:
                 raise Wrong(f"a batch: {result.error[:200]}")
             new, declared = result.generated_tokens, len(prompt) + 6 if self.by_request else None
-            rights = [self.right([*prompt, *new[:at]], declared)[-1] for at in range(len(new))]
-            right = torch.stack(rights).log_softmax(-1)[range(len(new)), new]
+            right = self.after(prompt, new, declared).log_softmax(-1)[range(len(new)), new]
             self.compare(torch.tensor(result.logprobs), right, "a continuous batch")
 
     def do_compiled(self, text: Text) -> None:
