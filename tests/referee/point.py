@@ -81,8 +81,21 @@ AXES: dict[str, tuple[Any, ...]] = {
 OF_CACHES = {"read": 10, "step": 8, "crop": 6} | dict.fromkeys(("fill", "reorder", "fork", "empty"), 2)
 OF_CACHES |= dict.fromkeys(("repeat", "select", "pickle"), 1)
 OF_MODELS = dict.fromkeys(("packed", "train", "thread", "raise", "unpatch", "repatch", "other", "twin", "reload"), 1)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 2, "length_penalty": 0.0, "output_scores": True},
+    "static": {"cache_implementation": "static"},
+    "chunks": {"prefill_chunk_size": 7},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "assistant": {},
+    "no cache": {"use_cache": False},
+    "embeds": {},
+}
+"""What generate() is told."""
 SLOW = {"batches": 0.3, "compiled": 0.1}
-OPERATIONS: dict[str, float] = {**OF_CACHES, "generate": 3, "answer": 2, "whole": 2, **OF_MODELS, **SLOW}
+OPERATIONS: dict[str, float] = {**OF_CACHES, "answer": 2, "whole": 2, **OF_MODELS, **SLOW}
+OPERATIONS |= dict.fromkeys((f"generate {way}" for way in WAYS), 0.3)
 """What may be done, and how often."""
 FORMULAS = ("llama", "qwen2", "qwen3")
 NEEDS: dict[str, Callable[[Point], bool]] = {
@@ -143,6 +156,7 @@ class Point:
         return (
             self.method in KINDS[self.kind]
             and not (between and (windows or self.positions in ("left out", "slots")))  # all of these count slots
+            and not ("left" in self.padding and self.rows == 1)  # as long as the longest row is none
             and not (self.kind == "gpt2" and self.positions == "left out" and self.padding != "none")
             and not (self.positions == "slots" and (self.kind == "gpt2" or self.is_dynamic))
             and not ("float16" in self.dtype and self.kind not in ("llama", "qwen3", "gpt2"))
@@ -214,7 +228,8 @@ def covering(pool: int = 20_000, length: int = 4) -> list[Point]:
 def _meets(point: Point, before: str, name: str) -> set[Any]:
     """Return what an operation meets: the one before it, the method, and if it changes a cache, what a text has."""
     values = {(point.family, axis, getattr(point, axis), name) for axis in AXES if axis not in ("kind", "method")}
-    return {(before, name), (point.method, name), (point.kind, name)} | (values if name in OF_CACHES else set())
+    met = {(before.split()[0], name.split()[0]), (point.family, name)} | (values if name in OF_CACHES else set())
+    return met | {(value, name.split()[0]) for value in (point.method, point.kind)}
 
 
 def shrunk(point: Point, fails: Callable[[Point], bool]) -> Point:

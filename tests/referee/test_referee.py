@@ -21,7 +21,7 @@ SHARES = 12
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_each_pair_of_values_and_each_two_operations(share: int) -> None:
+def test_each_pair_of_values_and_most_of_values_and_operations(share: int) -> None:
     failures = [(point, reason) for point in POINTS[share::SHARES] if (reason := verdict(point)) is not None]
     assert failures == []
 

@@ -26,7 +26,7 @@ import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
 from tests._models import tiny
-from tests.referee.point import FORMULAS, METHODS, UNWRITTEN, Point, drawn
+from tests.referee.point import FORMULAS, METHODS, UNWRITTEN, WAYS, Point, drawn
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
 
@@ -49,17 +49,6 @@ TOLERANCE = {"float64": 2e-4, "float32": 2e-4, "bfloat16": 0.3, "float16": 0.02}
 """Largest error as a part of the largest logit; transformers itself rotates in float32."""
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 GREEDY |= {"output_logits": True, "return_dict_in_generate": True}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "samples": {"do_sample": True, "num_return_sequences": 2},
-    "beams": {"num_beams": 2, "length_penalty": 0.0, "output_scores": True},
-    "static": {"cache_implementation": "static"},
-    "chunks": {"prefill_chunk_size": 7},
-    "lookup": {"prompt_lookup_num_tokens": 3},
-    "assistant": {},
-    "no cache": {"use_cache": False},
-    "embeds": {},
-}
 OTHERS = [("pi", {"factor": 3}), ("self_extend", {"factor": 6, "window": 10}), ("rerope", {"factor": 6, "window": 9})]
 
 
@@ -219,10 +208,10 @@ class Walk:
         Raises:
             Wrong: for a wrong number, and for a refusal that is not true.
         """
-        for name, seed in self.point.operations:
+        for operation, seed in self.point.operations:
             self.chance.seed(seed)
             torch.manual_seed(seed)
-            self.way, self.now = "", 0
+            (name, _, self.way), self.now = operation.partition(" "), 0
             try:
                 if self.point.takes(name):
                     getattr(self, f"do_{name}")(self.texts[-1] if self.texts else self.begin())
@@ -552,6 +541,7 @@ class Walk:
     def do_generate(self, text: Text) -> None:
         """Generate from a new text or from one in progress, and compare all logits that were used."""
         way, new = self.chance.choice(list(WAYS)), self.chance.choice([2, 6, 12])
+        way = self.way or way
         goes_on = way in ("greedy", "chunks") and text.cache is not None and not text.stale and not self.by_request
         if not goes_on or (self.point.padding != "none" and self.point.positions in ("left out", "slots")):
             text, goes_on = self.begin(), False
