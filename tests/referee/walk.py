@@ -508,11 +508,11 @@ class Walk:
             self._again(text, self.name, self.how)
 
     def do_other(self, text: Text) -> None:
-        """Extend by another method, or by the same with other parameters."""
+        """Extend by the same method with other parameters, or by another."""
         if self.name != "none":
             ctxext.unpatch(self.model)
         alike = [each for each in METHODS.values() if each[0] == self.name and each[1] != self.how]
-        self.name, self.how = self.chance.choice([*alike, *OTHERS])
+        self.name, self.how = self.chance.choice(alike or OTHERS)
         self._patch(self.model)
         self._again(text, self.name, self.how)
 
