@@ -193,8 +193,8 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
                 return
             self.near, self.heads = HeldLayer(), heads
             self.near.lazy_initialization(self.keys, self.values)
-            self.near.keys, self.near.values = (heads.near.of(part) for part in (self.keys, self.values))
-            # Copies: a view would keep the keys of all heads alive.
+            # Copies: a view would keep the keys of all heads alive, and the room behind them.
+            self.near.keys, self.near.values = (heads.near.of(part).clone() for part in (self.keys, self.values))
             self.keys, self.values = (heads.far.of(part).clone() for part in (self.keys, self.values))
         (self.near or self)._drop(layout, reach)
 
