@@ -276,7 +276,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def of(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("famous") / "model"
-            famous_checkpoint(name, made[name], weights=name in {*STRUCTURES, *ALIBI, "openai/gpt-oss-20b"})
+            famous_checkpoint(
+                name, made[name], weights=name in {*STRUCTURES, *ALIBI, *OTHER_KINDS, "openai/gpt-oss-20b"}
+            )
         return made[name]
 
     return of
@@ -371,7 +373,7 @@ def test_what_cannot_be_extended_is_refused_with_a_sentence(
         result = cli(*arguments)
         assert result.exit_code == 0 or "Error: " in result.output
         if arguments[0] in ("patch", "export"):
-            assert (result.exit_code == 0) == (name in OTHER_KINDS)
+            assert (result.exit_code == 0) == (name in OTHER_KINDS), result.output
 
 
 @pytest.mark.slow

@@ -339,11 +339,16 @@ code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and
 
 # Not before pytest, which checks the types of what is imported after it.
 import ctxext
-from scripts.update_readme import described_methods
+from ctxext import registry
+from scripts.update_readme import described_methods, made
 
 assert ctxext.methods()["doublings"].__module__ == "ctxext.laboratory.encodings.doublings"
 told = described_methods()["doublings"]
 assert (told["group"], told["what it does"][:33]) == ("scores", "a learned number for each doubling"[:33])
+
+listed, lines = next(made())
+listed.write_text(lines)
+registry.listed.cache_clear()
 
 from typer.testing import CliRunner
 
@@ -359,7 +364,7 @@ sys.exit(code)
 
 @pytest.mark.nightly
 def test_a_file_is_enough(tmp_path: Path) -> None:
-    """Dropped into the folder of encodings, it is listed, documented, drawn, trained, and held to this."""
+    """Dropped into the folder of encodings and listed, it is documented, drawn, trained, and held to this."""
     root = Path(__file__).parents[2]
     for part in ("ctxext", "scripts", "tests"):
         kept = shutil.ignore_patterns("__pycache__", "golden", "evaluation" if part == "tests" else "")

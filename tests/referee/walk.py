@@ -437,6 +437,7 @@ class Walk:
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self.model.eval()
         self.model.gradient_checkpointing_disable()
+        self.model.disable_input_require_grads()  # a hook that no pickle takes
         self.model.disable_input_require_grads()  # transformers leaves a hook that no pickle takes
         rights = self.truth.gradients(ids[0], self.fitted(ids.shape[1], None), names)
         for name, right in zip(names, rights, strict=True):
@@ -543,6 +544,7 @@ class Walk:
         way, new = self.chance.choice(list(WAYS)), self.chance.choice([2, 6, 12])
         way = self.way or way
         goes_on = way in ("greedy", "chunks") and text.cache is not None and not text.stale and not self.by_request
+        goes_on = goes_on and (self.point.cache, self.point.mode) != ("static", "inference")  # torch refuses that
         if not goes_on or (self.point.padding != "none" and self.point.positions in ("left out", "slots")):
             text, goes_on = self.begin(), False
             self.texts.remove(text)
