@@ -114,7 +114,7 @@ class PlannedChoice:
             judged=judged,
             others=len(self.candidates) - judged,
             windows=self.readings.windows,
-            turning_point=turning_point(self.checkpoint.model),
+            turning_point=turning_point(self.checkpoint.subject),
             choosing=len(self.split.choosing),
             held_out=len(self.split.held_out),
             keys=self.settings.keys,

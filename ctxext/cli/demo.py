@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
-from ctxext.core.subject import base_model, cache_argument
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
@@ -195,7 +195,8 @@ def read_and_answer(
     Raises:
         IncompatibleError: the model takes no cache.
     """
-    causal: Any = base_model(model)
+    subject = Subject.of(model)
+    causal: Any = subject.model
     argument = cache_argument(causal)
     if argument is None:
         raise IncompatibleError(
@@ -203,7 +204,7 @@ def read_and_answer(
         )
     ids, positions, request = (tensor.to(causal.device) for tensor in (ids, positions, asked.request))
     # A dynamic method fits its positions to all tokens that the cache will hold.
-    reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(causal) else {}
+    reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(subject) else {}
     output = causal(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=positions, **reach)
     losses = F.cross_entropy(output.logits[0].float(), ids[0, positions + 1], reduction="none").cpu()
     step, margin, right = torch.cat([ids[0, -1:], request])[None], math.inf, asked.answer.tolist()
@@ -250,7 +251,7 @@ class Demo(Survey[ReadAndAnswer]):
     def pace(self) -> Pace:
         """Time two layers at each length that is read, and return the time of all layers of all readings."""
         model = self.checkpoint.model
-        layers, device = layers_of(model), base_model(model).device
+        layers, device = layers_of(model), self.checkpoint.subject.model.device
         timed = layers[:2]
         marks: list[tuple[float, float]] = []
 
@@ -324,7 +325,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     readings = Readings(checkpoint)
     trained, names = readings.trained_length, options.method or METHODS
     readings.windows = (trained // 2, trained)
-    found, refusals = readings.find(chosen_methods(checkpoint.model, names, (options.factor,), trained))
+    found, refusals = readings.find(chosen_methods(readings.subject, names, (options.factor,), trained))
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
     methods = tuple(reading for reading in found if reading.is_candidate)

@@ -380,12 +380,12 @@ def prepare(
     """
     model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows)
     tried, refused = model.find(
-        chosen_methods(checkpoint.model, methods, factors, model.trained_length), progress=progress
+        chosen_methods(model.subject, methods, factors, model.trained_length), progress=progress
     )
     wanted = check_lengths(lengths, model.trained_length, tried)
     texts = corpus(wanted[-1] + 1)
     readings, refusals = _reaching(tried, refused, wanted)
-    point = turning_point(checkpoint.model)
+    point = turning_point(checkpoint.subject)
     prompts = make_prompts(checkpoint.tokenizer, wanted, depths, trials=trials, seed=seed, turning_point=point)
     documents = tuple(document.take(wanted[-1] + 1) for document in texts.documents)
     readers = [Reader(reading, model, _lengths_of(reading, wanted)) for reading in readings]

@@ -195,7 +195,7 @@ def prepare_search(
         raise InvalidParameterError(f"alpha must be above 0 and beta at most 0 nats, found {alpha} and {beta}.")
     readings = Readings(evaluator, trained_length=window, windows=())
     reader = Reader(Reading(name=UNPATCHED, label=evaluator.name), readings, (window,))
-    point = turning_point(evaluator.model)
+    point = turning_point(evaluator.subject)
     jobs: list[LossJob] = []
     for text in (ending(document, window) for document in corpus.documents):
         name = f"{evaluator.name}, which finds key tokens, {text.name}"

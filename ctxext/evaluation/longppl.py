@@ -205,7 +205,7 @@ def prepare(
     for window in windows:
         readers.append(Reader(Reading(name=window_name(window), label=label_of(window_name(window))), plain, (window,)))
     readers += [Reader(reading, readings, tuple(lengths)) for reading in _extensions(readings, methods, longest)]
-    point = turning_point(checkpoint.model)
+    point = turning_point(checkpoint.subject)
 
     def jobs_of(reader: Reader, length: int) -> list[LossJob]:
         start, jobs = (longest if reader.window else length) - keys.searched, []

@@ -34,13 +34,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.core.subject import Subject, base_model
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.core.subject import Subject
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.report.figures import Line, Panel, lines_panel
 from ctxext.evaluation.report.page import POSITION_AXIS, Page, TextTable, losses_page, readings_table
 from ctxext.files import digest
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import Progress, head_chunk, pass_cost, ticking, turning_point
+from ctxext.measuring.forward import Progress, head_chunk, pass_cost, require_evaluating, ticking, turning_point
 from ctxext.measuring.head import require_pieces, shell_of
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss_table import LossTable
@@ -194,14 +194,11 @@ def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = No
     Raises:
         IncompatibleError: a model in training mode, or one whose head takes more than the hidden states.
     """
-    base = base_model(model)
-    if base.training:
-        raise IncompatibleError(
-            f"{type(base).__name__} is in training mode, where dropout is noise. Call model.eval() first."
-        )
+    subject = Subject.of(model)
+    require_evaluating(subject.model)
     losses = torch.full((text.length,), torch.nan)
     for views in _batches(text, window):
-        _read(base, text, views, losses)
+        _read(subject, text, views, losses)
     return losses
 
 
@@ -212,7 +209,8 @@ def _batches(text: MaskedText, window: int | None) -> list[list[View]]:
     return [views[at : at + rows] for at in range(0, len(views), rows)]
 
 
-def _read(base: Any, text: MaskedText, views: Sequence[View], losses: Tensor) -> None:
+def _read(subject: Subject, text: MaskedText, views: Sequence[View], losses: Tensor) -> None:
+    base: Any = subject.model
     device = next(base.parameters()).device
     ids = torch.stack([text.row(view) for view in views]).to(device)
     rows = torch.cat([torch.full((len(view.asked),), row) for row, view in enumerate(views)])
@@ -220,7 +218,7 @@ def _read(base: Any, text: MaskedText, views: Sequence[View], losses: Tensor) ->
     places = torch.cat([view.asked for view in views])
     shell, replay = shell_of(base)
     shell(input_ids=ids, return_dict=True)  # the layers read everything, the head one position
-    chunk = head_chunk(base)
+    chunk = head_chunk(subject)
     for at in range(0, len(places), chunk):
         part = slice(at, at + chunk)
         replay.calls = 0
@@ -264,14 +262,14 @@ def masked_readers(
         IncompatibleError: a method that cannot be right on this model.
         UnknownNameError: an unknown method.
     """
-    trained = known_trained_length(checkpoint.model, trained_length)
+    trained = known_trained_length(checkpoint.subject, trained_length)
     asked = find_readers(
         checkpoint,
         methods=methods,
         factors=factors,
         lengths=sorted({*lengths, trained}) if lengths else (),
         reference=reference,
-        unpatched=not isinstance(find_architecture(Subject.of(checkpoint.model)), LearnedTable),
+        unpatched=not isinstance(find_architecture(checkpoint.subject), LearnedTable),
         trained_length=trained_length,
     )
     readers: list[Reader] = []
@@ -291,7 +289,7 @@ def masked_jobs(
     readers: Sequence[Reader], texts: Callable[[int], Sequence[MaskedText]], checkpoint: Checkpoint
 ) -> list[MaskedJob]:
     """Lay out every reader and every text of a length that it is meant for."""
-    point = turning_point(checkpoint.model)
+    point = turning_point(checkpoint.subject)
     lengths = sorted({length for reader in readers for length in reader.lengths})
     pairs = itertools.product(readers, [(length, texts(length)) for length in lengths])
     return [

@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, without
 from ctxext.files import digest
@@ -181,7 +181,7 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
 
 def _steps(model: nn.Module, passkey: Passkey) -> list[list[int]]:
     """Group the steps of decoding the answer by the positions that they see."""
-    fitted = fitted_length_of(base_model(model))
+    fitted = fitted_length_of(Subject.of(model))
     steps = itertools.groupby(range(len(passkey.answer)), lambda step: fitted(passkey.length + step))
     return [list(group) for _, group in steps]
 
@@ -240,11 +240,11 @@ def prepare(
         InvalidParameterError: nothing to measure, an argument of ``build`` out of range, or a length that the model is
             not meant for.
     """
-    model = checkpoint.model
-    prompts = make_prompts(checkpoint.tokenizer, lengths, depths, turning_point=turning_point(model), **given)
+    point = turning_point(checkpoint.subject)
+    prompts = make_prompts(checkpoint.tokenizer, lengths, depths, turning_point=point, **given)
     if not prompts:
         raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
-    check_reach(model, max(lengths), beyond=beyond)
+    check_reach(checkpoint.subject, max(lengths), beyond=beyond)
     readings = Readings(checkpoint, windows=())
     reader = Reader(Reading(name=name, label=name), readings, tuple(lengths), apply=contextlib.nullcontext)
     return Survey("ctxext eval passkey", checkpoint, jobs_of([reader], prompts))

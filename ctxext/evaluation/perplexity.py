@@ -16,7 +16,7 @@ from ctxext.core import patching
 from ctxext.core.architecture import architecture_of
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.measuring.checkpoint import Checkpoint
@@ -134,13 +134,14 @@ def make_plan(
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     if method is None and given.keys() - {"trained_length"}:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method.")
-    trained = known_trained_length(model, given.get("trained_length"))
+    subject = Subject.of(model)
+    trained = known_trained_length(subject, given.get("trained_length"))
     if method is not None and not given.keys() & {"factor", "target_length"} and max(lengths, default=0) > trained:
         given["target_length"] = max(lengths)
     with patching.patched(model, method, **given) if method is not None else contextlib.nullcontext():
-        base = base_model(model)
-        extension, dynamic, fitted = ExtensionRecord.of(model), follows_length(base), fitted_length_of(base, trained)
-        extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
+        extension, dynamic = ExtensionRecord.of(model), follows_length(subject)
+        fitted = fitted_length_of(subject, trained)
+        extended = dynamic or patched_state(subject.model) is not None or already_extended(subject.config) is not None
         reach = patching.describe(model).target_length if extended else None
     chosen = _lengths(mode, lengths, trained, reach, stride)
     if reach is not None and chosen[-1] > reach and not dynamic:
@@ -149,7 +150,7 @@ def make_plan(
             f"--factor, or give a smaller --length."
         )
     if method is None and chosen[-1] > trained:
-        architecture_of(Subject.of(model))  # which refuses a model that has no positions there
+        architecture_of(subject)  # which refuses a model that has no positions there
     return PerplexityPlan(
         mode=mode,
         trained_length=trained,
@@ -161,7 +162,7 @@ def make_plan(
         extension=extension,
         dynamic=dynamic,
         fitted_lengths={length: fitted(length) for length in chosen},
-        cached=cached_tokens_for(model, chosen[-1], memory),
+        cached=cached_tokens_for(subject, chosen[-1], memory),
         unpatched=unpatched,
     )
 
@@ -360,7 +361,7 @@ def prepare(
     Raises:
         InvalidParameterError: a reference that makes no sense, or a text that is too short.
     """
-    saved = plan.method is None and already_extended(base_model(checkpoint.model).config) is not None
+    saved = plan.method is None and already_extended(checkpoint.subject.config) is not None
     measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
     plain = None if inside is not None or saved else checkpoint
     if reference is not None and inside is None:
@@ -384,7 +385,7 @@ def prepare(
     plain_inside: Sequence[Sequence[LossJob]] = ()
     if measured != UNPATCHED and plain is not None:
         if plan.mode == "position" and plan.unpatched and windows:
-            control = originals.whole(unpatched, dynamic=follows_length(base_model(plain.model)))
+            control = originals.whole(unpatched, dynamic=follows_length(plain.subject))
             readings.insert(0, control)
         plain_inside = originals.inside(unpatched, control)
     if measured != UNPATCHED and (inside is not None or plain is not None):
@@ -444,7 +445,7 @@ class _Layout:
                     TokenisedDocument(f"window {number}", stream[:, start : start + length], 0)
                     for number, start in enumerate(starts, start=1)
                 ]
-        return cls(readings, corpus, plan, texts, turning_point(checkpoint.model))
+        return cls(readings, corpus, plan, texts, turning_point(checkpoint.subject))
 
     @property
     def window(self) -> int:

@@ -27,7 +27,7 @@ from ctxext.checkpoints.load import attached, load_saved
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core.digest import weights_digest
 from ctxext.core.saved import saved_extension
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import (
     CheckpointError,
     CtxextError,
@@ -61,6 +61,11 @@ class Checkpoint:
         object.__setattr__(self, "name", printable(self.name))
         if not self.sha256:
             object.__setattr__(self, "sha256", weights_digest(self.model))
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        """The transformers model inside the wrappers around it."""
+        return Subject.of(self.model)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -211,11 +216,11 @@ def _load(
     else:
         model = outline(dtype=DTYPES[chosen], **trust)
         model = attached(model, where) if extended else model
-    if base_model(model).config.is_encoder_decoder and not masked:
+    base = Subject.of(model).model
+    if base.config.is_encoder_decoder and not masked:
         raise IncompatibleError(
-            f"{source} holds a {type(base_model(model)).__name__}, an encoder-decoder. What is measured and trained "
-            f"here are models that predict the next token of one text. Give such a model. To run this one, call "
-            f"ctxext.load(path)."
+            f"{source} holds a {type(base).__name__}, an encoder-decoder. What is measured and trained here are models "
+            f"that predict the next token of one text. Give such a model. To run this one, call ctxext.load(path)."
         )
     if "device_map" not in loading and (weights or adapted):
         model.to(device)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_dicts
-from ctxext.core.subject import base_model, cache_argument
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import require_pieces, shell_of
 
@@ -25,7 +25,7 @@ def logits_in_chunks(
     input_ids: Int[Tensor, "batch positions"],
     *,
     start: int = 0,
-    chunk: int = 1024,
+    chunk: int | None = 1024,
     cached: int | None = None,
 ) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
     """Yield ``(first position, logits)`` for consecutive pieces of the positions from ``start`` on.
@@ -38,7 +38,8 @@ def logits_in_chunks(
 
     Args:
         start: first position of interest, in tokens; the logits before it are not computed.
-        chunk: positions per piece, at least 1. One piece takes about batch x chunk x vocabulary x 8 bytes.
+        chunk: positions per piece, at least 1; None for ``head_chunk``. One piece takes about batch x chunk x
+            vocabulary x 8 bytes.
         cached: run the layers over that many tokens at a time, with a KV cache; the same result up to rounding, in
             less memory and more time. None for one uncached pass.
 
@@ -48,21 +49,22 @@ def logits_in_chunks(
             learning), or does not put its layers behind one base model.
     """
     positions = input_ids.shape[1]
-    for name, value in (("chunk", chunk), ("cached", 1 if cached is None else cached)):
-        if value < 1:
+    for name, value in (("chunk", chunk), ("cached", cached)):
+        if value is not None and value < 1:
             raise InvalidParameterError(f"{name} must be at least 1 position, found {value}.")
     if not 0 <= start < positions:
         raise InvalidParameterError(
             f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
         )
-    causal = _causal_model(model)
+    subject = _causal_subject(model)
+    causal, chunk = subject.model, chunk or head_chunk(subject)
     shell, replay = shell_of(causal)
-    if patched_state(causal) is None and follows_length(causal):
+    if patched_state(causal) is None and follows_length(subject):
         for module in causal.modules():  # transformers keeps the frequencies of the longest text so far
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, 0)
     if cached is not None and cached < positions:
-        replay.real = CachedPieces(causal, replay.real, positions=positions, piece=cached)
+        replay.real = CachedPieces(subject, replay.real, positions=positions, piece=cached)
     for first in range(start, positions, chunk):
         replay.piece = slice(first, min(first + chunk, positions))
         replay.calls = 0
@@ -74,20 +76,21 @@ def logits_in_chunks(
 
 
 def logits_as_read(
-    model: nn.Module, input_ids: Int[Tensor, "batch positions"], *, piece: int, chunk: int = 1024
+    model: nn.Module, input_ids: Int[Tensor, "batch positions"], *, piece: int
 ) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
     """Yield ``(first position, logits)`` as ``logits_in_chunks`` does, having run the layers no further than that.
 
     A caller that has seen enough stops iterating, and only the tokens that were read cost time. The layers run over
-    ``piece`` tokens at a time, with a KV cache: the same result up to rounding. Logits exist for ``chunk`` positions at
-    a time.
+    ``piece`` tokens at a time, with a KV cache: the same result up to rounding. Logits exist for ``head_chunk``
+    positions at a time.
 
     Raises:
         IncompatibleError: as in ``logits_in_chunks``.
     """
-    causal = _causal_model(model)
+    subject = _causal_subject(model)
+    causal, chunk = subject.model, head_chunk(subject)
     shell, replay = shell_of(causal)
-    replay.real = CachedPieces(causal, replay.real, positions=input_ids.shape[1], piece=piece)
+    replay.real = CachedPieces(subject, replay.real, positions=input_ids.shape[1], piece=piece)
     for begin in range(0, input_ids.shape[1], piece):
         part = input_ids[:, begin : begin + piece]
         replay.output = None  # so that the layers run on, over the next tokens
@@ -119,11 +122,12 @@ def logits_of_answers(
     Raises:
         IncompatibleError: as in ``logits_in_chunks``, or the model takes no cache.
     """
-    causal = _causal_model(model)
+    subject = _causal_subject(model)
+    causal = subject.model
     shell, replay = shell_of(causal)
     longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
     reader = replay.real = CachedPieces(
-        causal, replay.real, positions=text.shape[0] + longest, piece=max(text.shape[0], longest)
+        subject, replay.real, positions=text.shape[0] + longest, piece=max(text.shape[0], longest)
     )
 
     def run(ids: Tensor, *, behind: DynamicCache | None = None, last: bool = True) -> Tensor:
@@ -151,19 +155,24 @@ def logits_of_answers(
     return logits
 
 
-def _causal_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside; refuse one whose losses would not be those of a plain causal model."""
+def _causal_subject(model: nn.Module) -> Subject:
+    """Unwrap a model; refuse one whose losses would not be those of a plain causal model."""
     peft = getattr(model, "active_peft_config", None)
     if peft is not None and peft.is_prompt_learning:
         raise IncompatibleError(
             f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
             f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
         )
-    causal = base_model(model)
-    name = type(causal).__name__
-    if causal.training:
+    subject = Subject.of(model)
+    require_evaluating(subject.model)
+    return subject
+
+
+def require_evaluating(base: PreTrainedModel) -> None:
+    """Raise ``IncompatibleError`` for a model in training mode."""
+    if base.training:
+        name = type(base).__name__
         raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
-    return causal
 
 
 def check_token_ids(input_ids: Tensor, *, least: int) -> None:
@@ -190,13 +199,12 @@ class CachedPieces(nn.Module):
             or the model takes no cache.
     """
 
-    def __init__(self, causal: PreTrainedModel, base: nn.Module, *, positions: int, piece: int) -> None:
+    def __init__(self, subject: Subject, base: nn.Module, *, positions: int, piece: int) -> None:
         super().__init__()
         self.base = base
         self.piece = piece
-        self.cache = DynamicCache(config=causal.config)
-        is_patched, dynamic = patched_state(causal) is not None, follows_length(causal)
-        argument = cache_argument(base)
+        self.cache = DynamicCache(config=subject.config)
+        dynamic, argument = follows_length(subject), cache_argument(base)
         if argument is None:
             raise IncompatibleError(
                 f"{type(base).__name__} takes no cache, so a text cannot be read in cached pieces. Allow more --memory."
@@ -204,11 +212,11 @@ class CachedPieces(nn.Module):
         self.argument = argument
         # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
         self.length = {"ctxext_length": positions} if dynamic else {}
-        if dynamic and not is_patched:
+        if dynamic and patched_state(subject.model) is None:
             raise IncompatibleError(
-                f"The positions of this {type(causal).__name__} follow the length of its input "
-                f"(rope_parameters={causal.config.get_text_config(decoder=True).rope_parameters}), so a text cannot be "
-                f"read in cached pieces. Allow more --memory, or extend it with ctxext."
+                f"The positions of this {type(subject.model).__name__} follow the length of its input "
+                f"(rope_parameters={subject.text.rope_parameters}), so a text cannot be read in cached pieces. Allow "
+                f"more --memory, or extend it with ctxext."
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -227,25 +235,24 @@ class CachedPieces(nn.Module):
         return output
 
 
-def follows_length(causal: PreTrainedModel) -> bool:
+def follows_length(subject: Subject) -> bool:
     """Return whether positions follow the length of the text, by a dynamic method or by a rope type of transformers."""
-    patched = patched_state(causal)
+    patched = patched_state(subject.model)
     if patched is not None:
         return patched.method.dynamic
-    text = causal.config.get_text_config(decoder=True)
-    return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(text))
+    return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(subject.text))
 
 
-def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callable[[int], int]:
+def fitted_length_of(subject: Subject, trained_length: int = 0) -> Callable[[int], int]:
     """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
 
     Up to ``trained_length`` tokens, 0 if unknown, a stock rope type leaves positions as they are.
     """
-    patched = patched_state(causal)
+    patched = patched_state(subject.model)
     if patched is not None:
         method, trained = patched.method, patched.extension.trained_length
         return lambda length: method.fitted_length(trained, length)
-    follows = follows_length(causal)
+    follows = follows_length(subject)
     return lambda length: max(length, trained_length) if follows else 0
 
 
@@ -254,19 +261,17 @@ LEAST = 256
 HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
 
 
-def head_chunk(model: nn.Module) -> int:
+def head_chunk(subject: Subject) -> int:
     """Positions whose logits exist at a time, so that they and their softmax take about 128 MiB."""
-    vocabulary = base_model(model).config.get_text_config(decoder=True).vocab_size
-    return max(HEAD_LEAST, int(HEAD_BYTES // (vocabulary * 10)))
+    return max(HEAD_LEAST, int(HEAD_BYTES // (subject.text.vocab_size * 10)))
 
 
-def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> int:
+def pass_bytes(subject: Subject, tokens: int, *, cached: int | None = None) -> int:
     """About what the model's weights and one pass over a text take at the peak, logits apart.
 
     ``cached`` is as in ``logits_in_chunks``.
     """
-    base = base_model(model)
-    config = base.config.get_text_config(decoder=True)
+    base, config = subject.model, subject.text
     weights: int = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads, key_heads, head_dim = heads_of(config)
@@ -286,7 +291,7 @@ def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> i
     return weights + cached * (layer + scores) + cache + grown + mask + 2 * tokens * hidden * size
 
 
-def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int | None:
+def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int | None:
     """Tokens per cached call that keep a pass within ``budget``; None where one uncached pass does.
 
     The uncached pass is preferred: it gives the same losses, is two to three times as fast on a CPU, and with a fused
@@ -298,17 +303,17 @@ def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int 
     """
     if budget is None:
         return None
-    whole = pass_bytes(model, tokens) + HEAD_BYTES
+    whole = pass_bytes(subject, tokens) + HEAD_BYTES
     if whole <= budget:
         return None
     piece = LEAST
-    least = pass_bytes(model, tokens, cached=piece) + HEAD_BYTES
+    least = pass_bytes(subject, tokens, cached=piece) + HEAD_BYTES
     if least > budget:
         raise InvalidParameterError(
             f"A text of {tokens:,} tokens takes about {whole / 2**30:.3g} GiB in one pass and {least / 2**30:.3g} GiB "
             f"in cached pieces of {LEAST} tokens; found --memory {budget / 2**30:.3g}GiB. Allow more, or read less."
         )
-    while 2 * piece < tokens and pass_bytes(model, tokens, cached=2 * piece) + HEAD_BYTES <= budget:
+    while 2 * piece < tokens and pass_bytes(subject, tokens, cached=2 * piece) + HEAD_BYTES <= budget:
         piece *= 2
     return piece
 
@@ -327,14 +332,13 @@ def pass_cost(tokens: int, turning_point: int = SMALL_MODEL) -> float:
     return tokens * (1 + tokens / turning_point)
 
 
-def turning_point(model: nn.Module) -> int:
+def turning_point(subject: Subject) -> int:
     """Tokens at which a model's attention costs as much as all the rest of it.
 
     By operations: 2 per weight and token against 2 per layer, channel and visible key, half of the keys being visible
     on average; halved again because attention reaches about half the speed of matrix products.
     """
-    base = base_model(model)
-    config = base.config.get_text_config(decoder=True)
+    base, config = subject.model, subject.text
     embedding = base.get_input_embeddings().weight
     tied = bool(getattr(config, "tie_word_embeddings", False))
     weights = sum(parameter.numel() for parameter in base.parameters()) - (0 if tied else embedding.numel())
@@ -343,8 +347,8 @@ def turning_point(model: nn.Module) -> int:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model in their order; the model beneath its head where no list of layers is found."""
-    base = base_model(model)
-    depth = base.config.get_text_config(decoder=True).num_hidden_layers
+    subject = Subject.of(model)
+    base, depth = subject.model, subject.text.num_hidden_layers
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     return list(stacks[0]) if stacks else [base.base_model]
 
@@ -370,13 +374,13 @@ def ticking(
             hook.remove()
 
 
-def check_reach(model: nn.Module, length: int, *, beyond: bool) -> None:
+def check_reach(subject: Subject, length: int, *, beyond: bool) -> None:
     """Raise ``InvalidParameterError`` if ``length`` tokens are more than the model is meant for.
 
     A dynamic extension follows the length of the text, so that no length is beyond it.
     """
-    meant, base = describe(model), base_model(model)
-    if beyond or follows_length(base) or meant.target_length is None or length <= meant.target_length:
+    meant = describe(subject.model)
+    if beyond or follows_length(subject) or meant.target_length is None or length <= meant.target_length:
         return
     state = "is trained for" if meant.method is None else f"was extended to, by {meant.method['method']}"
     raise InvalidParameterError(

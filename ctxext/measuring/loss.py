@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
-from ctxext.measuring.forward import check_token_ids, head_chunk, logits_as_read, logits_in_chunks
+from ctxext.measuring.forward import check_token_ids, logits_as_read, logits_in_chunks
 
 
 # Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
@@ -56,7 +56,6 @@ def loss_by_position(
     device = next(model.parameters()).device
     inputs, targets = input_ids[:, :-1].to(device), input_ids[:, 1:].to(device)
     losses = torch.empty(targets[:, start:].shape, dtype=torch.float32)
-    chunk = head_chunk(model) if chunk is None else chunk
     for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk, cached=cached):
         stop = first + logits.shape[1]
         wanted = targets[:, first:stop].flatten()
@@ -86,7 +85,7 @@ def loss_while(
     device = next(model.parameters()).device
     inputs, targets = input_ids[:, :-1].to(device), input_ids[0, 1:].to(device)
     read: list[Tensor] = []
-    for first, logits in logits_as_read(model, inputs, piece=piece, chunk=head_chunk(model)):
+    for first, logits in logits_as_read(model, inputs, piece=piece):
         stop = first + logits.shape[1]
         read.append(functional.cross_entropy(logits[0].float(), targets[first:stop], reduction="none").cpu())
         if stop % piece == 0 and stop < len(targets) and not go_on(torch.cat(read)):

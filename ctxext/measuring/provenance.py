@@ -19,7 +19,6 @@ import transformers
 from torch import nn
 
 from ctxext.core import patching
-from ctxext.core.subject import base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.texts.corpus import Corpus
@@ -164,7 +163,7 @@ def provenance_of(
     if corpus is not None:
         names = tuple(document.name for document in corpus.documents)
         texts = {"documents": names, "corpus_sha256": corpus.sha256, "prefix": corpus.prefix}
-    base = base_model(checkpoint.model)
+    base = checkpoint.subject.model
     return Provenance(
         checkpoint=checkpoint.name,
         checkpoint_sha256=checkpoint.sha256,

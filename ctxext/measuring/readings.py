@@ -16,7 +16,7 @@ from ctxext.core import patching
 from ctxext.core.architecture import architecture_of, trained_length_of
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended, choices
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import follows_length
@@ -98,7 +98,7 @@ class Refusal:
     reason: str
 
 
-def known_trained_length(model: nn.Module, given: int | None = None) -> int:
+def known_trained_length(subject: Subject, given: int | None = None) -> int:
     """Return the tokens that a checkpoint was trained for: those given, or those of its config.
 
     Raises:
@@ -106,7 +106,7 @@ def known_trained_length(model: nn.Module, given: int | None = None) -> int:
     """
     if given is not None:
         return checked_tokens("trained_length", given, least=2)
-    known = trained_length_of(Subject.of(model))
+    known = trained_length_of(subject)
     if known is None:
         raise InvalidParameterError(
             "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
@@ -120,7 +120,7 @@ def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     Raises:
         InvalidParameterError: it is extended itself, or has another tokenizer.
     """
-    if already_extended(base_model(reference.model).config):
+    if already_extended(reference.subject.config):
         raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
     if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
         raise InvalidParameterError(
@@ -162,10 +162,10 @@ class Readings:
         windows: Sequence[int] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.model = checkpoint.model
-        self.extended = already_extended(base_model(self.model).config)
+        self.model, self.subject = checkpoint.model, checkpoint.subject
+        self.extended = already_extended(self.subject.config)
         self.sliding_window = sliding_window
-        self.trained_length = known_trained_length(self.model, trained_length)
+        self.trained_length = known_trained_length(self.subject, trained_length)
         self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
         self._given = self.trained_length if self.extended else trained_length
 
@@ -245,7 +245,7 @@ class Readings:
             method=description.method,
             reach=description.target_length if self.extended else None,
             fingerprint=description.fingerprint,
-            dynamic=follows_length(base_model(self.model)),
+            dynamic=follows_length(self.subject),
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
         names = [*map(window_name, self.windows), TRUNCATED]
@@ -253,10 +253,9 @@ class Readings:
 
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:
-        subject = Subject.of(self.model)
-        base, state = subject.model, patched_state(subject.model)
+        base, state = self.subject.model, patched_state(self.subject.model)
         if state is not None:
-            trained = architecture_of(subject).replaced_weights(subject)  # which may have been trained since
+            trained = architecture_of(self.subject).replaced_weights(self.subject)  # which may have been trained since
             patching.unpatch(self.model)
         try:
             with patching.patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
@@ -287,12 +286,12 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def chosen_methods(
-    model: nn.Module, wanted: Sequence[str | Method], factors: Sequence[float], trained_length: int | None = None
+    subject: Subject, wanted: Sequence[str | Method], factors: Sequence[float], trained_length: int | None = None
 ) -> tuple[Method, ...]:
     """Return the methods to try, each at each factor; once, at the largest, if the factor changes only the reach.
 
     Args:
-        model: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
+        subject: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
             needs nothing but a factor. Replacing rotation by ALiBi needs training and has to be named.
         wanted: names, with parameters where needed (``"yarn ramp=turns truncate=false"``), which may hold a factor of
             their own; or objects and files of ``ctxext choose`` (``choice.json``), which bring theirs.
@@ -305,7 +304,7 @@ def chosen_methods(
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
     methods: list[Method] = []
     if not wanted:
-        names = architecture_of(Subject.of(model)).method_names()
+        names = architecture_of(subject).method_names()
         wanted = [name for name in names if not (METHODS[name].needs_training or METHODS[name].required())]
     for item in wanted:
         if isinstance(item, Method) or is_choice(item):

@@ -81,8 +81,8 @@ def main(
     spans: Spans = ()
     for name, label in labels_of(checkpoints).items():
         checkpoint = load_checkpoint(name, dtype=dtype, device=device)
-        check_reach(checkpoint.model, length, beyond=False)
-        trained = trained or known_trained_length(checkpoint.model)
+        check_reach(checkpoint.subject, length, beyond=False)
+        trained = trained or known_trained_length(checkpoint.subject)
         spans = spans or list(pairwise(edges_for(trained, length)))
         corpus = texts.read(checkpoint, tokens=length + 1)
         journal.claim({"made_by": "compare_checkpoints", "corpus": {"name": "texts", "sha256": corpus.sha256}})
@@ -141,7 +141,7 @@ def read(
     checkpoint: Checkpoint, corpus: Corpus, reading: Reading, journal: Journal, console: Console, *, label: str
 ) -> list[Tensor]:
     """Nats per token of every text; what is finished is not read again. Messages name the checkpoint by its label."""
-    finished, point = journal.finished(), turning_point(checkpoint.model)
+    finished, point = journal.finished(), turning_point(checkpoint.subject)
     missing = [one for one in corpus.documents if reading.key(checkpoint, one) not in finished]
     windows = [reading.windows(one.prefix) for one in missing]
     costs = [pass_cost(one.positions, point) for own in windows for one in own]

@@ -321,13 +321,13 @@ def main(
     session = Session(source)
     console, checkpoint = session.console, session.checkpoint
     model = Readings(checkpoint)
-    readings, refusals = model.find(chosen_methods(checkpoint.model, method or METHODS, factor or [2.0]))
+    readings, refusals = model.find(chosen_methods(checkpoint.subject, method or METHODS, factor or [2.0]))
     plain, truncations, methods = split(readings)
     for refusal in refusals:
         console.print(f"Not measured: {refusal.label}. {refusal.reason}", markup=False)
     lengths = tuple(sorted({reading.reach for reading in methods if reading.reach is not None}))
     corpus = texts.read(checkpoint, tokens=lengths[-1] + 1, whole=True)
-    study = Study(model, corpus, lengths, trials, checkpoint.tokenizer, turning_point(checkpoint.model))
+    study = Study(model, corpus, lengths, trials, checkpoint.tokenizer, turning_point(checkpoint.subject))
     jobs: list[LossJob | PromptJob] = []
     for length in lengths:
         jobs += [study.reads(one, length, text) for one in (plain, *truncations) for text in corpus.documents]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison import Comparison, ComparisonResult, prepare
@@ -256,19 +257,20 @@ def test_the_verdict_follows_the_losses(
 
 @pytest.mark.slow
 def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    names = [(method.name, method.factor) for method in chosen_methods(model, [], [4.0, 2.0])]
+    subject = Subject.of(model)
+    names = [(method.name, method.factor) for method in chosen_methods(subject, [], [4.0, 2.0])]
     assert {("yarn", 2.0), ("yarn", 4.0), ("dynamic_yarn", 4.0)} <= set(names)
     assert ("dynamic_yarn", 2.0) not in names, "its factor changes nothing but the reach"
     assert not {"alibi", "longrope", "table"} & {name for name, _ in names}
     (file := tmp_path / "choice.json").write_text(json.dumps({"method": YaRN(factor=2.5).to_dict()}))
-    assert chosen_methods(model, ["pi", str(file)], [2.0]) == (PI(factor=2.0), YaRN(factor=2.5))
+    assert chosen_methods(subject, ["pi", str(file)], [2.0]) == (PI(factor=2.0), YaRN(factor=2.5))
     file.write_text(json.dumps({"method": YaRN(factor=2.5).to_dict(), "provenance": {"trained_length": 128}}))
-    assert chosen_methods(model, [str(file)], [2.0], 128) == (YaRN(factor=2.5),)
+    assert chosen_methods(subject, [str(file)], [2.0], 128) == (YaRN(factor=2.5),)
     with pytest.raises(InvalidParameterError, match="chosen with trained_length=128, found 256"):
-        chosen_methods(model, [str(file)], [2.0], 256)
-    own = chosen_methods(model, ["pi factor=3", "yarn"], [4.0, 2.0])
+        chosen_methods(subject, [str(file)], [2.0], 256)
+    own = chosen_methods(subject, ["pi factor=3", "yarn"], [4.0, 2.0])
     assert own == (PI(factor=3.0), YaRN(factor=2.0), YaRN(factor=4.0)), "a factor of its own goes first"
-    bloom = chosen_methods(tiny("bloom"), [], [2.0])
+    bloom = chosen_methods(Subject.of(tiny("bloom")), [], [2.0])
     assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
     plan = planned(model, tokenizer, tmp_path / "out", methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"])
     assert [reading.label for reading in plan.readings[6:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]

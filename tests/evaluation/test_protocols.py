@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.forward import cached_tokens_for, pass_bytes
 from ctxext.measuring.loss import (
@@ -173,13 +174,14 @@ def test_memory_budget(model: LlamaForCausalLM) -> None:
     for text in ("", "GiB", "2 GiBs", "-1GB", "0GB"):
         with pytest.raises(InvalidParameterError, match="written like 2GiB"):
             parse_bytes(text)
-    assert cached_tokens_for(model, 4096, None) is None
+    subject = Subject.of(model)
+    assert cached_tokens_for(subject, 4096, None) is None
     model.set_attn_implementation("eager")  # scores of all queries and keys: where a cache is worth its while
-    whole, pieces = (pass_bytes(model, 4096, cached=cached) for cached in (None, 256))
+    whole, pieces = (pass_bytes(subject, 4096, cached=cached) for cached in (None, 256))
     assert whole > 4 * pieces
     head = 128 * 2**20
-    assert cached_tokens_for(model, 4096, whole + head) is None
-    assert cached_tokens_for(model, 4096, whole + head - 1) == 2048
-    assert cached_tokens_for(model, 4096, pieces + head) == 256
+    assert cached_tokens_for(subject, 4096, whole + head) is None
+    assert cached_tokens_for(subject, 4096, whole + head - 1) == 2048
+    assert cached_tokens_for(subject, 4096, pieces + head) == 256
     with pytest.raises(InvalidParameterError, match=r"in one pass and .* in cached pieces of 256"):
-        cached_tokens_for(model, 4096, pieces + head - 1)
+        cached_tokens_for(subject, 4096, pieces + head - 1)

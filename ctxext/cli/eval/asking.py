@@ -55,7 +55,7 @@ class Asking(Session):
         from ctxext.measuring.forward import turning_point
 
         with self.console.status("Drawing prompts ..."):
-            point = turning_point(self.checkpoint.model)
+            point = turning_point(self.checkpoint.subject)
             return make(self.checkpoint.tokenizer, lengths=lengths, turning_point=point, **given)
 
     def ask(

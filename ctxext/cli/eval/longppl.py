@@ -76,9 +76,9 @@ def longppl(
         raise typer.BadParameter(f"there is no directory {keys.keys.parent}", param_hint="--keys")
     session = Session(source, results, reference=reference, methods=asked.method or ())
     loaded = session.checkpoint
-    trained = known_trained_length(loaded.model, asked.trained_length)
+    trained = known_trained_length(loaded.subject, asked.trained_length)
     factors = factors_for(asked.method or (), asked.factor or (), asked.length or (), trained)
-    methods = chosen_methods(loaded.model, asked.method, factors, trained) if asked.method else ()
+    methods = chosen_methods(loaded.subject, asked.method, factors, trained) if asked.method else ()
     reach = int(trained * min(factors)) if asked.method else describe(loaded.model).target_length
     lengths = asked.length or [reach or trained]
     corpus = texts.read(loaded, tokens=max(lengths) + 1)
