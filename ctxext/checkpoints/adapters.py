@@ -266,12 +266,13 @@ def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> Non
         edits.undo()
 
 
-def encoding_digest(model: nn.Module) -> str | None:
+def encoding_digest(subject: Subject) -> str | None:
     """Digest the weights of the encodings on a model that are saved beside its adapters; None where there are none."""
-    adapters = {name for module in unwrapped(model) for name in getattr(module, "peft_config", None) or ()}
+    holders = (*subject.wrappers, subject.model)
+    adapters = {name for holder in holders for name in getattr(holder, "peft_config", None) or ()}
     weights: dict[str, Tensor] = {}
     for name in adapters:
-        weights |= _encoding_beside(unwrapped(model)[-1], name)
+        weights |= _encoding_beside(subject.model, name)
     digest = hashlib.sha256()
     for name in sorted(weights):
         whole = weights[name].detach().cpu().contiguous()

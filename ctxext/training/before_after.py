@@ -11,7 +11,6 @@ from accelerate import PartialState
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
@@ -142,7 +141,7 @@ class BeforeAndAfter:
     def _arithmetic(self) -> torch.autocast:
         """Return the autocast of training: trained weights are float32 and compute in the model's own dtype."""
         dtype = self.settings.dtype
-        device = base_model(self.checkpoint.model).device.type
+        device = self.checkpoint.subject.model.device.type
         return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
 
 

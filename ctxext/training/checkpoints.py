@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from ctxext.checkpoints.adapters import encoding_digest, keep_extension
 from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import digest, read_json, write_json
 from ctxext.training.sequences import Sequences
@@ -163,22 +163,29 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.extension = None if model is None else _extension(model)
+        self.extension: dict[str, Any] | None = None
         self.encoding: str | None = None
-        self._model = model
+        self._subject: Subject | None = None
+        if model is not None:
+            self._take(model)
+
+    def _take(self, model: nn.Module) -> Subject:
+        self._subject = subject = Subject.of(model)
+        self.extension = subject.saved
+        return subject
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer stores in ``trainer_state.json``."""
-        if self._model is not None:  # the model may have been extended further since
-            self.extension = _extension(self._model)
-            self.encoding = encoding_digest(self._model)
+        if self._subject is not None:  # the model may have been extended further since
+            self.extension = self._subject.saved
+            self.encoding = encoding_digest(self._subject)
         return {"args": {}, "attributes": {"extension": self.extension, "encoding": self.encoding}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Compare the checkpoint that is being resumed with the model."""
-        if model is not None:
-            self._model, self.extension = model, _extension(model)
-            keep_extension(Subject.of(model), Edits())  # for good: a model is saved after training, too
+        subject = None if model is None else self._take(model)
+        if subject is not None:
+            keep_extension(subject, Edits())  # for good: a model is saved after training, too
         if state.global_step == 0:
             return
         stored = state.stateful_callbacks.get(type(self).__name__)
@@ -197,15 +204,11 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 f"Extend it the same way before resuming, or start a new run."
             )
         trained = stored["attributes"].get("encoding")
-        if trained is not None and model is not None and trained != encoding_digest(model):
+        if trained is not None and subject is not None and trained != encoding_digest(subject):
             raise PatchStateError(
                 "The model of the checkpoint had other weights in its encoding, which the Trainer does not restore "
                 "with an adapter. Train the model of ctxext.load(CHECKPOINT, is_trainable=True) instead."
             )
-
-
-def _extension(model: nn.Module) -> dict[str, Any] | None:
-    return getattr(base_model(model).config, "ctxext", None)
 
 
 def _name(extension: dict[str, Any] | None) -> str:

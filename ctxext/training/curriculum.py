@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from ctxext.core import patching
 from ctxext.core.patching import patched_state
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods.base import resolve
 from ctxext.methods.parameters import MOST_TOKENS
@@ -129,7 +129,7 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
         memory: Memory,
         held: contextlib.ExitStack,
     ) -> None:
-        self.base, self.memory, self.held = base_model(model), memory, held
+        self.base, self.memory, self.held = Subject.of(model).model, memory, held
         self.extensions = [extension for _, extension, _ in stages]
         self._stops = list(itertools.accumulate(steps for steps, _, _ in stages))
         self._current = self.extensions[-1]

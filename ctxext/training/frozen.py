@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import PatchStateError
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -26,7 +26,9 @@ def reference(model: ModelT) -> ModelT:
     Raises:
         PatchStateError: the model is not extended.
     """
-    base = base_model(model)
-    if not getattr(base.config, "ctxext", None):
-        raise PatchStateError(f"This {type(base).__name__} is not extended. Call ctxext.patch(model, ...) first.")
+    subject = Subject.of(model)
+    if subject.saved is None:
+        raise PatchStateError(
+            f"This {type(subject.model).__name__} is not extended. Call ctxext.patch(model, ...) first."
+        )
     return copy.deepcopy(model).requires_grad_(False).eval()

@@ -14,6 +14,7 @@ import functools
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel
 from ctxext.checkpoints.adapters import keep_extension, put_adapter, read_extension, require_trained_on
 from ctxext.core.code import own_bases, source_of
 from ctxext.core.edits import Edits
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
 
@@ -83,7 +84,8 @@ def attach_lora(
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
-    causal = base_model(model)
+    subject = Subject.of(model)
+    causal = subject.model
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     trained = set(norm_layers(causal)) if norms else set()
     if embeddings:
@@ -120,7 +122,8 @@ def attach_lora(
     # The adapter of a plan has no memory either, as its model.
     with causal.device if causal.device.type == "meta" else contextlib.nullcontext():
         adapted = get_peft_model(model, config)
-    keep_extension(Subject.of(adapted), Edits())  # for good: the model may be extended otherwise before it is saved
+    # For good: the model may be extended otherwise before it is saved.
+    keep_extension(replace(subject, wrappers=(adapted, *subject.wrappers)), Edits())
     for module in adapted.modules():
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             module.register_forward_hook(partial(_in_dtype, dtype))

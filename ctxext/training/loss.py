@@ -28,7 +28,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.measuring.head import box_inputs_of_head, require_head, require_pieces, shell_of
 from ctxext.training.parallel import is_fsdp, is_sharded
@@ -61,7 +61,7 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     """
     if chunk < 1:
         raise InvalidParameterError(f"chunk must be at least 1 token, found {chunk}.")
-    causal = base_model(model)
+    causal = Subject.of(model).model
     require_head(causal)
     called = inspect.unwrap(type(causal).forward).__code__.co_names
     if "loss_function" not in called or causal.loss_function is not ForCausalLMLoss:

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.loss import chunk_loss
 
@@ -98,7 +98,7 @@ class Memory:
             IncompatibleError: the model cannot do it; nothing was changed then.
             PatchStateError: see ``chunk_loss``.
         """
-        base = base_model(model)
+        base = Subject.of(model).model
         if self.offload and base.device.type == "cpu":
             raise IncompatibleError(
                 "offload moves activations from an accelerator to the host, and this model is on the CPU, where they "

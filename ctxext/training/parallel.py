@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.caches.call import ATTENTION
 from ctxext.core.digest import is_zero3
 from ctxext.core.patching import patched_state
 from ctxext.core.scaling import of_layers
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 
 CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
@@ -56,9 +55,9 @@ def gathering(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def attention_of(base: PreTrainedModel) -> str:
+def attention_of(subject: Subject) -> str:
     """Return the name of the attention that text goes through; that of images may be another."""
-    return str(base.config.get_text_config(decoder=True)._attn_implementation)
+    return str(subject.text._attn_implementation)
 
 
 def launched_parallelism() -> Any:
@@ -70,20 +69,20 @@ def launched_parallelism() -> Any:
     return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
 
 
-def require_carried(model: nn.Module, accelerator: Any, *, lengths: Collection[int] = (), packed: bool = False) -> None:
+def require_carried(subject: Subject, accelerator: Any, *, lengths: Collection[int] = (), packed: bool = False) -> None:
     """Refuse a run that its engine would train wrongly, or not at all.
 
     Raises:
         IncompatibleError: with the reason and what to do instead.
     """
-    base, parallelism = base_model(model), accelerator.parallelism_config
+    parallelism = accelerator.parallelism_config
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 1:
         raise IncompatibleError(
             "The first version of FSDP flattens weights, which a loss in chunks and separate learning rates cannot "
             "use. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."
         )
-    ours = [name for name, weight in base.named_parameters() if weight._backward_hooks]
+    ours = [name for name, weight in subject.model.named_parameters() if weight._backward_hooks]
     if ours and (plugin is not None or accelerator.distributed_type == "DEEPSPEED"):
         raise IncompatibleError(
             f"{ours[0]} is trained row by row, and this engine puts weights of its own in its place. Train a table on "
@@ -96,13 +95,13 @@ def require_carried(model: nn.Module, accelerator: Any, *, lengths: Collection[i
         return
     context = parallelism.cp_size > 1
     reason = _why_not_data(size, lengths, packed)
-    reason = reason or (_why_not_context(base) if context else _why_not_ulysses(base, parallelism))
+    reason = reason or (_why_not_context(subject) if context else _why_not_ulysses(subject, parallelism))
     if reason is not None:
         engine = "Context parallelism" if context else "DeepSpeed Ulysses"
         raise IncompatibleError(f"{engine} cannot carry this run: {reason}")
 
 
-def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def whole_sequence(subject: Subject, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that tell a patched model the length of sequences before context parallelism shards them.
 
     Args:
@@ -131,9 +130,8 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             f"attention_mask {list(mask.shape)} hides tokens, and context parallelism drops masks. Cut sequences to "
             f"one length instead of padding them."
         )
-    base = base_model(model)
-    patched = patched_state(base)
-    if patched is None or not (patched.method.dynamic or attention_of(base) == ATTENTION):
+    patched, is_ours = patched_state(subject.model), attention_of(subject) == ATTENTION
+    if patched is None or not (patched.method.dynamic or is_ours):
         return {}
     lengths: list[int] = (positions.amax(dim=-1) + 1).tolist()
     fitted_lengths = {patched.method.fitted_length(patched.extension.trained_length, length) for length in lengths}
@@ -142,21 +140,21 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
             f"{sorted(set(lengths))} tokens long. A shard is given one length only. Set the batch to 1."
         )
-    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if attention_of(base) == ATTENTION else {})
+    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if is_ours else {})
 
 
-def release_attention(model: nn.Module) -> None:
+def release_attention(subject: Subject) -> None:
     """Take off what engines that share sequences put on attention, once training is over.
 
     accelerate's hooks drop every mask and call what is left causal; DeepSpeed's function takes what it is given for one
     process's part. Outside of the engine, with a cache, padding or whole sequences, that would be another model.
     """
-    for module in model.modules():
+    for module in subject.model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if "_attach_context_parallel_hooks" in getattr(hook, "__qualname__", ""):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-    name = base_model(model).config._attn_implementation
+    name = subject.config._attn_implementation
     if getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed."):
         del ALL_ATTENTION_FUNCTIONS[name]  # an entry on top of transformers' own
 
@@ -175,16 +173,16 @@ def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | No
     return None
 
 
-def _why_not_context(base: PreTrainedModel) -> str | None:
-    patched, attention = patched_state(base), attention_of(base)
+def _why_not_context(subject: Subject) -> str | None:
+    patched, attention = patched_state(subject.model), attention_of(subject)
     if attention not in ("sdpa", ATTENTION):
         return (
             f"it replaces torch's scaled_dot_product_attention, and the attention of this model is {attention!r}. Load "
             f"it with attn_implementation='sdpa'."
         )
-    if _windows(base):
+    if windows := _windows(subject):
         return (
-            f"it takes no mask, and layers of type {_windows(base)} need one. Let the method lift the windows "
+            f"it takes no mask, and layers of type {windows} need one. Let the method lift the windows "
             f"(extension.sliding_window: lift) where every layer has one, or train without it."
         )
     backend = None if patched is None else patched.extension.attention
@@ -195,9 +193,9 @@ def _why_not_context(base: PreTrainedModel) -> str | None:
     return None
 
 
-def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
-    patched, size = patched_state(base), parallelism.sp_size
-    text, attention = base.config.get_text_config(decoder=True), attention_of(base)
+def _why_not_ulysses(subject: Subject, parallelism: Any) -> str | None:
+    patched, size = patched_state(subject.model), parallelism.sp_size
+    text, attention = subject.text, attention_of(subject)
     asked = parallelism.sp_handler.sp_attn_implementation
     if patched is not None and attention == ATTENTION:
         return f"it knows transformers' own attention only, not ctxext's for {patched.method.name!r}. Take {CONTEXT}."
@@ -211,8 +209,8 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
             f"the attention of this model is {attention!r} and sp_attn_implementation is {asked!r}. Set the latter to "
             f"{attention!r}."
         )
-    if _windows(base) and attention == "sdpa":
-        return f"it drops masks, and with SDPA layers of type {_windows(base)} need one. Take flash_attention_2."
+    if attention == "sdpa" and (windows := _windows(subject)):
+        return f"it drops masks, and with SDPA layers of type {windows} need one. Take flash_attention_2."
     for heads in of_layers(text, "num_attention_heads"):
         for kv_heads in of_layers(text, "num_key_value_heads"):
             if heads % size or ((kv_heads or heads) % size and size % (kv_heads or heads)):
@@ -220,10 +218,9 @@ def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
     return None
 
 
-def _windows(base: PreTrainedModel) -> list[str]:
+def _windows(subject: Subject) -> list[str]:
     """Return the types of layers that do not see all earlier tokens."""
-    text = base.config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None)
+    kinds = getattr(subject.text, "layer_types", None)
     if kinds is None:
-        return ["sliding_attention"] if any(of_layers(text, "sliding_window")) else []
+        return ["sliding_attention"] if any(of_layers(subject.text, "sliding_window")) else []
     return sorted(set(kinds) - {"full_attention"})

@@ -396,7 +396,7 @@ def require_separate(model: nn.Module) -> None:
         )
     if not torch.allclose(ours, theirs, rtol=0.0, atol=1e-3 * ours.abs().max().item()):
         raise IncompatibleError(
-            f"{type(base).__name__} with attention {attention_of(base)!r} does not keep packed documents "
+            f"{type(base).__name__} with attention {attention_of(subject)!r} does not keep packed documents "
             f"apart: the second changes with the first. Use data.positions=consecutive."
         )
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ctxext.caches.call import ATTENTION
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError
 from ctxext.training.parallel import attention_of, release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
@@ -52,13 +52,14 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(*args, **{"data_collator": collate, **kwargs})
         self.embedding_learning_rate = embedding_learning_rate
-        if "loss_function" not in inspect.unwrap(type(base_model(self.model)).forward).__code__.co_names:
+        self.subject = Subject.of(self.model)
+        if "loss_function" not in inspect.unwrap(type(self.subject.model).forward).__code__.co_names:
             # BERT's class takes the number of tokens in a step among its keywords, and no notice of it: its loss is the
             # mean of one pass, which the Trainer would add up over all that a step accumulates.
             self.model_accepts_loss_kwargs = False
         data = self.train_dataset
         lengths = {data.length_of(i) for i in range(len(data))} if isinstance(data, Sequences) else set()
-        require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data))
+        require_carried(self.subject, self.accelerator, lengths=lengths, packed=_packed(data))
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
             # accelerate's policy rounds the loss to 16 bits, and adds up the processes' gradients in as many.
@@ -69,7 +70,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         """Create the Trainer's optimizer, with the embedding's weights in a group of their own."""
         fresh = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        embedding = base_model(self.model).get_input_embeddings().weight
+        embedding = self.subject.model.get_input_embeddings().weight
         if fresh and self.embedding_learning_rate is not None and embedding.requires_grad:
             for group in list(optimizer.param_groups):
                 if any(weight is embedding for weight in group["params"]):
@@ -90,14 +91,14 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         try:
             return super().train(resume_from_checkpoint, **kwargs)
         finally:
-            release_attention(self.model)
+            release_attention(self.subject)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Prepare inputs as the Trainer does, and add the length of the whole sequence for a patched model."""
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and parallelism.cp_enabled:
-            inputs = {**inputs, **whole_sequence(self.model, inputs)}
-            if attention_of(base_model(self.model)) == ATTENTION:
+            inputs = {**inputs, **whole_sequence(self.subject, inputs)}
+            if attention_of(self.subject) == ATTENTION:
                 # The Trainer would refuse a model with attention other than SDPA; ctxext's is SDPA without a mask here.
                 return super()._prepare_context_parallel_inputs(None, inputs)
         return super()._prepare_context_parallel_inputs(model, inputs)

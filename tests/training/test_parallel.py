@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
 from ctxext.training.parallel import launched_parallelism, release_attention, require_carried, whole_sequence
@@ -70,20 +71,20 @@ REFUSED: list[tuple[Any, dict[str, int], str]] = [
 def test_refused_with_the_reason(build: Any, sizes: dict[str, int], said: str) -> None:
     engine = "Context parallelism" if "cp_size" in sizes else "DeepSpeed Ulysses"
     with pytest.raises(IncompatibleError, match=f"^{engine} cannot carry this run: .*{said}"):
-        require_carried(attach_lora(build(), rank=2), accelerator(**sizes), lengths={LENGTH})
+        require_carried(Subject.of(attach_lora(build(), rank=2)), accelerator(**sizes), lengths={LENGTH})
 
 
 def test_packed_documents_are_refused() -> None:
     with pytest.raises(IncompatibleError, match=r"packed documents need one.*data\.positions to consecutive or pose"):
-        require_carried(patched("yarn"), accelerator(sp_size=2), packed=True)
-    require_carried(patched("yarn"), accelerator(dp_shard_size=2), packed=True)
+        require_carried(Subject.of(patched("yarn")), accelerator(sp_size=2), packed=True)
+    require_carried(Subject.of(patched("yarn")), accelerator(dp_shard_size=2), packed=True)
 
 
 def test_flattened_weights_are_refused() -> None:
     engine = accelerator()
     engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     with pytest.raises(IncompatibleError, match="Set fsdp_version: 2"):
-        require_carried(patched("yarn"), engine)
+        require_carried(Subject.of(patched("yarn")), engine)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_flattened_weights_are_refused() -> None:
     ],
 )
 def test_carried(build: Any, sizes: dict[str, int]) -> None:
-    require_carried(build(), accelerator(**sizes), lengths={LENGTH})
+    require_carried(Subject.of(build()), accelerator(**sizes), lengths={LENGTH})
 
 
 def test_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,27 +120,30 @@ def batch(*lengths: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_what_a_shard_is_told() -> None:
-    assert whole_sequence(attach_lora(patched("yarn"), rank=2), batch(96, 100)) == {}
-    assert whole_sequence(patched("dynamic_ntk"), batch(96, 96)) == {"ctxext_length": 96}
-    assert whole_sequence(patched("dynamic_ntk"), batch(30, 60)) == {"ctxext_length": 60}  # inside the trained window
-    assert whole_sequence(patched("dynamic_ntk", growth="doubling"), batch(90, 100)) == {"ctxext_length": 100}
-    told = {"ctxext_length": 100, "ctxext_sharded": True}
-    assert whole_sequence(attach_lora(patched("alibi"), rank=2), batch(96, 100)) == told
-    assert whole_sequence(patched("self_extend", "llava"), batch(96, 100)) == told  # whose images have SDPA
+    def told(model: Any, *lengths: int) -> dict[str, Any]:
+        return whole_sequence(Subject.of(model), batch(*lengths))
+
+    assert told(attach_lora(patched("yarn"), rank=2), 96, 100) == {}
+    assert told(patched("dynamic_ntk"), 96, 96) == {"ctxext_length": 96}
+    assert told(patched("dynamic_ntk"), 30, 60) == {"ctxext_length": 60}  # inside the trained window
+    assert told(patched("dynamic_ntk", growth="doubling"), 90, 100) == {"ctxext_length": 100}
+    sharded = {"ctxext_length": 100, "ctxext_sharded": True}
+    assert told(attach_lora(patched("alibi"), rank=2), 96, 100) == sharded
+    assert told(patched("self_extend", "llava"), 96, 100) == sharded  # whose images have SDPA
 
 
 def test_batches_that_no_shard_can_hold() -> None:
-    model, given = patched("yarn"), batch(96, 96)
+    subject, given = Subject.of(patched("yarn")), batch(96, 96)
     with pytest.raises(IncompatibleError, match="no position_ids: every process would count"):
-        whole_sequence(model, {"input_ids": given["input_ids"]})
+        whole_sequence(subject, {"input_ids": given["input_ids"]})
     with pytest.raises(IncompatibleError, match="packed documents"):
-        whole_sequence(model, {**given, "position_ids": torch.arange(16).expand(2, -1) % 8})
+        whole_sequence(subject, {**given, "position_ids": torch.arange(16).expand(2, -1) % 8})
     with pytest.raises(IncompatibleError, match=r"attention_mask \[2, 16\] hides tokens"):
-        whole_sequence(model, {**given, "attention_mask": (torch.arange(16).expand(2, -1) > 2).long()})
+        whole_sequence(subject, {**given, "attention_mask": (torch.arange(16).expand(2, -1) > 2).long()})
     with pytest.raises(IncompatibleError, match=r"attention_mask \[2, 1, 16, 16\] hides tokens"):
-        whole_sequence(model, {**given, "attention_mask": torch.ones(2, 1, 16, 16)})
+        whole_sequence(subject, {**given, "attention_mask": torch.ones(2, 1, 16, 16)})
     with pytest.raises(IncompatibleError, match=r"\[96, 100\] tokens long.*Set the batch to 1"):
-        whole_sequence(patched("dynamic_yarn"), batch(96, 100))
+        whole_sequence(Subject.of(patched("dynamic_yarn")), batch(96, 100))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "llava", "bloom", "mpt", "falcon"])
@@ -151,7 +155,7 @@ def test_a_shard_that_is_the_whole_sequence(model_type: str) -> None:
     with torch.no_grad():
         expected = model(**given, use_cache=False).logits
         _attach_context_parallel_hooks(model)
-        found = model(**given, **whole_sequence(model, given), use_cache=False).logits
+        found = model(**given, **whole_sequence(Subject.of(model), given), use_cache=False).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     dropped = any(name.endswith("self_attn") for name, _ in model.named_modules())
     assert dropped == (model_type not in ("bloom", "mpt", "falcon"))
@@ -164,7 +168,7 @@ def test_after_training_masks_are_seen_again() -> None:
         before = model(**padded).logits[:, 5:]
         _attach_context_parallel_hooks(model)
         assert not torch.allclose(model(**padded).logits[:, 5:], before, atol=0.1)
-        release_attention(model)
+        release_attention(Subject.of(model))
         assert torch.equal(model(**padded).logits[:, 5:], before)
 
 
@@ -179,7 +183,7 @@ def test_after_training_deepspeed_has_left_attention(monkeypatch: pytest.MonkeyP
     with pytest.raises(AssertionError, match="a part of a sequence"):
         model(tokens(16))
     for _ in range(2):
-        release_attention(model)
+        release_attention(Subject.of(model))
         assert torch.equal(model(tokens(16)).logits, before)
 
 
