@@ -21,6 +21,7 @@ from ctxext.caches.paged_batch import REACHES
 from ctxext.caches.records import PAGED_IN_LAYERS, guards_of
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.steps import Moment, Step, Work, register
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import Method
 
@@ -38,8 +39,8 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def __init__(self, batching: ContinuousBatching, **settings: Any) -> None:
         self._batching = batching
-        self._guard = guards_of(batching.model)[0]
-        super().__init__(batching.model, **settings)
+        self._guard = guards_of(batching.subject.model)[0]
+        super().__init__(batching.subject.model, **settings)
 
     def _require_extended(self) -> None:
         """Raise ``PatchStateError`` if the model is no longer extended as it was when this manager was made."""
@@ -73,7 +74,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
     def try_a_pass(self) -> None:
         """Run a pass over two tokens in a small cache, in the thread of the caller, who sees its failure."""
         settings = self.continuous_batching_config
-        small = {"page_size": 4, "num_blocks": self.model.config.get_text_config().num_hidden_layers}
+        small = {"page_size": 4, "num_blocks": self._batching.subject.text.num_hidden_layers}
         small |= {"max_batch_tokens": 4, "max_requests_per_batch": 1, "cpu_offload_space": 0.0}
         self.continuous_batching_config = copy.copy(settings)
         vars(self.continuous_batching_config).update(small)
@@ -111,14 +112,14 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 class ContinuousBatching:
     """Replacement of ``model.init_continuous_batching`` that returns a manager, or refuses."""
 
-    model: PreTrainedModel
+    subject: Subject
     method: Method
     by_layout: bool
 
     @property
     def attends(self) -> list[Any]:
         """Objects that compute attention in place of the model's layers."""
-        modules = (vars(module) for module in self.model.modules())
+        modules = (vars(module) for module in self.subject.model.modules())
         return [attributes["_ctxext_attend"] for attributes in modules if "_ctxext_attend" in attributes]
 
     @property
@@ -146,10 +147,11 @@ class ContinuousBatching:
         self.require()
         if workload_hints is not None:
             self.require_limit(workload_hints.max_generated_length or None)
-        if (kept := getattr(self.model, "_cached_continuous_batching_manager", None)) is not None:
-            kept.switch_to_cb_friendly_attn(self.model, kept.continuous_batching_config.auto_switch_to_flash)
+        model: Any = self.subject.model
+        if (kept := getattr(model, "_cached_continuous_batching_manager", None)) is not None:
+            kept.switch_to_cb_friendly_attn(model, kept.continuous_batching_config.auto_switch_to_flash)
             return kept
-        settings = copy.copy(self.model.generation_config if generation_config is None else generation_config)
+        settings = copy.copy(model.generation_config if generation_config is None else generation_config)
         if settings.eos_token_id is None:
             settings.eos_token_id = -1  # as transformers does: no token ends a text
         given = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
@@ -179,8 +181,9 @@ class ContinuousBatching:
 
     def why_not(self) -> str | None:
         """Return why continuous batching would be wrong; None if a pass may be tried."""
-        text: Any = self.model.config.get_text_config()
-        unfit = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+        unfit = sorted(
+            set(getattr(self.subject.text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        )
         if self.method.dynamic and getattr(self.method, "growth", None) != "request":
             return "positions would change while a text grows; with growth='request' they do not"
         reads_pages = [getattr(attend, "reads_pages", False) for attend in self.attends]
@@ -235,7 +238,7 @@ def _batch_continuously(work: Work) -> None:
     decoders = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     by_layout = any(decoder.config._attn_implementation == ATTENTION for decoder in decoders)
     if method.dynamic or by_layout or PAGED_IN_LAYERS:
-        edits.set(model, "init_continuous_batching", ContinuousBatching(model, method, by_layout))
+        edits.set(model, "init_continuous_batching", ContinuousBatching(work.subject, method, by_layout))
 
 
 register(

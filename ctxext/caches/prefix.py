@@ -16,7 +16,7 @@ from typing import Any
 import safetensors
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -24,7 +24,7 @@ from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.records import guards_of, plain_class
 from ctxext.core.digest import weights_digest
 from ctxext.core.saved import identity
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.files import whole_file
 from ctxext.kernels.groups import SplitGroups
@@ -37,13 +37,13 @@ TENSORS = ("keys", "values", "first_slots")
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """Return an empty cache with the layers of a model."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    return DynamicCache(config=model.config)
 
 
-def why_no_prefix(outer: nn.Module) -> str | None:
+def why_no_prefix(subject: Subject) -> str | None:
     """Return why no cache of a model may serve a longer text that begins alike; None if it may."""
-    model = base_model(outer)
-    if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
+    model = subject.model
+    if subject.prompt is not None:
         return "an adapter puts tokens of its own before each text"
     if any(guard.by_length for guard in guards_of(model)):
         return "the positions of a text follow its length"
@@ -157,54 +157,55 @@ def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, Tensor]) -> N
         _restore(layer.near, facts["near"], theirs)
 
 
-def _identity(model: nn.Module) -> dict[str, Any]:
+def _identity(subject: Subject) -> dict[str, Any]:
     """Return what a cache depends on: weights, their dtype, the extension, and the versions that computed it."""
-    base = base_model(model)
-    saved = getattr(base.config, "ctxext", None)
+    saved = subject.saved
     return {
         "extension": "none" if saved is None else repr(identity(saved)),
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "weights": weights_digest(model),
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "weights": weights_digest(subject.chain[0]),
         "ctxext": __version__,
     }
 
 
-def write_prefix(path: Path, model: nn.Module, cache: Any, tokens: list[int]) -> None:
+def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) -> None:
     """Write a cache and its tokens to a file, whole or not at all.
 
     Raises:
         IncompatibleError: if no longer text may go on from the cache.
     """
-    if (reason := why_no_prefix(model)) is not None:
-        raise IncompatibleError(f"A text that {type(model).__name__} has read is not written to a file: {reason}.")
+    if (reason := why_no_prefix(subject)) is not None:
+        raise IncompatibleError(
+            f"A text that {type(subject.chain[0]).__name__} has read is not written to a file: {reason}."
+        )
     tensors, layers = {"tokens": torch.tensor(tokens)}, []
     for number, layer in enumerate(cache.layers):
         own, facts = _state(layer)
         tensors |= {f"{number}.{name}": value.cpu().contiguous() for name, value in own.items()}
         layers.append(facts)
-    about = {name: json.dumps(value) for name, value in (_identity(model) | {"layers": layers}).items()}
+    about = {name: json.dumps(value) for name, value in (_identity(subject) | {"layers": layers}).items()}
     with whole_file(path) as half:
         save_file(tensors, half, metadata=about)
 
 
-def read_prefix(path: Path, model: nn.Module) -> tuple[Any, list[int]]:
+def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
     """Read a cache of a model that ``write_prefix`` wrote, and its tokens.
 
     Raises:
         CheckpointError: if the file is damaged, or belongs to another model, extension, dtype or version.
     """
     try:
-        with safetensors.safe_open(path, "pt", device=str(base_model(model).device)) as file:
+        with safetensors.safe_open(path, "pt", device=str(subject.model.device)) as file:
             about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
             layers, tensors = about.pop("layers"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        own = _identity(model)
+        own = _identity(subject)
         for name, value in own.items():
             if about[name] != value:
                 raise CheckpointError(
                     f"{path} was written with {name} {about[name]}, and this model has {value}. Delete the file, or "
                     f"load that model."
                 )
-        cache, tokens = new_cache(base_model(model)), tensors.pop("tokens").tolist()
+        cache, tokens = new_cache(subject.model), tensors.pop("tokens").tolist()
         for number, (layer, facts) in enumerate(zip(cache.layers, layers, strict=True)):
             own = {name.partition(".")[2]: x for name, x in tensors.items() if name.startswith(f"{number}.")}
             _restore(layer, facts, own)
@@ -214,6 +215,6 @@ def read_prefix(path: Path, model: nn.Module) -> tuple[Any, list[int]]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} holds no text that was read ({error}). Delete it.") from error
-    for guard in guards_of(base_model(model)):
+    for guard in guards_of(subject.model):
         guard.claim(cache)
     return cache, tokens

@@ -89,7 +89,7 @@ def ask(
     def plan() -> tuple[ReadText, int]:
         checkpoint = session.checkpoint
         if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
-            extend_loaded(checkpoint.model, **extension.arguments())
+            extend_loaded(checkpoint, **extension.arguments())
         given = (together, questions, asked.tokens, asked.complete, asked.keep)
         text = ReadText(checkpoint.model, checkpoint.tokenizer, *given)
         if extension.method is None:

@@ -64,6 +64,17 @@ class Subject:
         return cls(inner, tuple(wrappers))
 
     @property
+    def chain(self) -> tuple[Any, ...]:
+        """The wrappers and the model, outermost first."""
+        return (*self.wrappers, self.model)
+
+    @property
+    def prompt(self) -> Any:
+        """The PEFT config that puts virtual tokens before each text; None where none does."""
+        configs = (getattr(wrapper, "active_peft_config", None) for wrapper in self.wrappers)
+        return next((config for config in configs if getattr(config, "is_prompt_learning", False)), None)
+
+    @property
     def config(self) -> Any:
         """The config of the model."""
         return self.model.config

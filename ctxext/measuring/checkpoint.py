@@ -62,9 +62,9 @@ class Checkpoint:
         if not self.sha256:
             object.__setattr__(self, "sha256", weights_digest(self.model))
 
-    @functools.cached_property
-    def subject(self) -> Subject:
-        """The transformers model inside the wrappers around it."""
+    @property
+    def subject(self) -> Subject:  # anew: a subject that was kept would hold the rotary modules of an earlier extension
+        """The model inside its wrappers."""
         return Subject.of(self.model)
 
     @functools.cached_property

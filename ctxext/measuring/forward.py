@@ -157,13 +157,12 @@ def logits_of_answers(
 
 def _causal_subject(model: nn.Module) -> Subject:
     """Unwrap a model; refuse one whose losses would not be those of a plain causal model."""
-    peft = getattr(model, "active_peft_config", None)
-    if peft is not None and peft.is_prompt_learning:
-        raise IncompatibleError(
-            f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
-            f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
-        )
     subject = Subject.of(model)
+    if subject.prompt is not None:
+        raise IncompatibleError(
+            f"The adapter ({subject.prompt.peft_type}) puts virtual tokens before the text, so positions are not those "
+            f"of the text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
+        )
     require_evaluating(subject.model)
     return subject
 

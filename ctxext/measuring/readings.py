@@ -162,12 +162,17 @@ class Readings:
         windows: Sequence[int] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.model, self.subject = checkpoint.model, checkpoint.subject
+        self.model = checkpoint.model
         self.extended = already_extended(self.subject.config)
         self.sliding_window = sliding_window
         self.trained_length = known_trained_length(self.subject, trained_length)
         self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
         self._given = self.trained_length if self.extended else trained_length
+
+    @property
+    def subject(self) -> Subject:
+        """The model inside its wrappers."""
+        return self.checkpoint.subject
 
     @cached_property
     def setting(self) -> dict[str, Any]:
@@ -253,9 +258,10 @@ class Readings:
 
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:
-        base, state = self.subject.model, patched_state(self.subject.model)
+        subject = self.subject
+        base, state = subject.model, patched_state(subject.model)
         if state is not None:
-            trained = architecture_of(self.subject).replaced_weights(self.subject)  # which may have been trained since
+            trained = architecture_of(subject).replaced_weights(subject)  # which may have been trained since
             patching.unpatch(self.model)
         try:
             with patching.patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):

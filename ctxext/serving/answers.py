@@ -345,9 +345,9 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
 
     room = None  # tokens of a request that it can hold; None for any number
 
-    def __init__(self, model: Any, keep: int = 0) -> None:
+    def __init__(self, model: Any, prefixes: Prefixes) -> None:
         super().__init__()
-        self.model, self.prefixes = model, Prefixes(model, keep)
+        self.model, self.prefixes = model, prefixes
         self.running: set[Draw] = set()
 
     def begin(self, draw: Draw) -> None:

@@ -19,7 +19,7 @@ from transformers import TextIteratorStreamer
 from ctxext.caches.prefix import Mark, common, new_cache, read_prefix, shorten, write_prefix
 from ctxext.caches.records import guards_of
 from ctxext.core.patching import describe, patch
-from ctxext.core.subject import base_model, cache_argument
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.recommended import RECOMMENDED
 
@@ -72,6 +72,11 @@ class ReadText:
     keep: Path | None = None
     _mark: Mark | None = field(default=None, init=False)
     _cached: list[int] = field(default_factory=list, init=False)
+
+    @property
+    def subject(self) -> Subject:
+        """The model inside its wrappers."""
+        return Subject.of(self.model)
 
     @property
     def window(self) -> int:
@@ -149,7 +154,7 @@ class ReadText:
 
         self._cached, cache, known = self.shared, self._empty(), 0
         if self.keep is not None and self.keep.exists():
-            kept, tokens = read_prefix(self.keep, self.model)
+            kept, tokens = read_prefix(self.keep, self.subject)
             length = common(tokens, self._cached)
             if shorten(kept, length):
                 cache, known = kept, length
@@ -161,8 +166,8 @@ class ReadText:
         finally:
             hook.remove()
         if self.keep is not None and known < len(self._cached):
-            write_prefix(self.keep, self.model, cache, self._cached)
-        by_length = any(guard.by_length for guard in guards_of(base_model(self.model)))
+            write_prefix(self.keep, self.subject, cache, self._cached)
+        by_length = any(guard.by_length for guard in guards_of(self.subject.model))
         self._mark = Mark(cache, by_length=by_length)
 
     def save(self, path: str | Path) -> None:
@@ -174,7 +179,7 @@ class ReadText:
         if self._mark is None or not self._mark.back():
             self.read()
         assert self._mark is not None
-        write_prefix(Path(path), self.model, self._mark.cache, self._cached)
+        write_prefix(Path(path), self.subject, self._mark.cache, self._cached)
 
     def ask(self, question: str, streamer: Any = None) -> str:
         """Return the greedy answer to a question, as ``model.generate`` gives it for the whole prompt.
@@ -235,7 +240,7 @@ class ReadText:
         return prompt_of(self.tokenizer, self.text, question, completes=self.completes)
 
     def _empty(self) -> Any:
-        return new_cache(base_model(self.model))
+        return new_cache(self.subject.model)
 
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
         """Return the tokens that the model writes after a prompt, of which the cache may hold the beginning."""

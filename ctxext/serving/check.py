@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ctxext.core.patching import describe, patched, patched_state, unpatch
 from ctxext.core.rotary import find_sites
 from ctxext.core.scaling import scaling_of
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
 from ctxext.files import parse_json
 from ctxext.measuring.forward import Progress, follows_length, logits_in_chunks, ticking
@@ -230,7 +230,8 @@ def check_server(
         InvalidParameterError: a text that is not longer than the trained window.
         VerificationError: the server does not answer, or refuses every prompt.
     """
-    trained, target = _lengths(model)
+    subject = Subject.of(model)
+    trained, target = _lengths(subject)
     longest = min(target, ids.shape[1]) - ANSWER
     if longest <= trained < target:
         raise InvalidParameterError(
@@ -240,7 +241,7 @@ def check_server(
     lengths = [trained * part // (INSIDE + 1) for part in range(1, INSIDE + 1)]
     first = min(trained * 6 // 5, longest)
     lengths += [first + (longest - first) * part // (BEYOND - 1) for part in range(BEYOND)]
-    state = patched_state(base_model(model))
+    state = patched_state(subject.model)
     part = 1 / (1 + (READINGS if state is None or _is_table(state.method) else 2))  # the server's, and each reading's
     answers, accepted, refused = _answers(
         client, tokenizer, ids, lengths, lambda length: progress(f"server, {length:,} tokens", part / len(lengths))
@@ -248,10 +249,10 @@ def check_server(
 
     def read(label: str) -> dict[int, Tensor]:
         with ticking(model, f"here, {label}", part, progress, passes=1):
-            return _log_probabilities(model, ids, answers)
+            return _log_probabilities(subject, ids, answers)
 
     inside, beyond = {}, {}
-    for label, logs in _readings(model, read, base):
+    for label, logs in _readings(subject, read, base):
         distances = {answer.length: _distance(answer, logs[answer.length]) for answer in answers}
         inside[label] = _mean([value for length, value in distances.items() if length <= trained])
         beyond[label] = _mean([value for length, value in distances.items() if length > trained])
@@ -273,15 +274,15 @@ def check_server(
     )
 
 
-def _lengths(model: nn.Module) -> tuple[int, int]:
+def _lengths(subject: Subject) -> tuple[int, int]:
     """Return the trained length of a model and the length that it was extended to, by its config at least."""
-    description, scaling = describe(model), scaling_of(base_model(model).config)
+    description, scaling = describe(subject.chain[0]), scaling_of(subject.config)
     trained, target = description.trained_length, description.target_length
     if description.method is None and scaling is not None and scaling.original:
         trained = scaling.original
     if trained is None or target is None:
         raise IncompatibleError(
-            f"The config of this {base_model(model).config.model_type} does not say what length its weights were "
+            f"The config of this {subject.kind} does not say what length its weights were "
             f"trained for. Give the method and the trained length that the server was told."
         )
     return trained, target
@@ -342,20 +343,19 @@ def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[s
 
 
 def _readings(
-    model: nn.Module, read: Callable[[str], dict[int, Tensor]], base: float
+    subject: Subject, read: Callable[[str], dict[int, Tensor]], base: float
 ) -> Iterator[tuple[str, dict[int, Tensor]]]:
     """Yield each reading of the model with its log-probabilities at the end of each prompt, and after its answer."""
-    trained, target = _lengths(model)
+    trained, target = _lengths(subject)
     yield AS_SAID, read(AS_SAID)
-    state = patched_state(base_model(model))
+    state, model = patched_state(subject.model), subject.chain[0]
     if state is not None:
         unpatch(model)
         yield PLAIN, read(PLAIN)
     method = None if state is None else state.method
-    subject = Subject.of(model)
     if not subject.rotaries or (method is not None and not _is_table(method)):
         return
-    in_files = scaling_of(base_model(model).config) is not None
+    in_files = scaling_of(subject.config) is not None
     scaling = ("replace" if in_files else None) if state is None else state.extension.scaling
     sites = find_sites(subject, trained, scaled=scaling == "extend")
     if len(sites) != 1:  # of several, each would need factors of its own
@@ -401,10 +401,10 @@ def _is_table(method: Method) -> bool:
     return isinstance(method, RopeMethod) and not isinstance(method, RemapMethod) and not method.dynamic
 
 
-def _log_probabilities(model: nn.Module, ids: Tensor, answers: Sequence[Continuation]) -> dict[int, Tensor]:
+def _log_probabilities(subject: Subject, ids: Tensor, answers: Sequence[Continuation]) -> dict[int, Tensor]:
     """Return log-probabilities behind each prompt, [tokens of its answer + 1, vocabulary]; in float32, on the CPU."""
-    device, rows = base_model(model).device, {}
-    if any(answer.tokens for answer in answers) or follows_length(base_model(model)):
+    model, device, rows = subject.chain[0], subject.model.device, {}
+    if any(answer.tokens for answer in answers) or follows_length(subject):
         for answer in answers:
             read = torch.cat((ids[:, : answer.length], torch.tensor([answer.tokens], dtype=ids.dtype)), dim=1)
             parts = [part for _, part in logits_in_chunks(model, read.to(device), start=answer.length - 1)]

@@ -8,7 +8,6 @@ from typing import Any
 from ctxext.checkpoints.load import reads_weights
 from ctxext.core.patching import describe, extend, patch, patched_state, unpatch
 from ctxext.core.saved import arguments_of
-from ctxext.core.subject import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.methods import Method
@@ -70,9 +69,9 @@ def load_served(
         )
     model: Any = checkpoint.model
     if method is not None:
-        extend_loaded(model, method, **extension)
+        extend_loaded(checkpoint, method, **extension)
     says = "ctxext serve does not draft with them; each pass gives one token."
-    notes = _kept_for_a_request(model) + about_drafts(model.config, says)
+    notes = _kept_for_a_request(checkpoint) + about_drafts(model.config, says)
     description = describe(model)
     factor = None
     if description.trained_length and description.target_length:
@@ -84,32 +83,32 @@ def load_served(
         "factor": factor,
         "trained_length": description.trained_length,
         "window": description.target_length,
-        "dtype": str(base_model(model).dtype).removeprefix("torch."),
+        "dtype": str(checkpoint.subject.model.dtype).removeprefix("torch."),
         "stored_dtype": checkpoint.stored,
     }
     return Served(name or source or checkpoint.name, checkpoint, description.target_length, facts, notes)
 
 
-def extend_loaded(model: Any, method: str | Method, **extension: Any) -> None:
-    """Extend a loaded model; the method takes the place of an extension that was saved.
+def extend_loaded(checkpoint: Checkpoint, method: str | Method, **extension: Any) -> None:
+    """Extend the model of a checkpoint; the method takes the place of an extension that was saved.
 
     Raises:
         CtxextError: as ``ctxext.patch``.
     """
-    if patched_state(base_model(model)) is not None:
-        unpatch(model)
-    patch(model, method, **extension)
+    if patched_state(checkpoint.subject.model) is not None:
+        unpatch(checkpoint.model)
+    patch(checkpoint.model, method, **extension)
 
 
-def _kept_for_a_request(model: Any) -> tuple[str, ...]:
+def _kept_for_a_request(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Let a dynamic method fit positions to a whole request, and say so."""
-    state = patched_state(base_model(model))
+    state = patched_state(checkpoint.subject.model)
     growth = getattr(None if state is None else state.method, "growth", "request")
     if state is None or growth == "request":
         return ()
-    arguments = arguments_of(base_model(model).config.ctxext)
+    arguments = arguments_of(checkpoint.subject.config.ctxext)
     assert isinstance(arguments, ExtensionArguments)  # two sides have encoder-decoders, which are not served
     method: Any = state.method
-    unpatch(model)
-    extend(model, replace(arguments, method=replace(method, growth="request")))
+    unpatch(checkpoint.model)
+    extend(checkpoint.model, replace(arguments, method=replace(method, growth="request")))
     return (f"{method.name}: growth='request' in place of {growth!r}, so that each request keeps its positions.",)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ctxext.caches.prefix import beginning, common, new_cache, shorten, why_no_prefix
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 
 LEAST = 16
 """Tokens of a common beginning below which a prompt is read anew."""
@@ -41,9 +41,9 @@ class Prefixes:
         most: tokens that are kept, at most.
     """
 
-    def __init__(self, model: Any, most: int) -> None:
-        self.model, self.most, self.kept = base_model(model), most, list[Prefix]()
-        self.why_not = why_no_prefix(model) if most else "--keep-tokens is 0"
+    def __init__(self, subject: Subject, most: int) -> None:
+        self.model, self.most, self.kept = subject.model, most, list[Prefix]()
+        self.why_not = why_no_prefix(subject) if most else "--keep-tokens is 0"
         on_cuda = self.model.device.type == "cuda"
         self.memory = torch.cuda.mem_get_info(self.model.device)[0] // 2 if on_cuda else None
 

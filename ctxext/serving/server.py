@@ -26,12 +26,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ctxext.caches.continuous import ContinuousBatching
 from ctxext.caches.records import PAGED_IN_LAYERS
-from ctxext.core.subject import base_model
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import LOG, OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
+from ctxext.serving.prefixes import Prefixes
 from ctxext.serving.requests import refusal
 
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
@@ -77,12 +77,13 @@ def application(
         cached_tokens = 8 * (served.window or ANSWER)
     if keep_tokens is None:
         keep_tokens = 2 * (served.window or ANSWER)
-    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, keep_tokens)
+    subject = served.checkpoint.subject
+    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, Prefixes(subject, keep_tokens))
     if isinstance(engine, OneByOne) and keep_tokens and engine.prefixes.why_not:
         LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)
     ends = model.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    reader = TokenText(served.checkpoint.tokenizer, base_model(model).config.get_text_config().vocab_size, ends)
+    reader = TokenText(served.checkpoint.tokenizer, subject.text.vocab_size, ends)
     facts = served.facts
     listed = {"id": served.name, "object": "model", "created": 0, "owned_by": "ctxext"}
     listed |= {"max_model_len": served.window, "ctxext": facts}
