@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ctxext.checkpoints.encodings import encoding_weights, put_encoding_weights
 from ctxext.core.edits import Edits
+from ctxext.core.patching import patched_state
 from ctxext.core.saved import checked_extension, differences
 from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
@@ -190,7 +191,7 @@ def keep_extension(subject: Subject, edits: Edits) -> None:
     virtual tokens before the text leave no trace there: they are found where their PEFT model is among the wrappers.
     """
     base = subject.model
-    for module in (*subject.wrappers, base):
+    for module in subject.chain:
         if isinstance(getattr(type(module), "peft_config", None), property):
             edits.set(module, "save_pretrained", ExtendedSave(module))
         if "base_model_prepare_inputs_for_generation" in vars(module):  # PEFT took it before the base was extended
@@ -268,8 +269,7 @@ def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> Non
 
 def encoding_digest(subject: Subject) -> str | None:
     """Digest the weights of the encodings on a model that are saved beside its adapters; None where there are none."""
-    holders = (*subject.wrappers, subject.model)
-    adapters = {name for holder in holders for name in getattr(holder, "peft_config", None) or ()}
+    adapters = {name for holder in subject.chain for name in getattr(holder, "peft_config", None) or ()}
     weights: dict[str, Tensor] = {}
     for name in adapters:
         weights |= _encoding_beside(subject.model, name)
@@ -416,11 +416,13 @@ def _read_encoding(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn: bool, **arguments: Any) -> Any:
+def put_adapter(
+    model: nn.Module, adapter: SavedAdapter, edits: Edits | None = None, *, drawn: bool, **arguments: Any
+) -> Any:
     """Put a saved adapter, and the encoding that was saved with it, on a model that is extended alike.
 
     A PEFT model gets one more adapter. ``drawn`` says that the encoding of ``model`` was drawn at random, and belongs
-    to no adapter yet.
+    to no adapter yet. Without ``edits``, the extension of ``model`` undoes what is set here.
 
     Returns:
         A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.
@@ -431,8 +433,11 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
     """
     from peft import PeftMixedModel, PeftModel
 
-    *wrappers, base = unwrapped(model)
-    adapted = next((outer for outer in wrappers if isinstance(outer, PeftModel | PeftMixedModel)), None)
+    subject = Subject.of(model)
+    base = subject.model
+    if edits is None:
+        edits = Edits() if (state := patched_state(base)) is None else state.edits
+    adapted = next((outer for outer in subject.wrappers if isinstance(outer, PeftModel | PeftMixedModel)), None)
     name = arguments.pop("adapter_name", "default")
     there = getattr(base if adapted is None else adapted, "peft_config", {})
     if name in there:
@@ -456,6 +461,7 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
         outer = PeftModel.from_pretrained(
             model, adapter.directory, adapter_name=name, config=adapter.config, **arguments
         )
+        subject = replace(subject, wrappers=(outer, *subject.wrappers))
     else:
         outer = model
         _add_adapter(adapted, adapter, name, **arguments)
@@ -470,7 +476,7 @@ def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn:
     if arguments.get("is_trainable"):
         for key in adapter.trained:
             known[key].requires_grad_()
-    keep_extension(Subject.of(outer), edits)
+    keep_extension(subject, edits)
     return outer
 
 

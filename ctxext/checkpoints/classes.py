@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext.core.rebuild import on_meta
+from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError, UnknownNameError
 from ctxext.models.own_config import owns_its_config
 from ctxext.models.refusals import building
@@ -81,7 +82,7 @@ def _named_class(auto_class: Any) -> Any:
 
 def config_of(config: Any, chosen: Any) -> Any:
     """Return ``config``, or its text part if ``chosen`` builds a model of that part alone."""
-    text, mapping = config.get_text_config(decoder=True), getattr(chosen, "_model_mapping", None)
+    text, mapping = text_of(config), getattr(chosen, "_model_mapping", None)
     if mapping is None:
         expected = getattr(chosen, "config_class", None)
         if expected is not None and not isinstance(config, expected) and not isinstance(text, expected):

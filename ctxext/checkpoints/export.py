@@ -30,7 +30,7 @@ from ctxext.core.saved import (
     saved_sides,
 )
 from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
-from ctxext.core.subject import base_model, field_of, text_of
+from ctxext.core.subject import Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.mistakes import refuse_gguf
@@ -91,7 +91,7 @@ def export(
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
-        config, served, guarded = base_model(checkpoint).config, None, False
+        config, served, guarded = Subject.of(checkpoint).config, None, False
         trust_remote_code = True  # its code has run
     else:
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
@@ -279,7 +279,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
             f"This {config.model_type} is not extended, so there is nothing to export. Patch it first (ctxext patch), "
             f"or name the extension to serve it with (--method yarn --factor 4)."
         )
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     saved = getattr(config, "ctxext", None)
     if saved is not None and saved_sides(saved):
         raise IncompatibleError(
@@ -355,5 +355,5 @@ def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, flo
 
 def _changed(config: Any, served: Any) -> dict[str, Any]:
     """Collect the fields of the decoder's config that the extension changed."""
-    new, old = (part.get_text_config(decoder=True) for part in (config, served))
+    new, old = (text_of(part) for part in (config, served))
     return {key: getattr(new, key) for key in config.ctxext["original"] if getattr(new, key) != getattr(old, key, None)}

@@ -17,7 +17,6 @@ from jaxtyping import Float
 
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.core.scaling import heads_of, is_windowed, rope_dicts
-from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError
 
 DIVISORS = "rope_freqs.weight"
@@ -27,8 +26,8 @@ READ = frozenset({"type", "factor", "attn_factor", "original_context_length", "f
 OF_YARN = frozenset({"yarn_beta_fast", "yarn_beta_slow"})
 
 
-def read_positions(config: Any, file: GGUFFile) -> None:
-    """Write the rotation that a GGUF file says into the config that transformers made of the same file.
+def read_positions(text: Any, file: GGUFFile) -> None:
+    """Write the rotation that a GGUF file says into the text config that transformers made of the same file.
 
     Layers with a sliding window of their own frequencies keep them, as in llama.cpp.
 
@@ -36,7 +35,6 @@ def read_positions(config: Any, file: GGUFFile) -> None:
         CheckpointError: the file says positions that no config of stock transformers can hold, or its numbers
             contradict each other.
     """
-    text = text_of(config)
     reaching = [rope for layer_type, rope in rope_dicts(text) if not (layer_type and is_windowed(layer_type))]
     architecture = file.get("general.architecture")
     prefix = f"{architecture}.rope."

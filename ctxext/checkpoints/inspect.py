@@ -141,22 +141,23 @@ def inspect_checkpoint(
             del config.ctxext
     plain = config if saved is None else plain_config(config, saved)
     model = _shortest(plain, trust_remote_code)
-    refuse_lost_share(Subject.of(model), os.fspath(place))
-    known = trained_length or (trained_length_of(Subject.of(model)) if saved is None else saved["trained_length"])
+    subject = Subject.of(model)
+    refuse_lost_share(subject, os.fspath(place))
+    known = trained_length or (trained_length_of(subject) if saved is None else saved["trained_length"])
     extended = already_extended(config)
     given: dict[str, Any] = {"trained_length": known if extended else trained_length}
     if saved is not None:  # the sides of an encoder-decoder have a length each, in their configs
         given = {} if saved_sides(saved) else {name: saved[name] for name in ("trained_length", "scaling")}
     require_consistent(config, trust_remote_code)
-    window, caps = _window(plain.get_text_config(decoder=True), known)
-    positions, reason, spec = _positions(Subject.of(model), known or 1)
+    window, caps = _window(text_of(plain), known)
+    positions, reason, spec = _positions(subject, known or 1)
     verdicts = _verdicts(model, given, spec, caps)
     return Inspection(
         model_type=config.model_type,
         positions=positions,
         no_positions=reason,
         trained_length=known,
-        longest=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+        longest=getattr(text_of(config), "max_position_embeddings", None),
         window=window,
         window_caps=caps,
         extended=extended,
@@ -270,10 +271,11 @@ def rope_of_checkpoint(
     saved = saved_extension(config, os.fspath(place))
     plain = config if saved is None else plain_config(config, saved)
     model = meta_model(plain, trust_remote_code=trust_remote_code)
-    known = trained_length or trained_length_of(Subject.of(model))
+    subject = Subject.of(model)
+    known = trained_length or trained_length_of(subject)
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
-    _, reason, spec = _positions(Subject.of(model), known)
+    _, reason, spec = _positions(subject, known)
     if spec is None:
         raise IncompatibleError(reason or f"{place} has no rotary positions.")
     return spec

@@ -53,7 +53,7 @@ from ctxext.core.saved import (
 )
 from ctxext.core.scaling import same_rope
 from ctxext.core.steps import class_with_parts
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import (
     CheckpointError,
     CtxextError,
@@ -527,8 +527,7 @@ def _load_adapter(
             model, drawn = _load_base(adapter, place, attention, loading, named=base is None)
         else:
             model, drawn = load_saved(place, plain_class=plain_class, **loading), False
-    patched = patched_state(base_model(model))
-    return put_adapter(model, adapter, Edits() if patched is None else patched.edits, drawn=drawn, **for_adapter)
+    return put_adapter(model, adapter, drawn=drawn, **for_adapter)
 
 
 def _load_base(

@@ -23,7 +23,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import require_as_patched
 from ctxext.core.saved import extended_texts, put_old_form, saved_sides
-from ctxext.core.subject import Subject, base_model, unwrapped
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import whole_files
 from ctxext.methods import RopeMethod, saved_class
@@ -80,8 +80,9 @@ def save(
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
             for ``remote_code`` beside an adapter.
     """
-    inner = base_model(model)
-    if not getattr(inner.config, "ctxext", None):
+    subject = Subject.of(model)
+    inner = subject.model
+    if subject.saved is None:
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
     place = Path(directory)
     if place.exists() and not place.is_dir():
@@ -92,12 +93,12 @@ def save(
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
     extension = inner.config.ctxext
-    adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
+    adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     if remote_code and adapted is not None:
         raise InvalidParameterError("remote_code=True is for whole models: merge the adapter into its base first.")
     module = {"auto_map": auto_map(inner)} if remote_code else {}
     try:
-        _require_unchanged(inner)  # which builds rotary modules from a config in a temporary file
+        _require_unchanged(subject)  # which builds rotary modules from a config in a temporary file
         with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
             if (place / MODEL_CARD).is_file():  # PEFT adds to it, too
                 shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
@@ -155,10 +156,9 @@ def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:
 
 
 @own_defaults()
-def _require_unchanged(model: PreTrainedModel) -> None:
+def _require_unchanged(subject: Subject) -> None:
     """Raise ``PatchStateError`` where the positions of an extended model are no longer those that its config says."""
-    subject, sides = Subject.of(model), saved_sides(model.config.ctxext)
-    for name, side in sides.items() or [("", model.config.ctxext)]:
+    for name, side in saved_sides(subject.config.ctxext).items() or [("", subject.config.ctxext)]:
         part = subject.sides[name] if name else subject
         architecture = find_architecture(part)
         is_rotary = architecture is not None and architecture.positions == "rotary"
@@ -178,16 +178,11 @@ def _save_whole(model: PreTrainedModel, directory: Path, module: dict[str, Any],
         edits.undo()
 
 
-def counts_from_padding(model: PreTrainedModel) -> bool:
-    """Return whether positions of tokens depend on which id is padding."""
+def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Raise ``InvalidParameterError`` for a tokenizer that pads with another token than positions leave out."""
     subject = Subject.of(model)
     architecture = find_architecture(subject)
     if not isinstance(architecture, LearnedTable | Sinusoids):
-        return False
-    return any(table.skips_padding for table in architecture.tables(subject))
-
-
-def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raise ``InvalidParameterError`` for a tokenizer that pads with another token than positions leave out."""
-    if counts_from_padding(model):
-        refuse_tokenizer(tokenizer, model.config)
+        return
+    if any(table.skips_padding for table in architecture.tables(subject)):
+        refuse_tokenizer(tokenizer, subject.config)

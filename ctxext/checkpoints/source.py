@@ -21,6 +21,7 @@ from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.saved import OLD_GUARD, checked_extension
+from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (
     OTHER_WEIGHTS,
@@ -107,10 +108,11 @@ def read_any_config(
         else:
             with running_code(f"the config of {place}"), file.read_by_transformers() if file else nullcontext():
                 config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location, **fields)
-        if file is not None:
-            read_positions(config, file)
-        if not isinstance(config.get_text_config(decoder=True), PreTrainedConfig):
+        text = text_of(config)
+        if not isinstance(text, PreTrainedConfig):
             raise TypeError(f"a {config.model_type} has no text_config or decoder; remove it, or mend model_type.")
+        if file is not None:
+            read_positions(text, file)
     except CtxextError:
         raise
     except (OSError, *UNFIT) as error:

@@ -423,14 +423,15 @@ def _refuse_idle_scaling(config: Any, place: str) -> None:
 
     Extended checkpoints pass: they have their own checks.
     """
-    for _, rope in rope_dicts(text_of(config)) if getattr(config, "ctxext", None) is None else ():
+    text = text_of(config)
+    for _, rope in rope_dicts(text) if getattr(config, "ctxext", None) is None else ():
         factors = [(name, rope.get(name)) for name in ("factor", *TABLES)]
         idle = ", ".join(f"{name}={_short(value)}" for name, value in factors if value not in (None, 1))
         if not idle or rope.get("rope_type", "default") != "default":
             continue
         if (kind := rope.get("type")) not in UNSCALED:
             raise CheckpointError(
-                f"The config of {place} says type={kind!r} and {idle}. {type(text_of(config)).__name__} does not read "
+                f"The config of {place} says type={kind!r} and {idle}. {type(text).__name__} does not read "
                 f"the key type and builds rope_type='default', which scales nothing. Rename type to "
                 f"rope_type={kind!r} in rope_parameters."
             )

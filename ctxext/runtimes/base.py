@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ctxext.core.rotary import SCALING_KEYS
-from ctxext.core.subject import path_to
+from ctxext.core.subject import path_to, text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER, as_longrope
 from ctxext.methods.yarn import YaRN
@@ -116,7 +116,7 @@ class ExtensionInConfig:
     @property
     def text(self) -> Any:
         """Part of the config that describes the decoder."""
-        return self.config.get_text_config(decoder=True)
+        return text_of(self.config)
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -240,9 +240,11 @@ def with_whole_table(extended: ExtensionInConfig) -> ExtensionInConfig:
         inv_freq = YaRN(**read).frequencies(spec, trained).inv_freq
     form = as_longrope(spec, Frequencies(inv_freq, extended.scale), extended.target_length / trained)
     parameters = whole(extended, {key: value for key, value in rope.items() if key not in SCALING_KEYS} | form)
-    config = copy.deepcopy(extended.config)
-    config.get_text_config(decoder=True).rope_parameters = parameters
-    return replace(extended, config=config, unsaid=extended.unsaid | {"rope_parameters": parameters})
+    changed = replace(
+        extended, config=copy.deepcopy(extended.config), unsaid=extended.unsaid | {"rope_parameters": parameters}
+    )
+    changed.text.rope_parameters = parameters
+    return changed
 
 
 def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
