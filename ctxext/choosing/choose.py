@@ -17,7 +17,7 @@ from ctxext.choosing.verdict import Choice, RuntimeVerdict, Spent
 from ctxext.core.patching import patched_state
 from ctxext.core.rotary import find_sites
 from ctxext.core.saved import already_extended
-from ctxext.core.subject import Subject, base_model, text_of
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.passkey import make_prompts
 from ctxext.measuring.checkpoint import Checkpoint
@@ -215,9 +215,10 @@ class PlannedChoice:
         name = candidate.reading.name
         if name not in self._runtimes:
             with self.readings.applied(candidate.reading):
-                config = base_model(self.readings.model).config
+                subject = self.readings.subject
+                config = subject.config
                 is_plain = bool(config.ctxext["stock"])
-                rope = dict(text_of(config).rope_parameters) if is_plain else None
+                rope = dict(subject.text.rope_parameters) if is_plain else None
                 says = config.ctxext["stored_as"] if is_plain else "only with ctxext"
                 runtimes = [RuntimeVerdict(name="transformers", exact=is_plain, says=says)]
                 for runtime, made in exports_of(config, self.checkpoint.name).items():
@@ -234,7 +235,7 @@ def _choosable(checkpoint: Checkpoint) -> Subject:
         PatchStateError: it is extended already.
         IncompatibleError: it has no rotary positions.
     """
-    subject = Subject.of(checkpoint.model)
+    subject = checkpoint.subject
     if patched_state(subject.model) is not None or already_extended(subject.config):
         raise PatchStateError(
             f"{checkpoint.name} is extended already; choose needs the original checkpoint. Call "
@@ -296,7 +297,8 @@ def choose(
         IncompatibleError: the model has no rotary positions.
         ResultsError: ``folder`` holds another measurement, or cannot be written.
     """
-    name = Path(getattr(base_model(model), "name_or_path", "") or type(base_model(model)).__name__).name
+    base = Subject.of(model).model
+    name = Path(getattr(base, "name_or_path", "") or type(base).__name__).name
     settings = ChoiceSettings(
         target_length=target_length,
         budget=budget,

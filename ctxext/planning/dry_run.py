@@ -27,13 +27,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from ctxext.caches.held import Reach
 from ctxext.caches.records import cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
-from ctxext.core.subject import base_model, cache_argument
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.measuring.head import require_head
 from ctxext.methods.parameters import checked_tokens
@@ -133,16 +133,17 @@ class DryRun:
         bits: float | None = None,
         bounds: Mapping[int, tuple[Reach, Fraction]] | None = None,
     ) -> None:
-        self.causal: Any = base_model(model)
+        subject = Subject.of(model)
+        self.causal, self.text = subject.model, subject.text
         self.dtype, self.tile, self.chunk = dtype, tile, chunk
         self.packing = Fraction(1 if bits is None else bits / (8 * dtype.itemsize))
         self.bounds = bounds or {}
         self._taken: dict[tuple[str, int], Taken] = {}
-        self.hidden_bytes: int = self.causal.config.get_text_config(decoder=True).hidden_size * dtype.itemsize
+        self.hidden_bytes: int = self.text.hidden_size * dtype.itemsize
         self.base: Any = self.causal.get_submodule(require_head(self.causal))
         self.layers = layers_of(self.causal)
         self.positions = learned_positions(self.causal)
-        kinds = [(*_kind(self.causal, layer, index), self.bounds.get(index)) for index, layer in enumerate(self.layers)]
+        kinds = [(*_kind(self.text, layer, index), self.bounds.get(index)) for index, layer in enumerate(self.layers)]
         self.kinds = [
             [index for index, other in enumerate(kinds) if index and other == kind] for kind in dict.fromkeys(kinds[1:])
         ]
@@ -266,8 +267,7 @@ class DryRun:
 
     def _windows(self) -> list[int]:
         """Return the windows of layers: lengths at which the growth of their memory changes."""
-        text = vars(self.causal.config.get_text_config(decoder=True))
-        sizes = [value for name, value in text.items() if re.search(r"window|attention_chunk", name)]
+        sizes = [value for name, value in vars(self.text).items() if re.search(r"window|attention_chunk", name)]
         return [value for value in sizes if isinstance(value, int) and not isinstance(value, bool)]
 
     def _spared(self, cache: Any) -> int:
@@ -425,9 +425,9 @@ def _keys_and_values(cache: Any) -> Iterator[tuple[int, Tensor]]:
         yield from ((index, part) for part in parts if isinstance(part, Tensor))
 
 
-def _kind(causal: PreTrainedModel, layer: nn.Module, index: int) -> tuple[Any, ...]:
+def _kind(text: Any, layer: nn.Module, index: int) -> tuple[Any, ...]:
     """Return a key that is equal for layers that take the same memory."""
-    types = getattr(causal.config.get_text_config(decoder=True), "layer_types", None) or ()
+    types = getattr(text, "layer_types", None) or ()
     shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
     return type(layer), types[index] if index < len(types) else None, shapes
 

@@ -21,6 +21,7 @@ from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
 from ctxext.core.saved import plain_config, saved_extension
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
+from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import checked_tokens
@@ -229,7 +230,7 @@ def reach_of(config: Any) -> int | None:
     scaling = scaling_of(config)
     if scaling is not None:
         return scaling.window
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     others = [getattr(text, name, None) for name in ("max_seq_len", "seq_length")]
     others.append(BLOOM_LENGTH if text.model_type == "bloom" else None)  # published without one
     return stated_length(text) or next((length for length in others if isinstance(length, int)), None)
@@ -264,8 +265,7 @@ def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Frac
 
 def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
     """Count the draft heads, and their bytes: each is a decoder layer, a projection of two states, three norms."""
-    text = model.config.get_text_config(decoder=True)
-    heads, layer, hidden = draft_heads(model.config), layers_of(model)[-1], text.hidden_size
+    heads, layer, hidden = draft_heads(model.config), layers_of(model)[-1], text_of(model.config).hidden_size
     saved, _ = packed_weights(model, quantisation, training=False, layers=[layer])
     return heads, heads * (_bytes(layer.parameters()) - saved + (2 * hidden + 3) * hidden * model.dtype.itemsize)
 
@@ -275,9 +275,10 @@ def _plainly_rotated(config: Any) -> Any:
     saved = saved_extension(config, "the config")
     rotates = saved is not None and "rope_parameters" in saved["original"]
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
+    text = text_of(config)
     if rotates:  # a live model's config names the attention that ctxext gave it
-        config.get_text_config(decoder=True)._attn_implementation_internal = None
-    for _, rope in rope_dicts(config.get_text_config(decoder=True)):
+        text._attn_implementation_internal = None
+    for _, rope in rope_dicts(text):
         if rope.get("rope_type") in FOLLOWING:
             rope["rope_type"] = "default"
     return config

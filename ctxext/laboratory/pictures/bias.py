@@ -42,7 +42,7 @@ def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:
     """
     heads, length = SMALL.num_heads, request.trained_length or SMALL.trained_length
     if request.checkpoint is not None:
-        heads = text_of(request.config).num_attention_heads
+        heads = request.structure.text.num_attention_heads
         length = known_trained_length(request.structure, request.trained_length)
     target = method.target_length(length)
     slopes = method.slopes(AlibiSpec(heads, length), target)

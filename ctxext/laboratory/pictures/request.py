@@ -18,7 +18,7 @@ from ctxext.checkpoints.inspect import rope_of_checkpoint
 from ctxext.checkpoints.load import load, load_saved
 from ctxext.checkpoints.source import checked_path, read_any_config, read_tokenizer
 from ctxext.core.saved import saved_extension
-from ctxext.core.subject import Subject, base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.readings import known_trained_length
 from ctxext.methods import EncodingMethod, Method, saved_class
@@ -67,18 +67,18 @@ class PictureRequest:
         return read_any_config(str(self.checkpoint), trust_remote_code=self.trust)
 
     @cached_property
-    def structure(self) -> PreTrainedModel:
+    def structure(self) -> Subject:
         """Model of the checkpoint on the meta device."""
-        return meta_model(self.config, trust_remote_code=self.trust)
+        return Subject.of(meta_model(self.config, trust_remote_code=self.trust))
 
     @cached_property
     def positions(self) -> Literal["table", "rotation", "elsewhere"] | None:
         """Place where the checkpoint has its positions; None without a checkpoint."""
         if self.checkpoint is None:
             return None
-        if Subject(self.structure).rotaries:
+        if self.structure.rotaries:
             return "rotation"
-        twins = twins_of(self.structure)
+        twins = twins_of(self.structure.model)
         return "table" if twins.has_learned or twins.has_sinusoids else "elsewhere"
 
     def load(self, method: Method | None = None) -> PreTrainedModel:
@@ -89,7 +89,7 @@ class PictureRequest:
             loaded = load_saved(place, plain_class=model_class(self.config), dtype=torch.float32, **how)
         else:
             loaded = load(place, method, trained_length=self.trained_length, dtype=torch.float32, **how)
-        model: PreTrainedModel = base_model(loaded)
+        model: PreTrainedModel = Subject.of(loaded).model
         return model.eval()
 
     def rope(self, trained_length: int) -> RopeSpec:
@@ -134,7 +134,8 @@ class PictureRequest:
                 raise InvalidParameterError(
                     f"There is no layer {self.layer} with an encoding: the model has {len(modules)}."
                 )
-            spec = spec_of(Subject.of(model), known_trained_length(model, self.trained_length))
+            subject = Subject.of(model)
+            spec = spec_of(subject, known_trained_length(subject, self.trained_length))
             module, layer = modules[self.layer], f", layer {self.layer}" if len(modules) > 1 else ""
         return method, module, spec, state if any(True for _ in module.parameters()) else "", layer
 
