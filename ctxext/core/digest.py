@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 
 
 def is_zero3(model: nn.Module) -> bool:
@@ -34,7 +34,7 @@ def weights_digest(model: nn.Module) -> str:
     """
     if is_shared_out(model):
         return "unknown"
-    config = base_model(model).config.to_dict()
+    config = Subject.of(model).config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "ctxext"):
         config.pop(noise, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())

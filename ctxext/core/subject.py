@@ -157,11 +157,6 @@ class Subject:
         return sides
 
 
-def base_model(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside its wrappers, see ``Subject.of``."""
-    return Subject.of(model).model
-
-
 def unwrapped(model: Any) -> list[Any]:
     """Unwrap a transformers model, and return the chain of wrappers and the model, outermost first.
 

@@ -34,14 +34,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.report.figures import Line, Panel, lines_panel
 from ctxext.evaluation.report.page import POSITION_AXIS, Page, TextTable, losses_page, readings_table
 from ctxext.files import digest
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import Progress, head_chunk, pass_cost, require_evaluating, ticking, turning_point
-from ctxext.measuring.head import require_pieces, shell_of
+from ctxext.measuring.forward import Progress, head_chunk, opened, pass_cost, ticking, turning_point
+from ctxext.measuring.head import require_pieces
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import Provenance, Report
@@ -194,11 +193,9 @@ def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = No
     Raises:
         IncompatibleError: a model in training mode, or one whose head takes more than the hidden states.
     """
-    subject = Subject.of(model)
-    require_evaluating(subject.model)
     losses = torch.full((text.length,), torch.nan)
     for views in _batches(text, window):
-        _read(subject, text, views, losses)
+        _read(model, text, views, losses)
     return losses
 
 
@@ -209,14 +206,13 @@ def _batches(text: MaskedText, window: int | None) -> list[list[View]]:
     return [views[at : at + rows] for at in range(0, len(views), rows)]
 
 
-def _read(subject: Subject, text: MaskedText, views: Sequence[View], losses: Tensor) -> None:
-    base: Any = subject.model
-    device = next(base.parameters()).device
+def _read(model: nn.Module, text: MaskedText, views: Sequence[View], losses: Tensor) -> None:
+    subject, shell, replay = opened(model)
+    device = next(shell.parameters()).device
     ids = torch.stack([text.row(view) for view in views]).to(device)
     rows = torch.cat([torch.full((len(view.asked),), row) for row, view in enumerate(views)])
     columns = torch.cat([view.asked - view.start + text.prefix for view in views])
     places = torch.cat([view.asked for view in views])
-    shell, replay = shell_of(base)
     shell(input_ids=ids, return_dict=True)  # the layers read everything, the head one position
     chunk = head_chunk(subject)
     for at in range(0, len(places), chunk):
@@ -224,7 +220,7 @@ def _read(subject: Subject, text: MaskedText, views: Sequence[View], losses: Ten
         replay.calls = 0
         replay.hidden = replay.output[0][rows[part].to(device), columns[part].to(device)][None]
         logits = shell(input_ids=ids, return_dict=True).logits
-        require_pieces(base, replay, logits)
+        require_pieces(shell, replay, logits)
         wanted = text.input_ids[places[part]].to(device)
         losses[places[part]] = functional.cross_entropy(logits[0].float(), wanted, reduction="none").cpu()
 

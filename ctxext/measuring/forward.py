@@ -17,7 +17,7 @@ from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_dicts
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.measuring.head import require_pieces, shell_of
+from ctxext.measuring.head import Replay, require_pieces, shell_of
 
 
 def logits_in_chunks(
@@ -56,11 +56,10 @@ def logits_in_chunks(
         raise InvalidParameterError(
             f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
         )
-    subject = _causal_subject(model)
-    causal, chunk = subject.model, chunk or head_chunk(subject)
-    shell, replay = shell_of(causal)
-    if patched_state(causal) is None and follows_length(subject):
-        for module in causal.modules():  # transformers keeps the frequencies of the longest text so far
+    subject, shell, replay = opened(model)
+    chunk = chunk or head_chunk(subject)
+    if patched_state(subject.model) is None and follows_length(subject):
+        for module in subject.model.modules():  # transformers keeps the frequencies of the longest text so far
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, 0)
     if cached is not None and cached < positions:
@@ -71,7 +70,7 @@ def logits_in_chunks(
         # The first piece hands all tokens to the real layers; later ones only have to look like their piece.
         ids = input_ids if first == start else input_ids[:, replay.piece]
         logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
-        require_pieces(causal, replay, logits)
+        require_pieces(shell, replay, logits)
         yield first, logits
 
 
@@ -87,9 +86,8 @@ def logits_as_read(
     Raises:
         IncompatibleError: as in ``logits_in_chunks``.
     """
-    subject = _causal_subject(model)
-    causal, chunk = subject.model, head_chunk(subject)
-    shell, replay = shell_of(causal)
+    subject, shell, replay = opened(model)
+    chunk = head_chunk(subject)
     replay.real = CachedPieces(subject, replay.real, positions=input_ids.shape[1], piece=piece)
     for begin in range(0, input_ids.shape[1], piece):
         part = input_ids[:, begin : begin + piece]
@@ -99,7 +97,7 @@ def logits_as_read(
             replay.calls = 0
             ids = part[:, replay.piece] if first else part
             logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
-            require_pieces(causal, replay, logits)
+            require_pieces(shell, replay, logits)
             yield begin + first, logits
 
 
@@ -122,9 +120,7 @@ def logits_of_answers(
     Raises:
         IncompatibleError: as in ``logits_in_chunks``, or the model takes no cache.
     """
-    subject = _causal_subject(model)
-    causal = subject.model
-    shell, replay = shell_of(causal)
+    subject, shell, replay = opened(model)
     longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
     reader = replay.real = CachedPieces(
         subject, replay.real, positions=text.shape[0] + longest, piece=max(text.shape[0], longest)
@@ -137,7 +133,7 @@ def logits_of_answers(
         replay.output, replay.calls = None, 0  # without an output, the layers run on
         replay.piece = slice(tokens - 1 if last else 0, tokens)
         logits: Tensor = shell(input_ids=ids[None], use_cache=False, return_dict=True).logits
-        require_pieces(causal, replay, logits)
+        require_pieces(shell, replay, logits)
         return logits[0].float()
 
     run(text)
@@ -155,23 +151,18 @@ def logits_of_answers(
     return logits
 
 
-def _causal_subject(model: nn.Module) -> Subject:
-    """Unwrap a model; refuse one whose losses would not be those of a plain causal model."""
+def opened(model: nn.Module) -> tuple[Subject, PreTrainedModel, Replay]:
+    """Unwrap and open a model, see ``shell_of``; refuse one whose losses would not be those of the plain model."""
     subject = Subject.of(model)
     if subject.prompt is not None:
         raise IncompatibleError(
             f"The adapter ({subject.prompt.peft_type}) puts virtual tokens before the text, so positions are not those "
             f"of the text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
         )
-    require_evaluating(subject.model)
-    return subject
-
-
-def require_evaluating(base: PreTrainedModel) -> None:
-    """Raise ``IncompatibleError`` for a model in training mode."""
-    if base.training:
-        name = type(base).__name__
+    if subject.model.training:
+        name = type(subject.model).__name__
         raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
+    return subject, *shell_of(subject.model)
 
 
 def check_token_ids(input_ids: Tensor, *, least: int) -> None:

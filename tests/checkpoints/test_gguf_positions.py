@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_checkpoint
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import SHAPE, TRAINED
@@ -65,7 +65,7 @@ def model() -> LlamaForCausalLM:
 
 def rotation(model: nn.Module) -> tuple[np.ndarray, float]:
     """What the rotary module of a Llama does: its frequencies, and its scale by running it at position 0."""
-    inner = base_model(model).model.rotary_emb
+    inner = Subject.of(model).model.model.rotary_emb
     cos, _ = inner(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.long))
     return inner.inv_freq.double().numpy(), cos.flatten()[0].item()
 

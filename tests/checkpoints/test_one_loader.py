@@ -27,7 +27,7 @@ import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.cli.app import app
 from ctxext.core.digest import weights_digest
-from ctxext.core.subject import base_model
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training import checkpoint as training
@@ -89,11 +89,12 @@ def require_same(found: Any, expected: Any, length: int = 80) -> None:
     for name, tensor in wanted.items():
         assert state[name].dtype == tensor.dtype, name
         assert torch.equal(state[name], tensor), name
-    for one, other in zip(base_model(found).modules(), base_model(expected).modules(), strict=True):
+    models = [Subject.of(model).model for model in (found, expected)]
+    for one, other in zip(*(model.modules() for model in models), strict=True):
         buffers = dict(other.named_buffers(recurse=False))  # rotary frequencies are in no state dict
         for name, buffer in one.named_buffers(recurse=False):
             assert torch.equal(buffer, buffers[name]), name
-    configs = [base_model(model).config.to_dict() for model in (found, expected)]
+    configs = [model.config.to_dict() for model in models]
     for config in configs:
         config.pop("_name_or_path", None)
     assert configs[0] == configs[1]
