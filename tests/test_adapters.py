@@ -29,13 +29,13 @@ from peft import (
     get_peft_model,
 )
 from peft.utils.hotswap import hotswap_adapter
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.checkpoints import adapters
 from ctxext.checkpoints.adapters import EXTENSION_FILE, SENTENCE
-from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
 from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
@@ -220,6 +220,9 @@ def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> No
         ctxext.load(directory, base=base_of(plain))
     with pytest.raises(InvalidParameterError, match=r"dtype: base is a model in memory, which is loaded already"):
         ctxext.load(directory, base=base, dtype=torch.bfloat16)
+    for wrong in (nn.Linear(2, 2), nn.Sequential(nn.Embedding(2, 2)), nn.ModuleList([base])):  # which holds one
+        with pytest.raises(IncompatibleError, match=rf"extends transformers models; found {type(wrong).__name__}"):
+            ctxext.load(directory, base=wrong)
     with pytest.raises(InvalidParameterError, match=r"base=LlamaForCausalLM is for adapters"):
         ctxext.load(plain, base=base)
 

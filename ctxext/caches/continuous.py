@@ -181,9 +181,8 @@ class ContinuousBatching:
 
     def why_not(self) -> str | None:
         """Return why continuous batching would be wrong; None if a pass may be tried."""
-        unfit = sorted(
-            set(getattr(self.subject.text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        )
+        kinds = set(getattr(self.subject.text, "layer_types", None) or ())
+        unfit = sorted(kinds - {"full_attention", "sliding_attention"})
         if self.method.dynamic and getattr(self.method, "growth", None) != "request":
             return "positions would change while a text grows; with growth='request' they do not"
         reads_pages = [getattr(attend, "reads_pages", False) for attend in self.attends]

@@ -428,7 +428,8 @@ def put_adapter(
         A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.
 
     Raises:
-        CheckpointError: if the encoding was not saved with the adapter, or differs from that of the model's adapters.
+        CheckpointError: if the model is extended otherwise than the one that the adapter was trained on; or if the
+            encoding was not saved with the adapter, or differs from that of the model's adapters.
         InvalidParameterError: if the model has an adapter of this name.
     """
     from peft import PeftMixedModel, PeftModel
@@ -437,6 +438,11 @@ def put_adapter(
     base = subject.model
     if edits is None:
         edits = Edits() if (state := patched_state(base)) is None else state.edits
+    if adapter.extension and (different := differences(adapter.extension, subject.saved)):
+        raise CheckpointError(
+            f"The adapter in {adapter.directory} was trained on another extension than this {type(base).__name__} has: "
+            f"{different}. Extend it the same way first, with ctxext.patch."
+        )
     adapted = next((outer for outer in subject.wrappers if isinstance(outer, PeftModel | PeftMixedModel)), None)
     name = arguments.pop("adapter_name", "default")
     there = getattr(base if adapted is None else adapted, "peft_config", {})
@@ -526,21 +532,6 @@ def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: 
         raise
     if is_trainable:
         model.set_requires_grad(name)
-
-
-def require_trained_on(saved: dict[str, Any], directory: Path, model: Any) -> None:
-    """Refuse to put an adapter on a model that is extended otherwise than the one that it was trained on.
-
-    Raises:
-        CheckpointError: with every choice that differs, and both values.
-    """
-    base = unwrapped(model)[-1]
-    different = differences(saved, getattr(base.config, "ctxext", None))
-    if different:
-        raise CheckpointError(
-            f"The adapter in {directory} was trained on another extension than this {type(base).__name__} has: "
-            f"{different}. Extend it the same way first, with ctxext.patch."
-        )
 
 
 register(Step(Moment.SAVING, lambda work: keep_extension(work.subject, work.edits)))

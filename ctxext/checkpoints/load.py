@@ -22,7 +22,6 @@ from ctxext.checkpoints.adapters import (
     is_adapter,
     put_adapter,
     read_extension,
-    require_trained_on,
 )
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.source import (
@@ -514,8 +513,6 @@ def _load_adapter(
         extra = [*loading, *(name for name, value in given.items() if value is not None)]
         if extra:
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
-        if adapter.extension:
-            require_trained_on(adapter.extension, directory, base)
         model, drawn = base, False
     else:
         place = base_of(directory) if base is None else os.fspath(base)

@@ -81,8 +81,8 @@ def save(
             for ``remote_code`` beside an adapter.
     """
     subject = Subject.of(model)
-    inner = subject.model
-    if subject.saved is None:
+    inner, extension = subject.model, subject.saved
+    if extension is None:
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
     place = Path(directory)
     if place.exists() and not place.is_dir():
@@ -92,7 +92,6 @@ def save(
     hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
-    extension = inner.config.ctxext
     adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     if remote_code and adapted is not None:
         raise InvalidParameterError("remote_code=True is for whole models: merge the adapter into its base first.")

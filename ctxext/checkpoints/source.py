@@ -108,8 +108,7 @@ def read_any_config(
         else:
             with running_code(f"the config of {place}"), file.read_by_transformers() if file else nullcontext():
                 config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location, **fields)
-        text = text_of(config)
-        if not isinstance(text, PreTrainedConfig):
+        if not isinstance(text := text_of(config), PreTrainedConfig):
             raise TypeError(f"a {config.model_type} has no text_config or decoder; remove it, or mend model_type.")
         if file is not None:
             read_positions(text, file)

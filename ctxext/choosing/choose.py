@@ -215,7 +215,7 @@ class PlannedChoice:
         name = candidate.reading.name
         if name not in self._runtimes:
             with self.readings.applied(candidate.reading):
-                subject = self.readings.subject
+                subject = self.checkpoint.subject
                 config = subject.config
                 is_plain = bool(config.ctxext["stock"])
                 rope = dict(subject.text.rope_parameters) if is_plain else None

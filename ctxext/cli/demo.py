@@ -325,7 +325,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
     readings = Readings(checkpoint)
     trained, names = readings.trained_length, options.method or METHODS
     readings.windows = (trained // 2, trained)
-    found, refusals = readings.find(chosen_methods(readings.subject, names, (options.factor,), trained))
+    found, refusals = readings.find(chosen_methods(checkpoint.subject, names, (options.factor,), trained))
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
     methods = tuple(reading for reading in found if reading.is_candidate)

@@ -380,7 +380,7 @@ def prepare(
     """
     model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows)
     tried, refused = model.find(
-        chosen_methods(model.subject, methods, factors, model.trained_length), progress=progress
+        chosen_methods(checkpoint.subject, methods, factors, model.trained_length), progress=progress
     )
     wanted = check_lengths(lengths, model.trained_length, tried)
     texts = corpus(wanted[-1] + 1)

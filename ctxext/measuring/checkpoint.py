@@ -63,8 +63,8 @@ class Checkpoint:
             object.__setattr__(self, "sha256", weights_digest(self.model))
 
     @property
-    def subject(self) -> Subject:  # anew: a subject that was kept would hold the rotary modules of an earlier extension
-        """The model inside its wrappers."""
+    def subject(self) -> Subject:
+        """The model inside its wrappers, made anew: a subject that was kept may list modules of an extension undone."""
         return Subject.of(self.model)
 
     @functools.cached_property

@@ -48,7 +48,7 @@ def find_readers(
     of_checkpoint = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
     trained = of_checkpoint.trained_length
     factors = factors_for(methods, factors, lengths, trained)
-    chosen = chosen_methods(of_checkpoint.subject, methods, factors, trained) if methods else ()
+    chosen = chosen_methods(checkpoint.subject, methods, factors, trained) if methods else ()
     plain, candidates = of_checkpoint.extensions(chosen)
     original = of_checkpoint if reference is None else _original(of_checkpoint, reference)
     last = label_of(window_name(trained))

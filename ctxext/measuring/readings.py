@@ -163,16 +163,11 @@ class Readings:
     ) -> None:
         self.checkpoint = checkpoint
         self.model = checkpoint.model
-        self.extended = already_extended(self.subject.config)
+        self.extended = already_extended(checkpoint.subject.config)
         self.sliding_window = sliding_window
-        self.trained_length = known_trained_length(self.subject, trained_length)
+        self.trained_length = known_trained_length(checkpoint.subject, trained_length)
         self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
         self._given = self.trained_length if self.extended else trained_length
-
-    @property
-    def subject(self) -> Subject:
-        """The model inside its wrappers."""
-        return self.checkpoint.subject
 
     @cached_property
     def setting(self) -> dict[str, Any]:
@@ -250,7 +245,7 @@ class Readings:
             method=description.method,
             reach=description.target_length if self.extended else None,
             fingerprint=description.fingerprint,
-            dynamic=follows_length(self.subject),
+            dynamic=follows_length(self.checkpoint.subject),
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
         names = [*map(window_name, self.windows), TRUNCATED]
@@ -258,7 +253,7 @@ class Readings:
 
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:
-        subject = self.subject
+        subject = self.checkpoint.subject
         base, state = subject.model, patched_state(subject.model)
         if state is not None:
             trained = architecture_of(subject).replaced_weights(subject)  # which may have been trained since

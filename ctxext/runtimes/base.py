@@ -240,11 +240,9 @@ def with_whole_table(extended: ExtensionInConfig) -> ExtensionInConfig:
         inv_freq = YaRN(**read).frequencies(spec, trained).inv_freq
     form = as_longrope(spec, Frequencies(inv_freq, extended.scale), extended.target_length / trained)
     parameters = whole(extended, {key: value for key, value in rope.items() if key not in SCALING_KEYS} | form)
-    changed = replace(
-        extended, config=copy.deepcopy(extended.config), unsaid=extended.unsaid | {"rope_parameters": parameters}
-    )
+    changed = replace(extended, config=copy.deepcopy(extended.config))
     changed.text.rope_parameters = parameters
-    return changed
+    return replace(changed, unsaid=extended.unsaid | {"rope_parameters": parameters})
 
 
 def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:

@@ -26,8 +26,7 @@ def reference(model: ModelT) -> ModelT:
     Raises:
         PatchStateError: the model is not extended.
     """
-    subject = Subject.of(model)
-    if subject.saved is None:
+    if (subject := Subject.of(model)).saved is None:
         raise PatchStateError(
             f"This {type(subject.model).__name__} is not extended. Call ctxext.patch(model, ...) first."
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.adapters import keep_extension, put_adapter, read_extension, require_trained_on
+from ctxext.checkpoints.adapters import keep_extension, put_adapter, read_extension
 from ctxext.core.code import own_bases, source_of
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject
@@ -142,9 +142,7 @@ def reattach_lora(model: nn.Module, directory: Path) -> Any:
     Raises:
         CheckpointError: if it is extended otherwise, or the adapter was saved without its extension or encoding.
     """
-    adapter = read_extension(directory)
-    require_trained_on(adapter.extension, directory, model)
-    return put_adapter(model, adapter, Edits(), drawn=True)
+    return put_adapter(model, read_extension(directory), Edits(), drawn=True)
 
 
 def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
