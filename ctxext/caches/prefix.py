@@ -43,7 +43,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 def why_no_prefix(subject: Subject) -> str | None:
     """Return why no cache of a model may serve a longer text that begins alike; None if it may."""
     model = subject.model
-    if subject.prompt is not None:
+    if getattr(getattr(subject.chain[0], "active_peft_config", None), "is_prompt_learning", False):
         return "an adapter puts tokens of its own before each text"
     if any(guard.by_length for guard in guards_of(model)):
         return "the positions of a text follow its length"
@@ -175,9 +175,8 @@ def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) ->
         IncompatibleError: if no longer text may go on from the cache.
     """
     if (reason := why_no_prefix(subject)) is not None:
-        raise IncompatibleError(
-            f"A text that {type(subject.chain[0]).__name__} has read is not written to a file: {reason}."
-        )
+        name = type(subject.chain[0]).__name__
+        raise IncompatibleError(f"A text that {name} has read is not written to a file: {reason}.")
     tensors, layers = {"tokens": torch.tensor(tokens)}, []
     for number, layer in enumerate(cache.layers):
         own, facts = _state(layer)

@@ -191,7 +191,7 @@ def keep_extension(subject: Subject, edits: Edits) -> None:
     virtual tokens before the text leave no trace there: they are found where their PEFT model is among the wrappers.
     """
     base = subject.model
-    for module in subject.chain:
+    for module in (*subject.wrappers, base):
         if isinstance(getattr(type(module), "peft_config", None), property):
             edits.set(module, "save_pretrained", ExtendedSave(module))
         if "base_model_prepare_inputs_for_generation" in vars(module):  # PEFT took it before the base was extended

@@ -69,12 +69,6 @@ class Subject:
         return (*self.wrappers, self.model)
 
     @property
-    def prompt(self) -> Any:
-        """The PEFT config that puts virtual tokens before each text; None where none does."""
-        configs = (getattr(wrapper, "active_peft_config", None) for wrapper in self.wrappers)
-        return next((config for config in configs if getattr(config, "is_prompt_learning", False)), None)
-
-    @property
     def config(self) -> Any:
         """The config of the model."""
         return self.model.config

@@ -153,11 +153,11 @@ def logits_of_answers(
 
 def opened(model: nn.Module) -> tuple[Subject, PreTrainedModel, Replay]:
     """Unwrap and open a model, see ``shell_of``; refuse one whose losses would not be those of the plain model."""
-    subject = Subject.of(model)
-    if subject.prompt is not None:
+    subject, peft = Subject.of(model), getattr(model, "active_peft_config", None)
+    if peft is not None and peft.is_prompt_learning:
         raise IncompatibleError(
-            f"The adapter ({subject.prompt.peft_type}) puts virtual tokens before the text, so positions are not those "
-            f"of the text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
+            f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
+            f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
         )
     if subject.model.training:
         name = type(subject.model).__name__
