@@ -29,6 +29,7 @@ PACKAGE = ROOT / "ctxext"
 RIDDLES = re.compile(
     r"(What|Which|Whether|How|Of|The same|Who|Whoever|As|It|Its|From|Those|Theirs|Likewise|Nobody|Where)\b"
 )
+LOOK_UP = re.compile(r"(?<!def )(?<![.\w])(?:base_model|text_of)\(|Subject\.of\(|get_text_config\(")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 VERB = "ctxext.core.patching"
 # What a reader of the core opens: the mechanisms, the contract of methods, and three methods.
@@ -215,6 +216,9 @@ def measure() -> dict[str, int]:
         - lines(ROOT / "scripts" / "studies"),
         "parameters of the widest command": widest_command(),
         "lines of tests/": lines(ROOT / "tests"),
+        "look-ups of the base model and its text config": len(
+            LOOK_UP.findall("".join(map(ast.unparse, trees(PACKAGE))))
+        ),
         "lines that a defect of caches makes read": sum(lines(ROOT, path) for path in CACHE_DEFECT),
     }
 

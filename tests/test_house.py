@@ -45,6 +45,7 @@ CEILINGS = {
     "lines of scripts/": 5_464,
     "lines of tests/": 50_817,
     "lines that a defect of caches makes read": 2_629,
+    "look-ups of the base model and its text config": 69,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.
