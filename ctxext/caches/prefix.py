@@ -26,7 +26,7 @@ from ctxext.core.digest import weights_digest
 from ctxext.core.saved import identity
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError
-from ctxext.files import whole_file
+from ctxext.files import parse_json, whole_file
 from ctxext.kernels.groups import SplitGroups
 from ctxext.version import __version__
 
@@ -195,7 +195,7 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
     """
     try:
         with safetensors.safe_open(path, "pt", device=str(subject.model.device)) as file:
-            about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+            about = {name: parse_json(value) for name, value in (file.metadata() or {}).items()}
             layers, tensors = about.pop("layers"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         own = _identity(subject)
         for name, value in own.items():
