@@ -58,6 +58,14 @@ def refuse_destination(place: str | Path) -> None:
     refuse_read_only(path.parent)
 
 
+def refuse_as_file(path: Path) -> None:
+    """Raise ``CheckpointError`` if ``path`` is no file and none can be created there."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory. Name a file.")
+    if not path.exists():
+        refuse_destination(path)
+
+
 def refuse_read_only(folder: Path) -> None:
     """Raise ``CheckpointError`` if nothing can be written to ``folder``, or to the nearest folder that exists above."""
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())

@@ -16,6 +16,7 @@ def test_each_part_runs_its_share_and_each_other_stage_is_run_once(parts: int) -
 
 
 def test_a_part_has_its_share_of_the_tests_and_seeds_of_the_referee() -> None:
+    assert command("tests", 3, 8)[2:4] == ["pytest", "tests"]  # else pytest looks for --part beside a file of --times
     assert command("tests", 3, 8)[-4:] == ["--part", "3/8", "--times", "runs/night-3-of-8.json"]
     assert command("referee", 3, 8)[-4:] == ["--minutes", "3.75", "--seed", "3000000"]
     assert command("referee", 1, 1)[-2:] == ["--minutes", "30"]

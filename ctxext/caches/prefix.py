@@ -168,15 +168,20 @@ def _identity(subject: Subject) -> dict[str, Any]:
     }
 
 
+def require_prefix(subject: Subject) -> None:
+    """Raise ``IncompatibleError`` if no longer text may go on from a cache of this model."""
+    if (reason := why_no_prefix(subject)) is not None:
+        name = type(subject.chain[0]).__name__
+        raise IncompatibleError(f"A text that {name} has read is not written to a file: {reason}.")
+
+
 def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) -> None:
     """Write a cache and its tokens to a file, whole or not at all.
 
     Raises:
         IncompatibleError: if no longer text may go on from the cache.
     """
-    if (reason := why_no_prefix(subject)) is not None:
-        name = type(subject.chain[0]).__name__
-        raise IncompatibleError(f"A text that {name} has read is not written to a file: {reason}.")
+    require_prefix(subject)
     tensors, layers = {"tokens": torch.tensor(tokens)}, []
     for number, layer in enumerate(cache.layers):
         own, facts = _state(layer)
@@ -201,8 +206,8 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
         for name, value in own.items():
             if about[name] != value:
                 raise CheckpointError(
-                    f"{path} was written with {name} {about[name]}, and this model has {value}. Delete the file, or "
-                    f"load that model."
+                    f"{path} was written with {name} {about[name]}, and this model has {value}. Name another "
+                    f"file, or load that model."
                 )
         cache, tokens = new_cache(subject.model), tensors.pop("tokens").tolist()
         for number, (layer, facts) in enumerate(zip(cache.layers, layers, strict=True)):
@@ -210,10 +215,10 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
             _restore(layer, facts, own)
             if layer.get_seq_length() != len(tokens):
                 raise ValueError(f"layer {number} holds {layer.get_seq_length()} of {len(tokens)} tokens")
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} holds no text that was read ({error}). Delete it.") from error
+        raise CheckpointError(f"{path} holds no text that was read ({error}). Name another file.") from error
     for guard in guards_of(subject.model):
         guard.claim(cache)
     return cache, tokens

@@ -16,6 +16,7 @@ from typer import Argument
 from ctxext.cli.eval.common import Session
 from ctxext.cli.options import Column, ExtensionOptions, Json, OutputOptions, SourceOptions, Split, grouped, option
 from ctxext.errors import InvalidParameterError
+from ctxext.files import refuse_as_file
 from ctxext.progress import StageBar
 from ctxext.texts.documents import read_documents
 
@@ -76,6 +77,9 @@ def ask(
     together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
     if not together.strip():
         raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
+    if asked.keep is not None:
+        refuse_as_file(asked.keep)
+
     from transformers import TextStreamer
 
     from ctxext.core.patching import describe

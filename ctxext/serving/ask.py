@@ -16,11 +16,12 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import TextIteratorStreamer
 
-from ctxext.caches.prefix import Mark, common, new_cache, read_prefix, shorten, write_prefix
+from ctxext.caches.prefix import Mark, common, new_cache, read_prefix, require_prefix, shorten, write_prefix
 from ctxext.caches.records import guards_of
 from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.files import refuse_as_file
 from ctxext.recommended import RECOMMENDED
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
@@ -146,6 +147,9 @@ class ReadText:
             IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
             CheckpointError: the file ``keep`` is of another model, or damaged.
         """
+        if self.keep is not None:
+            refuse_as_file(self.keep)
+            require_prefix(self.subject)
         self._require_room(self.needed)
         self._require_cache()
 
@@ -175,7 +179,9 @@ class ReadText:
 
         Raises:
             IncompatibleError: the model's cache does not serve longer texts that begin alike.
+            CheckpointError: no file can be written there.
         """
+        refuse_as_file(Path(path))
         if self._mark is None or not self._mark.back():
             self.read()
         assert self._mark is not None
@@ -293,10 +299,8 @@ def read(
 ) -> ReadText:
     """Read texts once, for questions that come later.
 
-    ```python
-    text = ctxext.read(model, tokenizer, novel, keep="novel.safetensors")
-    text.ask("Who is the narrator?")  # in another process, with the same file: nothing is read again
-    ```
+    In another process ``ctxext.read(model, tokenizer, novel, keep="novel.safetensors")`` reads nothing again that the
+    file holds.
 
     Args:
         model: Causal language model, extended or not.

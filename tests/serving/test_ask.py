@@ -311,7 +311,7 @@ def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokeniz
         "dtype": model("self_extend").bfloat16(),
     }
     for name, other in others.items():
-        with pytest.raises(CheckpointError, match=rf"kept\.safetensors was written with {name} .*Delete the file"):
+        with pytest.raises(CheckpointError, match=rf"kept\.safetensors was written with {name} .*Name another file"):
             ctxext.read(other, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
     content = kept.read_bytes()
     for damaged in (b"", content[:-8], content[:300], b"x" * 400, content.replace(b"HeldLayer", b"HeldLaxer")):
@@ -319,5 +319,10 @@ def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokeniz
         if damaged != content:
             with pytest.raises(CheckpointError, match="holds no text that was read"):
                 ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
-    with pytest.raises(IncompatibleError, match="positions of a text follow its length"):
-        ctxext.read(model("dynamic_ntk"), tokenizer, TEXT[:120], max_new_tokens=NEW).save(kept)
+    for place, words in {tmp_path: "is a directory", tmp_path / "no" / "a": "there is no directory"}.items():
+        with pytest.raises(CheckpointError, match=words):
+            ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=place, max_new_tokens=NEW)
+    dynamic = model("dynamic_ntk")
+    for keep in (None, tmp_path / "new.safetensors"):  # the second before anything is read
+        with pytest.raises(IncompatibleError, match="positions of a text follow its length"):
+            ctxext.read(dynamic, tokenizer, TEXT[:120], keep=keep, max_new_tokens=NEW).save(kept)
