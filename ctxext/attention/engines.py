@@ -102,9 +102,7 @@ class RemapAttend:
             self.heads.far_groups(layer.q.device)  # before a graph, which may not keep what it makes
         engine = next((engine for engine in ENGINES if engine.why_not(self, layer, held) is None), None)
         if engine is None:
-            raise IncompatibleError(
-                f"Attention in pieces has no dropout, found {layer.dropout:g}. Set config.attention_dropout = 0."
-            )
+            raise IncompatibleError(PIECES.why_not(self, layer, held))
         out = engine.run(self, layer, held)
         if engine is not OWN and held is not None and self.reach is not None and self.drops:
             held.drop(layout, self.reach, self.heads)
@@ -142,11 +140,6 @@ def _why_not_own(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> s
     if not layer.mask.is_plain_before(by.exact_length):
         return f"the text has more than {by.exact_length} tokens, or a row holds several texts"
     return None if held is None or held.is_whole else "the cache dropped or rotated keys"
-
-
-def _own(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
-    """Compute attention by the model's own function."""
-    return attend_as_before(by.implementation, layer)
 
 
 def _why_not_step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> str | None:
@@ -187,6 +180,12 @@ def _step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
     return attend_step(call, plan, settled=settled, sinks=sinks)
 
 
+def _why_not_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> str | None:
+    if not layer.dropout:
+        return None
+    return f"Attention in pieces has no dropout, found {layer.dropout:g}. Set config.attention_dropout = 0."
+
+
 def _in_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
     """Compute heads that attend in the same pieces together, and those that read far and the others apart."""
     (q, k, v, mask), few = layer[:4], None if held is None else held.near
@@ -194,7 +193,7 @@ def _in_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Ten
     if by.heads is None or by.near is None:
         at = layout if held is None else held.layout(layout)
         return _of_heads(by, layer, by.far, held, at, sinks)
-    sides, at = (by.heads.far, by.heads.near), layout
+    sides = by.heads.far, by.heads.near
     kv = [(kind.of(k), kind.of(v)) for kind in sides] if few is None else [(k, v), (few.keys, few.values)]
     at = layout if few is None else few.layout(layout)
     far, near = (
@@ -236,9 +235,9 @@ def _analysed(layout: Layout) -> Layout:
     return replace(analysed, sees=layout.sees)
 
 
-OWN = Engine(_why_not_own, _own)
+OWN = Engine(_why_not_own, lambda by, layer, held: attend_as_before(by.implementation, layer))
 STEP = Engine(_why_not_step, _step)
-PIECES = Engine(lambda by, layer, held: "it has no dropout" if layer.dropout else None, _in_pieces)
+PIECES = Engine(_why_not_pieces, _in_pieces)
 ENGINES = (OWN, STEP, PIECES)
 
 

@@ -131,7 +131,7 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
         return columns if self.first_slots is None else self.newest_slot + columns - self.first_slots.shape[1]
 
     def layout(self, layout: Layout) -> Layout:
-        """Return the layout of the keys in this layer, from that of all keys of the text."""
+        """Return the layout of the keys in this layer, out of the layout of all keys of the text."""
         first = self.first_slots
         if first is None:
             return layout
@@ -184,7 +184,7 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
         return keys, wanted
 
     def drop(self, layout: Layout, reach: Reach, heads: SplitGroups | None = None) -> None:
-        """Drop keys that no query after those of ``layout``, the layout of all keys of a call, can see.
+        """Drop keys that no later query can see; ``layout`` is the layout of all keys of a call.
 
         Of groups of two kinds, only the near ones see so little; they get a layer of their own then.
         """
@@ -230,7 +230,8 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             IncompatibleError: if the remaining last token would see tokens that were dropped.
         """
-        length, removed = self.get_seq_length(), removed_by(tokens_to_remove, self.get_seq_length())
+        length = self.get_seq_length()
+        removed = removed_by(tokens_to_remove, length)
         if self.near is not None:
             self.near.crop(tokens_to_remove)  # first, because it may refuse
         if self.reach is not None and self.first_slots is not None:

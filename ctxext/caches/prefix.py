@@ -202,8 +202,7 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
         with safetensors.safe_open(path, "pt", device=str(subject.model.device)) as file:
             about = {name: parse_json(value) for name, value in (file.metadata() or {}).items()}
             layers, tensors = about.pop("layers"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        own = _identity(subject)
-        for name, value in own.items():
+        for name, value in _identity(subject).items():
             if about[name] != value:
                 raise CheckpointError(
                     f"{path} was written with {name} {about[name]}, and this model has {value}. Name another "
@@ -215,9 +214,9 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
             _restore(layer, facts, own)
             if layer.get_seq_length() != len(tokens):
                 raise ValueError(f"layer {number} holds {layer.get_seq_length()} of {len(tokens)} tokens")
+    except CheckpointError:
+        raise
     except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} holds no text that was read ({error}). Name another file.") from error
     for guard in guards_of(subject.model):
         guard.claim(cache)

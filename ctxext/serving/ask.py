@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +94,7 @@ class ReadText:
     def shared(self) -> list[int]:
         """Tokens that begin the prompt of every question."""
         first, second = (self._prompt(question) for question in ("a", "1"))
-        same = takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
-        return [token for token, _ in same][:-2]  # those at the end may join a question's
+        return first[: common(first, second)][:-2]  # those at the end may join a question's
 
     def extend(self, sliding_window: str | None = None) -> None:
         """Extend a plain model as far as the text needs, by the method that is recommended without training.
@@ -182,10 +180,7 @@ class ReadText:
             CheckpointError: no file can be written there.
         """
         refuse_as_file(Path(path))
-        if self._mark is None or not self._mark.back():
-            self.read()
-        assert self._mark is not None
-        write_prefix(Path(path), self.subject, self._mark.cache, self._cached)
+        write_prefix(Path(path), self.subject, self._read_cache(), self._cached)
 
     def ask(self, question: str, streamer: Any = None) -> str:
         """Return the greedy answer to a question, as ``model.generate`` gives it for the whole prompt.
@@ -197,13 +192,17 @@ class ReadText:
         self._require_room(len(prompt) + self.new)
         if self._mark is None:
             self.questions = self.questions or [question]
-            self.read()
-        elif not self._mark.back():
+        cache = self._read_cache()
+        holds = prompt[: len(self._cached)] == self._cached
+        written = self._write(prompt, cache if holds else self._empty(), self.new, streamer)
+        return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+    def _read_cache(self) -> Any:
+        """Return the cache of the text alone, which is read if it has to be."""
+        if self._mark is None or not self._mark.back():
             self.read()
         assert self._mark is not None
-        holds = prompt[: len(self._cached)] == self._cached
-        written = self._write(prompt, self._mark.cache if holds else self._empty(), self.new, streamer)
-        return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
+        return self._mark.cache
 
     def stream(self, question: str) -> Iterator[str]:
         """Yield the answer to a question piece by piece, while it is written."""

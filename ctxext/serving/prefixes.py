@@ -52,8 +52,9 @@ class Prefixes:
 
         At least one token of the prompt is left to read.
         """
-        lengths = {prefix: min(common(prefix.tokens, prompt), len(prompt) - 1) for prefix in self.kept}
-        lengths = {prefix: length for prefix, length in lengths.items() if prefix.owner == owner and length >= LEAST}
+        theirs = (prefix for prefix in self.kept if prefix.owner == owner)
+        lengths = {prefix: min(common(prefix.tokens, prompt), len(prompt) - 1) for prefix in theirs}
+        lengths = {prefix: length for prefix, length in lengths.items() if length >= LEAST}
         if not lengths:
             return new_cache(self.model), 0
         prefix = max(lengths, key=lambda prefix: lengths[prefix])
