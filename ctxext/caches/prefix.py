@@ -157,7 +157,7 @@ def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, Tensor]) -> N
         _restore(layer.near, facts["near"], theirs)
 
 
-def _identity(subject: Subject) -> dict[str, Any]:
+def depends_on(subject: Subject) -> dict[str, Any]:
     """Return what a cache depends on: weights, their dtype, the extension, and the versions that computed it."""
     saved = subject.saved
     return {
@@ -187,7 +187,7 @@ def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) ->
         own, facts = _state(layer)
         tensors |= {f"{number}.{name}": value.cpu().contiguous() for name, value in own.items()}
         layers.append(facts)
-    about = {name: json.dumps(value) for name, value in (_identity(subject) | {"layers": layers}).items()}
+    about = {name: json.dumps(value) for name, value in (depends_on(subject) | {"layers": layers}).items()}
     with whole_file(path) as half:
         save_file(tensors, half, metadata=about)
 
@@ -202,7 +202,7 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
         with safetensors.safe_open(path, "pt", device=str(subject.model.device)) as file:
             about = {name: parse_json(value) for name, value in (file.metadata() or {}).items()}
             layers, tensors = about.pop("layers"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for name, value in _identity(subject).items():
+        for name, value in depends_on(subject).items():
             if about[name] != value:
                 raise CheckpointError(
                     f"{path} was written with {name} {about[name]}, and this model has {value}. Name another "

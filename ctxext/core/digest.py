@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ def weights_digest(model: nn.Module) -> str:
     """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
 
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
-    The dtype counts, since it rounds the weights. Where ZeRO-3 or FSDP has shared the weights out, "unknown".
+    The dtype counts, since it rounds the weights, and so do the adapters in use. Where ZeRO-3 or FSDP has shared the
+    weights out, "unknown".
     """
     if is_shared_out(model):
         return "unknown"
@@ -41,7 +43,16 @@ def weights_digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(sample(tensor, tensor.dtype))
+    if adapters := _adapters_in_use(model):
+        digest.update(repr(adapters).encode())
     return digest.hexdigest()[:12]
+
+
+def _adapters_in_use(model: nn.Module) -> list[Any]:
+    """Return what a user may switch in the layers with PEFT's adapters: their names, whether they count, how much."""
+    switches = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    layers = (module for module in model.modules() if hasattr(module, "disable_adapters"))
+    return [[getattr(layer, name, None) for name in switches] for layer in layers]
 
 
 def sample(tensor: Tensor, dtype: torch.dtype) -> bytes:

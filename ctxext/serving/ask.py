@@ -15,7 +15,16 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import TextIteratorStreamer
 
-from ctxext.caches.prefix import Mark, common, new_cache, read_prefix, require_prefix, shorten, write_prefix
+from ctxext.caches.prefix import (
+    Mark,
+    common,
+    depends_on,
+    new_cache,
+    read_prefix,
+    require_prefix,
+    shorten,
+    write_prefix,
+)
 from ctxext.caches.records import guards_of
 from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject, cache_argument
@@ -72,6 +81,7 @@ class ReadText:
     keep: Path | None = None
     _mark: Mark | None = field(default=None, init=False)
     _cached: list[int] = field(default_factory=list, init=False)
+    _read_with: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def subject(self) -> Subject:
@@ -169,6 +179,7 @@ class ReadText:
             hook.remove()
         if self.keep is not None and known < len(self._cached):
             write_prefix(self.keep, self.subject, cache, self._cached)
+        self._read_with = depends_on(self.subject)
         by_length = any(guard.by_length for guard in guards_of(self.subject.model))
         self._mark = Mark(cache, by_length=by_length)
 
@@ -198,8 +209,8 @@ class ReadText:
         return str(self.tokenizer.decode(written, skip_special_tokens=True)).strip()
 
     def _read_cache(self) -> Any:
-        """Return the cache of the text alone, which is read if it has to be."""
-        if self._mark is None or not self._mark.back():
+        """Return the cache of the text alone, which is read if it has to be: weights or adapters may have changed."""
+        if self._mark is None or self._read_with != depends_on(self.subject) or not self._mark.back():
             self.read()
         assert self._mark is not None
         return self._mark.cache

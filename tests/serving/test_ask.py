@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -298,6 +299,41 @@ def test_what_was_read_goes_on_from_a_file(
         answers = [second.ask(question) for question in QUESTIONS]
         assert answers == (expected if not more else [whole(again, tokenizer, text + more, q) for q in QUESTIONS])
         assert "".join(second.stream(QUESTIONS[0])).strip() == answers[0]
+
+
+def _with_adapters() -> Any:
+    """A model with two adapters that change what it answers, of which the first is in use."""
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model("self_extend"), peft.LoraConfig(init_lora_weights=False, r=8, lora_alpha=64))
+    adapted.add_adapter("second", peft.LoraConfig(init_lora_weights=False, r=8, lora_alpha=128))
+    return adapted.eval()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "switched": lambda adapted: adapted.set_adapter("second"),
+    "disabled": lambda adapted: adapted.base_model.disable_adapter_layers(),
+    "merged": lambda adapted: adapted.merge_adapter(),
+    "merged with another": lambda adapted: adapted.merge_adapter(["second"]),
+    "scaled": lambda adapted: [layer.scale_layer(9) for layer in adapted.modules() if hasattr(layer, "scale_layer")],
+    "trained": lambda adapted: [weight.data.mul_(1.5) for weight in adapted.parameters() if weight.requires_grad],
+    "patched": lambda adapted: ctxext.patch(ctxext.unpatch(adapted), "yarn", factor=8),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_changed_reads_its_text_again(
+    change: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A text that was read by an adapter, and a question by another; in one process, and with a file."""
+    adapted, kept = _with_adapters(), tmp_path / "kept.safetensors"
+    text = ctxext.read(adapted, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    text.keep, before = None, text.ask(QUESTIONS[0])
+    CHANGES[change](adapted)
+    expected = whole(adapted, tokenizer, TEXT[:120], QUESTIONS[0])
+    assert (text.ask(QUESTIONS[0]), text.ask(QUESTIONS[0])) == (expected, expected)
+    assert expected != before or change == "merged", "this change changes nothing"
+    with pytest.raises(CheckpointError, match=r"kept\.safetensors was written with"):
+        ctxext.read(adapted, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
 
 
 def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
