@@ -39,23 +39,24 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def __init__(self, batching: ContinuousBatching, **settings: Any) -> None:
         self._batching = batching
-        self._guard = guards_of(batching.subject.model)[0]
+        self._extension = guards_of(batching.subject.model)[0].extension
         super().__init__(batching.subject.model, **settings)
 
     def _require_extended(self) -> None:
         """Raise ``PatchStateError`` if the model is no longer extended as it was when this manager was made."""
-        if self._guard.released:
+        guards = guards_of(self._batching.subject.model)
+        if not guards or guards[0].extension != self._extension:
             raise PatchStateError(
                 f"This manager of continuous batches was made while the model was extended by "
-                f"{self._guard.extension.said}. ctxext.unpatch has undone that, so keys in its cache have other "
-                f"positions. Make a new one: model.init_continuous_batching()."
+                f"{self._extension.said}. Now it is extended otherwise, or not at all, so keys in its "
+                f"cache have other positions. Make a new one: model.init_continuous_batching()."
             )
 
     def _create_batch_processor(self) -> Any:
         """Create what holds the paged cache, and record the extension on that."""
         self._require_extended()
         processor = super()._create_batch_processor()
-        self._guard.claim(processor.cache)
+        guards_of(self._batching.subject.model)[0].claim(processor.cache)
         return processor
 
     def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
