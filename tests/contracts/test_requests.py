@@ -246,7 +246,7 @@ def test_guidance_is_right_or_refused_before_the_first_token(growth: str) -> Non
     model = ctxext.patch(tiny(), "dynamic_ntk", factor=2.0, growth=growth)
     how: dict[str, Any] = {"guidance_scale": 2.0, "max_new_tokens": 6}
     with read_by(model) as widths:
-        for negative, new in ((TRAINED_LENGTH + 1, 6), (TRAINED_LENGTH - 4, 6), (1, TRAINED_LENGTH + 1)):
+        for negative, new in ((2 * TRAINED_LENGTH - 2, 6), (TRAINED_LENGTH - 4, 6), (1, TRAINED_LENGTH + 1)):
             with pytest.raises(
                 IncompatibleError, match=r"changes positions between \d+ and \d+ tokens\. guidance_scale"
             ):
@@ -255,6 +255,10 @@ def test_guidance_is_right_or_refused_before_the_first_token(growth: str) -> Non
     negative = {"negative_prompt_ids": tokens(TRAINED_LENGTH - 5)}
     plain, found = (generated(either, tokens(9), **how, **negative) for either in (tiny(), model))
     assert torch.equal(found, plain)
+    if growth == "doubling":  # between two doublings no position changes
+        negative = {"negative_prompt_ids": tokens(TRAINED_LENGTH + 1)}
+        cached, anew = (generated(model, tokens(9), **how, **negative, use_cache=use) for use in (True, False))
+        assert torch.equal(cached, anew)
     assert (
         generated(model, tokens(9), **how | {"max_new_tokens": TRAINED_LENGTH + 1, "use_cache": False}).shape[1] == 74
     )
