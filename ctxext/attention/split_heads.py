@@ -80,8 +80,7 @@ class Groups:
         share = (len(far) + (total - len(far)) * seen / target) / total
         return (
             f"{len(far)} of {total} key-value groups read far, in {layers} of {len(self.count)} layers (layer.group): "
-            f"{shown}.",
-            f"A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads there.",
+            f"{shown}. A step at {target:,} tokens reads {share:.2f} of the keys that plain attention reads.",
             *attend.far.notes(" of these groups"),
             *others,
         )
