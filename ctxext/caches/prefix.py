@@ -18,7 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.records import guards_of, plain_class
@@ -35,9 +42,9 @@ NUMBERS = ("newest_slot", "whole_until", "turned", "turned_for", "cumulative_len
 TENSORS = ("keys", "values", "first_slots")
 
 
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Return an empty cache with the layers of a model."""
-    return DynamicCache(config=model.config)
+def new_cache(model: PreTrainedModel, room: int | None = None) -> Cache:
+    """Return an empty cache with the layers of a model, with room for so many tokens, or growing."""
+    return DynamicCache(config=model.config) if room is None else StaticCache(model.config, max_cache_len=room)
 
 
 def why_no_prefix(subject: Subject) -> str | None:
@@ -56,9 +63,26 @@ def why_no_prefix(subject: Subject) -> str | None:
     return None
 
 
+def why_no_graph(subject: Subject) -> str | None:
+    """Return why steps of a model are not run as graphs, over a cache with room for all tokens; None if they are."""
+    if (reason := why_no_prefix(subject)) is not None:
+        return reason
+    if not hasattr(StaticLayer, "crop"):
+        return "this version of transformers cannot take back a cache of a fixed size. Update it"
+    if any(type(layer) is not StaticLayer for layer in new_cache(subject.model, 1).layers):
+        return "some layers hold a window of the text only"
+    return None
+
+
+def require_graph(subject: Subject) -> None:
+    """Raise ``IncompatibleError`` if steps of a model are not run as graphs."""
+    if (reason := why_no_graph(subject)) is not None:
+        raise IncompatibleError(f"Steps of {type(subject.chain[0]).__name__} cannot run as graphs: {reason}.")
+
+
 def _crops(layer: Any) -> bool:
     """Return whether a layer holds the keys of all tokens, of all heads."""
-    is_whole = plain_class(layer) in (DynamicLayer, HeldLayer)
+    is_whole = plain_class(layer) in (DynamicLayer, HeldLayer, StaticLayer)
     return is_whole and getattr(layer, "first_slots", None) is None and getattr(layer, "near", None) is None
 
 

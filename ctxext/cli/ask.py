@@ -14,12 +14,23 @@ import typer
 from typer import Argument
 
 from ctxext.cli.eval.common import Session
-from ctxext.cli.options import Column, ExtensionOptions, Json, OutputOptions, SourceOptions, Split, grouped, option
+from ctxext.cli.options import (
+    COMPILE_SAYS,
+    Column,
+    ExtensionOptions,
+    Json,
+    OutputOptions,
+    SourceOptions,
+    Split,
+    grouped,
+    option,
+)
 from ctxext.errors import InvalidParameterError
 from ctxext.files import refuse_as_file
 from ctxext.progress import StageBar
 from ctxext.texts.documents import read_documents
 
+UNSURE_SAYS = "this model may be too small, or the text may not say"
 SMALL = 10**9  # parameters below which a model finds what is written, and understands little of it
 
 
@@ -40,6 +51,7 @@ class AskOptions:
         default=False,
     )
     tokens: int = option("Tokens of an answer, at most.", default=256, min=1)
+    compile: bool = option(COMPILE_SAYS, "--compile", default=False)
     keep: Path | None = option(
         "File of what was read, to go on from another time: written, or read where it begins alike.",
         show_default="none",
@@ -77,6 +89,8 @@ def ask(
     together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
     if not together.strip():
         raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
+    if asked.keep is not None and asked.compile:
+        raise InvalidParameterError("--keep writes a cache that grows, and --compile needs a fixed one. Leave one out.")
     if asked.keep is not None:
         refuse_as_file(asked.keep)
 
@@ -94,7 +108,7 @@ def ask(
         checkpoint = session.checkpoint
         if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
             extend_loaded(checkpoint, **extension.arguments())
-        given = (together, questions, asked.tokens, asked.complete, asked.keep)
+        given = (together, questions, asked.tokens, asked.complete, asked.keep, asked.compile)
         text = ReadText(checkpoint.model, checkpoint.tokenizer, *given)
         if extension.method is None:
             text.extend(extension.sliding_window)
@@ -122,9 +136,12 @@ def ask(
             notes.print(str(error), style="yellow")
             continue
         if as_json:
-            typer.echo(json.dumps({"question": one, "answer": answer}))
+            sure = {"probability": round(text.probability, 3), "unsure": text.is_unsure}
+            typer.echo(json.dumps({"question": one, "answer": answer} | sure))
         elif not answer:
             notes.print("(no answer)", style="dim")
+        elif text.is_unsure:
+            notes.print(f"(unsure, {text.probability:.2f}: {UNSURE_SAYS})", style="dim")
 
 
 def typed() -> Iterator[str]:

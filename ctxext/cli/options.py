@@ -189,6 +189,9 @@ def token_option(says: str, *flags: str, least: int = 0, **more: Any) -> Any:
     return option(says, *flags, parser=read, metavar="TOKENS", **more)
 
 
+COMPILE_SAYS = (
+    "Run the steps of an answer as graphs (torch.compile), which pays on a GPU; the first answer waits for it."
+)
 REQUIRED: Any = ...  # default of an option or argument that has to be given
 Checkpoint = Annotated[
     str, Argument(help="A checkpoint directory, a .gguf file, a name on the hub, or demo.", metavar="CHECKPOINT")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctxext.cli.options import ExtensionOptions, SourceOptions, grouped, option, token_option
-from ctxext.errors import require_package
+from ctxext.cli.options import COMPILE_SAYS, ExtensionOptions, SourceOptions, grouped, option, token_option
+from ctxext.errors import InvalidParameterError, require_package
 from ctxext.progress import terminal
 
 
@@ -32,6 +32,7 @@ class ServerOptions:
         show_default="2 windows",
         least=0,
     )
+    compile: bool = option(COMPILE_SAYS, "--compile", default=False)
     cached_tokens: int | None = token_option(
         "Tokens in the cache of continuous batches.",
         show_default="the free memory of a GPU, 8 windows on a CPU",
@@ -62,6 +63,8 @@ def serve(
     listening = bound(server.host, server.port)
     loading = source.loading | extension.arguments() | {"name": server.name}
     served = load_served(source.checkpoint, weights=False, **loading)
+    if server.continuous_batching and server.compile:
+        raise InvalidParameterError("--compile is for requests one by one. Leave it out, or --continuous-batching.")
     if server.continuous_batching:
         require_batches(served.checkpoint.model)
     if not served.checkpoint.has_weights:
@@ -73,6 +76,7 @@ def serve(
         continuous_batching=server.continuous_batching,
         cached_tokens=server.cached_tokens,
         keep_tokens=server.keep_tokens,
+        compiles=server.compile,
         origins=server.cors or (),
     )
     console = terminal()

@@ -38,8 +38,8 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 from ctxext.core.subject import cache_argument
 from ctxext.errors import InvalidParameterError, require_package
 from ctxext.measuring.forward import logits_in_chunks
-from ctxext.serving.ask import GREEDY
-from ctxext.serving.prefixes import Prefixes
+from ctxext.serving.ask import GREEDY, as_graphs
+from ctxext.serving.prefixes import GraphPrefixes, Prefixes
 from ctxext.serving.requests import Sampling, refusal
 
 DRAWN = GREEDY | {"repetition_penalty": 1.0}  # settings of a generation whose tokens a Draw takes
@@ -363,7 +363,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
             return
 
         def chosen(ids: Tensor, scores: Tensor) -> Tensor:
-            return _only(draw(scores[0]), scores)
+            # On some devices transformers takes a step more than there are tokens, and undoes it.
+            return _only(draw(scores[0]) if draw.finish is None else 0, scores)
 
         def stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
             return torch.full((1,), draw.gone or draw.finish is not None, device=ids.device)
@@ -372,11 +373,13 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         if self.prefixes.why_not is None:
             cache, draw.cached = self.prefixes.take(draw.prompt, draw.owner)
             more[cache_argument(self.model) or "past_key_values"] = cache
+        how = as_graphs() if isinstance(self.prefixes, GraphPrefixes) else {}
         self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             **DRAWN,
             **more,
+            **how,
             max_new_tokens=draw.limit,
             tokenizer=draw.reader.tokenizer,
             logits_processor=[chosen],

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from torch import nn
-from transformers import TextIteratorStreamer
+from torch import Tensor, nn
+from transformers import CompileConfig, LogitsProcessor, TextIteratorStreamer
 
 from ctxext.caches.prefix import (
     Mark,
@@ -21,6 +21,7 @@ from ctxext.caches.prefix import (
     depends_on,
     new_cache,
     read_prefix,
+    require_graph,
     require_prefix,
     shorten,
     write_prefix,
@@ -35,10 +36,19 @@ from ctxext.recommended import RECOMMENDED
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
 LINE_END = "\n"
 CHUNK = 1024  # tokens of a text read at a time
+UNSURE = 0.5
+"""Mean probability of a token below which an answer is called unsure."""
 MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
 # What a checkpoint's generation_config may say, and the cache of a text cannot follow.
 GREEDY = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None, "num_beams": 1}
 GREEDY |= {"num_return_sequences": 1, "return_dict_in_generate": False, "do_sample": False}
+
+
+def as_graphs() -> dict[str, Any]:
+    """Return the settings of a generation by which the steps over a cache of a fixed size run as graphs."""
+    how = CompileConfig()
+    how._compile_all_devices = True
+    return {"compile_config": how}
 
 
 def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = False) -> list[int]:
@@ -61,6 +71,21 @@ def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = Fal
         ) from error
 
 
+class Certainty(LogitsProcessor):  # type: ignore[misc]
+    """The probabilities of the tokens that greedy decoding takes; the last processor, which changes nothing."""
+
+    def __init__(self) -> None:
+        self.probabilities: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.probabilities.append(scores[0].float().softmax(-1).amax())
+        return scores
+
+    def mean(self, tokens: int) -> float:
+        """Return the mean probability of so many tokens: a generation may take a step more, and undo it."""
+        return float(torch.stack(self.probabilities[:tokens]).mean())
+
+
 @dataclass
 class ReadText:
     """A text that comes before each question, and the model's cache of it.
@@ -70,6 +95,10 @@ class ReadText:
         new: Tokens of an answer, at most, above 0.
         completes: True for questions that are beginnings of a line, which the answers complete.
         keep: File of what was read: it is gone on from where it begins alike, and written.
+        compiles: True to run the steps of an answer as graphs, over a cache with room for all tokens.
+
+    Attributes:
+        probability: mean probability of a token of the newest answer; ``is_unsure`` below ``UNSURE``.
     """
 
     model: Any
@@ -79,9 +108,17 @@ class ReadText:
     new: int = ANSWER
     completes: bool = False
     keep: Path | None = None
+    compiles: bool = False
     _mark: Mark | None = field(default=None, init=False)
     _cached: list[int] = field(default_factory=list, init=False)
     _read_with: dict[str, Any] = field(default_factory=dict, init=False)
+    _room: int | None = field(default=None, init=False)
+    probability: float = field(default=1.0, init=False)
+
+    @property
+    def is_unsure(self) -> bool:
+        """True if the newest answer is too improbable to be relied on."""
+        return self.probability < UNSURE
 
     @property
     def subject(self) -> Subject:
@@ -156,8 +193,10 @@ class ReadText:
             CheckpointError: the file ``keep`` is of another model, or damaged.
         """
         if self.keep is not None:
-            refuse_as_file(self.keep)
-            require_prefix(self.subject)
+            self._require_file(self.keep)
+        if self.compiles:
+            require_graph(self.subject)
+            self._room = max(self._room or 0, self.needed)
         self._require_room(self.needed)
         self._require_cache()
 
@@ -190,7 +229,7 @@ class ReadText:
             IncompatibleError: the model's cache does not serve longer texts that begin alike.
             CheckpointError: no file can be written there.
         """
-        refuse_as_file(Path(path))
+        self._require_file(Path(path))
         write_prefix(Path(path), self.subject, self._read_cache(), self._cached)
 
     def ask(self, question: str, streamer: Any = None) -> str:
@@ -203,6 +242,8 @@ class ReadText:
         self._require_room(len(prompt) + self.new)
         if self._mark is None:
             self.questions = self.questions or [question]
+        if self._room is not None and len(prompt) + self.new > self._room:
+            self._mark, self._room = None, len(prompt) + self.new
         cache = self._read_cache()
         holds = prompt[: len(self._cached)] == self._cached
         written = self._write(prompt, cache if holds else self._empty(), self.new, streamer)
@@ -245,6 +286,13 @@ class ReadText:
                 f"once for all questions. Ask with model.generate on text and question together."
             )
 
+    def _require_file(self, path: Path) -> None:
+        """Refuse a file for what was read if none can be written there, or if no text may go on from it."""
+        if self.compiles:
+            raise InvalidParameterError("A file keeps a cache that grows, and graphs need a fixed one. Leave one out.")
+        refuse_as_file(path)
+        require_prefix(self.subject)
+
     def _require_room(self, tokens: int) -> None:
         if tokens > self.window:
             raise InvalidParameterError(
@@ -256,16 +304,23 @@ class ReadText:
         return prompt_of(self.tokenizer, self.text, question, completes=self.completes)
 
     def _empty(self) -> Any:
-        return new_cache(self.subject.model)
+        return new_cache(self.subject.model, self._room)
 
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
         """Return the tokens that the model writes after a prompt, of which the cache may hold the beginning."""
+        if self.compiles and len(prompt) - int(cache.get_seq_length()) > CHUNK and new > 1:
+            self._write(prompt[:-1], cache, 1)  # in chunks, which are no graphs
         tokens = torch.tensor([prompt], device=self.model.device)
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
         given |= {cache_argument(self.model) or "past_key_values": cache}
         given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
-        written = self.model.generate(**given, **GREEDY, max_new_tokens=new, prefill_chunk_size=CHUNK)
-        return list(written[0, len(prompt) :].tolist())
+        certainty = Certainty()
+        given |= {"logits_processor": [certainty]}
+        given |= as_graphs() if self.compiles and new > 1 else {"prefill_chunk_size": CHUNK, "disable_compile": True}
+        written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
+        answer: list[int] = written[0, len(prompt) :].tolist()
+        self.probability = certainty.mean(len(answer))
+        return answer
 
 
 def ask(
@@ -305,6 +360,7 @@ def read(
     texts: str | Sequence[str],
     *,
     keep: str | Path | None = None,
+    compiles: bool = False,
     max_new_tokens: int = ANSWER,
 ) -> ReadText:
     """Read texts once, for questions that come later.
@@ -316,6 +372,8 @@ def read(
         model: Causal language model, extended or not.
         texts: One text, or several, as for ``ctxext.ask``.
         keep: File of what was read: reading goes on from it where it begins alike, and writes it otherwise.
+        compiles: True to run the steps of an answer as graphs, over a cache with room for all tokens, which no file
+            keeps. It pays on a GPU; the first answer waits until the graph is compiled.
         max_new_tokens: Tokens of an answer, at most, above 0.
 
     Returns:
@@ -326,7 +384,8 @@ def read(
         IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
         CheckpointError: the file ``keep`` is of another model, extension or dtype, or damaged.
     """
-    text = ReadText(model, tokenizer, _joined(texts), new=max_new_tokens, keep=None if keep is None else Path(keep))
+    place = None if keep is None else Path(keep)
+    text = ReadText(model, tokenizer, _joined(texts), new=max_new_tokens, keep=place, compiles=compiles)
     text.read()
     return text
 

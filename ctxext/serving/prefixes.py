@@ -85,3 +85,26 @@ class Prefixes:
     def facts(self) -> dict[str, Any]:
         """Numbers of texts, tokens and bytes that are kept, for ``/health``, and the reason if there are none."""
         return {"texts": len(self.kept), "tokens": self.tokens, "bytes": self.bytes, "why_none": self.why_not}
+
+
+class GraphPrefixes(Prefixes):
+    """The one cache, with room for a window, over which steps run as graphs: it keeps what was read last.
+
+    Args:
+        window: tokens of a prompt and its answer, at most.
+    """
+
+    def __init__(self, subject: Subject, most: int, window: int) -> None:
+        super().__init__(subject, most)
+        self.window = window
+
+    def take(self, prompt: list[int], owner: Hashable) -> tuple[Any, int]:
+        """Return the cache, and the number of tokens in it that begin the prompt."""
+        last = self.kept.pop() if self.kept else Prefix([], new_cache(self.model, self.window), owner)
+        length = min(common(last.tokens, prompt), len(prompt) - 1) if self.most and last.owner == owner else 0
+        length = length if length >= LEAST else 0
+        return (last.cache, length) if shorten(last.cache, length) else (new_cache(self.model, self.window), 0)
+
+    def put(self, tokens: Sequence[int], cache: Any, owner: Hashable) -> None:
+        """Keep what a request has read and written."""
+        self.kept = [Prefix(list(tokens[: int(cache.get_seq_length())]), cache, owner)]

@@ -25,13 +25,14 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ctxext.caches.continuous import ContinuousBatching
+from ctxext.caches.prefix import why_no_graph
 from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import LOG, OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
 from ctxext.serving.load import Served
-from ctxext.serving.prefixes import Prefixes
+from ctxext.serving.prefixes import GraphPrefixes, Prefixes
 from ctxext.serving.requests import refusal
 
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
@@ -54,6 +55,7 @@ def application(
     continuous_batching: bool = False,
     cached_tokens: int | None = None,
     keep_tokens: int | None = None,
+    compiles: bool = False,
     origins: Sequence[str] = (),
 ) -> Gate:
     """Build the application that answers requests.
@@ -65,6 +67,8 @@ def application(
             and 8 windows on a CPU, whose memory others need too.
         keep_tokens: tokens of prompts and answers whose keys and values are kept for requests that begin alike, where
             these are answered one by one; default two windows, 0 for none.
+        compiles: run the steps of an answer as graphs, where requests are answered one by one and the model allows it;
+            the prompt and the answer that were read last are kept then, and no others.
         origins: Origins of web pages that browsers may show answers to (CORS), such as ``http://localhost:3000``.
 
     Raises:
@@ -78,7 +82,14 @@ def application(
     if keep_tokens is None:
         keep_tokens = 2 * (served.window or ANSWER)
     subject = served.checkpoint.subject
-    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, Prefixes(subject, keep_tokens))
+    prefixes = Prefixes(subject, keep_tokens)
+    if compiles:
+        reason = why_no_graph(subject) or (None if served.window else "its window is unknown")
+        if reason is not None or served.window is None:
+            LOG.warning("Steps are no graphs: %s.", reason)
+        else:
+            prefixes = GraphPrefixes(subject, keep_tokens, served.window)
+    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, prefixes)
     if isinstance(engine, OneByOne) and keep_tokens and engine.prefixes.why_not:
         LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)
     ends = model.generation_config.eos_token_id

@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.generation import utils
 
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
@@ -70,6 +73,25 @@ def tiny(tokenizer: Any) -> Any:
     config.update({"vocab_size": len(tokenizer), "max_position_embeddings": 900, "bos_token_id": 0, "eos_token_id": 1})
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
+
+
+def in_eager_graphs() -> dict[str, Any]:
+    """Settings of a generation whose steps are graphs, which nothing translates for a processor."""
+    how: Any = CompileConfig(backend="aot_eager", mode=None)
+    how._compile_all_devices = True
+    return {"compile_config": how}
+
+
+def take_a_step_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let generations take a step more than there are tokens and undo it, as on Apple's GPUs."""
+    deferred: Any = getattr(utils, "DeferredStopCheck", None)
+    if deferred is None:
+        pytest.skip("this version of transformers takes no such step")
+    supported, event = deferred.is_supported, SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda **_: event)
+    monkeypatch.setattr(
+        deferred, "is_supported", lambda device, *given, **named: supported(torch.device("mps"), *given, **named)
+    )
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from typer.testing import Result
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.serving.ask import ReadText, prompt_of
+from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from tests._models import byte_model, tiny, trained_for
 from tests._tokenizer import make_tokenizer
-from tests.serving._asking import CHECKPOINT_SAYS
+from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more
 
 Cli = Callable[..., Result]
 QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
@@ -197,9 +198,9 @@ def test_at_the_command_line(cli: Cli, tmp_path: Path, tokenizer: PreTrainedToke
     read = f"# a\n\n{TEXT[:50]}\n\n# b\n\n{TEXT[:50]}"
     extended = model("self_extend", factor=3)
     expected = [whole(extended, tokenizer, read, question) for question in QUESTIONS]
-    assert [json.loads(line) for line in found.stdout.splitlines()] == [
-        {"question": question, "answer": answer} for question, answer in zip(QUESTIONS, expected, strict=True)
-    ]
+    told = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [(line["question"], line["answer"]) for line in told] == list(zip(QUESTIONS, expected, strict=True))
+    assert all(line["unsure"] is (line["probability"] < UNSURE) for line in told)
     assert f"self_extend, reads {len(prompt_of(tokenizer, read, QUESTIONS[1]))} of 192 tokens" in found.stderr
     assert "finds what is written, and understands little" in found.stderr
 
@@ -267,6 +268,7 @@ def test_questions_are_typed_where_none_is_given(
     told = cli("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8, code=0)
     assert "of the text are left out: they exceed the window" in told.stderr
     assert "Text, question and answer take" in told.stderr, "a question that is too long ends nothing"
+    assert re.search(r"\(unsure, 0\.\d\d: this model may be too small, or the text may not say\)", told.stderr)
     assert len(told.stdout.splitlines()) >= 2
     refused = cli("ask", tmp_path / "model", "-t", "-", code=1)
     assert "-t - reads all that is typed as text. Give a question." in refused.stderr
@@ -334,6 +336,65 @@ def test_a_model_that_has_changed_reads_its_text_again(
     assert expected != before or change == "merged", "this change changes nothing"
     with pytest.raises(CheckpointError, match=r"kept\.safetensors was written with"):
         ctxext.read(adapted, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "parameters"), METHODS[:4], ids=[method for method, _ in METHODS[:4]])
+def test_steps_as_graphs_give_the_same_answers(
+    method: str, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text, of a question longer than those that were known, and of a prompt that does not begin like the text."""
+    monkeypatch.setattr("ctxext.serving.ask.as_graphs", in_eager_graphs)
+    monkeypatch.setattr("ctxext.serving.ask.CHUNK", 64)
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    extended = model(method, **parameters)
+    text = ctxext.read(extended, tokenizer, TEXT[:120], compiles=True, max_new_tokens=NEW)
+    asked = [*QUESTIONS, QUESTIONS[0], "x" * 300]
+    assert [text.ask(question) for question in asked[:3]] == [
+        whole(extended, tokenizer, TEXT[:120], q) for q in asked[:3]
+    ]
+    assert (counted["stats"]["unique_graphs"], dict(counted["graph_break"])) == (1, {})
+    assert text.ask(asked[3]) == whole(extended, tokenizer, TEXT[:120], asked[3])
+    text.text = TEXT[:120].lower()
+    assert text.ask(asked[0]) == whole(extended, tokenizer, TEXT[:120].lower(), asked[0])
+    with pytest.raises(InvalidParameterError, match="graphs need a fixed one"):
+        text.save("kept.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: model("dynamic_ntk"), "follow its length"),
+        (lambda: tiny("mistral", vocab_size=257, sliding_window=32), "hold a window of the text only"),
+        (lambda: tiny("mamba", vocab_size=257), "keep a state of all that they have read"),
+    ],
+)
+def test_steps_that_are_no_graphs(made: Callable[[], Any], says: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(IncompatibleError, match=f"cannot run as graphs: .*{says}"):
+        ctxext.read(made(), tokenizer, TEXT[:20], compiles=True, max_new_tokens=NEW)
+
+
+def test_a_step_more_than_there_are_tokens(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ctxext.read(model("self_extend"), tokenizer, TEXT[:120], max_new_tokens=NEW)
+    expected = [(text.ask(question), round(text.probability, 5)) for question in QUESTIONS]
+    take_a_step_more(monkeypatch)
+    assert [(text.ask(question), round(text.probability, 5)) for question in QUESTIONS] == expected
+
+
+def test_an_answer_has_the_mean_probability_of_its_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = ctxext.read(model("yarn"), tokenizer, TEXT[:120], max_new_tokens=NEW)
+    text.ask(QUESTIONS[0])
+    prompt = torch.tensor([prompt_of(tokenizer, TEXT[:120], QUESTIONS[0])])
+    written = text.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+    chances = text.model(written).logits[0, prompt.shape[1] - 1 : -1].softmax(-1)
+    expected = chances.gather(1, written[0, prompt.shape[1] :, None]).mean()
+    assert text.probability == pytest.approx(float(expected), abs=1e-4)
+    text.probability = 0.99
+    assert not text.is_unsure
+    text.probability = 0.01
+    assert text.is_unsure
 
 
 def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ import ctxext
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
 from ctxext.serving.server import application
-from tests.serving._asking import CHAT, RESPONSES, TEXT, Asking, letters, tiny
+from tests.serving._asking import (
+    CHAT,
+    RESPONSES,
+    TEXT,
+    Asking,
+    in_eager_graphs,
+    letters,
+    take_a_step_more,
+    tiny,
+)
+from tests.serving._running import answering
 
 WINDOW, TRAINED = 400, 100
 METHODS: dict[str, dict[str, Any]] = {
@@ -28,14 +38,16 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def served(method: str, *, keep: int | None, together: bool = False, window: int = WINDOW) -> Iterator[Asking]:
+def served(
+    method: str, *, keep: int | None, together: bool = False, compiles: bool = False, window: int = WINDOW
+) -> Iterator[Asking]:
     """Serve a tiny model, extended by a method."""
     tokenizer = letters()
     model = tiny(tokenizer)
     if method != "none":
         ctxext.patch(model, method, trained_length=TRAINED, **METHODS.get(method, {"factor": 4}))
     kept: dict[str, Any] = {"continuous_batching": True, "cached_tokens": 4096} if together else {"keep_tokens": keep}
-    app: Any = application(Served("tiny", Checkpoint("tiny", model, tokenizer), window, {}), **kept)
+    app: Any = application(Served("tiny", Checkpoint("tiny", model, tokenizer), window, {}), compiles=compiles, **kept)
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield Asking(client, model, tokenizer)
 
@@ -91,12 +103,59 @@ def test_answers_do_not_depend_on_what_was_kept(method: str) -> None:
     assert facts["why_none"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["none", "self_extend"])
+def test_steps_as_graphs_give_the_same_answers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one cache, which keeps what was read last, also where nothing may be kept."""
+    monkeypatch.setattr("ctxext.serving.answers.as_graphs", in_eager_graphs)
+    requests = list(conversations(3, 16))
+    with served(method, keep=0) as anew, served(method, keep=None, compiles=True) as kept:
+        (expected, _), (found, cached) = answers(anew, requests), answers(kept, requests)
+    assert found == expected
+    assert sum(count > 0 for count in cached) > 2
+    with served(method, keep=0, compiles=True) as none:
+        assert answers(none, requests[:6]) == (expected[:6], [0] * 6)
+
+
+def test_a_step_more_than_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list(conversations(1, 8))
+    with served("self_extend", keep=0) as anew, served("self_extend", keep=None) as kept:
+        expected = answers(anew, requests)[0]
+        take_a_step_more(monkeypatch)
+        assert answers(kept, requests)[0] == expected
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_two_hundred_conversations(method: str) -> None:
     requests = list(conversations(2, 200))
     with served(method, keep=0) as anew, served(method, keep=None) as kept:
         assert answers(kept, requests)[0] == answers(anew, requests)[0]
+
+
+@pytest.mark.parametrize("method", ["none", "self_extend"])
+def test_ten_turns_about_a_long_text_read_what_is_new(method: str) -> None:
+    """A chat through OpenAI's client: 8,000 letters, and then a question and an answer at a time."""
+    tokenizer, read = letters(), list[int]()
+    model = tiny(tokenizer)
+    if method != "none":
+        ctxext.patch(model, method, factor=4, trained_length=2250)
+    model.register_forward_pre_hook(
+        lambda _, given, named: read.append((named["input_ids"] if named else given[0]).shape[1]), with_kwargs=True
+    )
+    messages: list[Any] = [{"role": "user", "content": "a ship came in at dawn, " * 333 + "who was on board?"}]
+    with answering(Served("tiny", Checkpoint("tiny", model, tokenizer), 9000, {})) as server:
+        for turn in range(10):
+            answer = server.client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
+            usage = answer.usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            new, cached = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0
+            assert sum(read) == new - cached + max(0, usage.completion_tokens - 1)
+            assert new - cached < 60 if turn else cached == 0
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+            messages += [{"role": "user", "content": f"and who came in as number {turn}?"}]
+            read.clear()
 
 
 @pytest.mark.parametrize("method", ["none", "self_extend"])
