@@ -31,6 +31,7 @@ ROWS = {
     "layer": "one layer at work",
     "loss": "a chunk's logits and loss",
     "total": "peak",
+    "prompts": "two such prompts, which ctxext serve keeps",
     "host": "kept in the host's memory instead",
     "draft": "draft heads (MTP), on servers only",
     "draft_cache": "their keys and values",

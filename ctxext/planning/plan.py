@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.attention.engines import RemapAttend
 from ctxext.caches.held import Reach
+from ctxext.caches.prefix import why_no_prefix
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
-from ctxext.core.saved import plain_config, saved_extension
+from ctxext.core.saved import plain_config, saved_extension, saved_method
 from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
-from ctxext.core.subject import text_of
+from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import checked_tokens
@@ -54,6 +55,8 @@ class Breakdown:
         passing: keys and values before the windows, which stay until the first token behind the prompt.
         layer: activations of the one layer that is at work, of the largest kind.
         loss: logits, loss and gradients of a chunk of tokens, and the gradient of the hidden states.
+        prompts: keys and values of two such texts, which ``ctxext serve`` keeps of earlier requests where it may; not
+            part of ``total``.
         host: activations kept in the host's memory, not part of ``total``.
         draft: weights of draft heads, which a server adds for multi-token prediction; not part of ``total``.
         draft_cache: keys and values of draft heads; not part of ``total``.
@@ -69,6 +72,7 @@ class Breakdown:
     passing: int = 0
     layer: int = 0
     loss: int = 0
+    prompts: int = 0
     host: int = 0
     draft: int = 0
     draft_cache: int = 0
@@ -93,6 +97,7 @@ class Plan:
         advice: remedy where not even a short sequence fits.
         memory: storage of a training step's activations; None for a context in use.
         heads: number of draft heads.
+        keeps_prompts: True if a later text that begins alike may go on from the cache of a text.
     """
 
     run: DryRun
@@ -101,6 +106,7 @@ class Plan:
     advice: str
     memory: Memory | None = None
     heads: int = 0
+    keeps_prompts: bool = False
 
     def at(self, length: int) -> Breakdown:
         """Return the memory of one sequence of ``length`` tokens."""
@@ -111,6 +117,7 @@ class Plan:
         if self.memory is None:
             cache, drafted = taken.kept - taken.passing - taken.spared, int(self.heads * taken.most * self.run.packing)
             more = {"passing": taken.passing, "layer": layer, "draft_cache": drafted}
+            more["prompts"] = 2 * cache * self.keeps_prompts
             return replace(self.fixed, length=length, cache=cache, **more)
         hidden, chunk = length * self.run.hidden_bytes, self.memory.loss_chunk
         loss = self.run.whole_loss(length) if chunk is None else self.run.loss(min(chunk, length)) + hidden
@@ -186,7 +193,10 @@ def plan_serving(
     fixed = Breakdown(length=0, weights=weights, draft=draft)
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
-    return Plan(run, fixed, dequantised, advice, heads=heads)
+    saved = saved_extension(config, "the config")
+    follows = saved is not None and saved_method(saved).dynamic
+    keeps = cache_bits is None and not follows and why_no_prefix(Subject.of(model)) is None
+    return Plan(run, fixed, dequantised, advice, heads=heads, keeps_prompts=keeps)
 
 
 def longest(plan: Plan, budget: int) -> Breakdown:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import modeling_layers
+from transformers import DynamicCache, modeling_layers
 
 import ctxext
 from ctxext.errors import InvalidParameterError
@@ -56,8 +56,15 @@ def test_the_cache_of_a_method_is_the_planned_one(name: str) -> None:
     planned = plan_serving(model.config, dtype=torch.float32)
     for length in (90, 1024):  # below and beyond the length from which keys are dropped
         with torch.no_grad():
-            cache = model(tokens(length), use_cache=True, logits_to_keep=1).past_key_values
+            model(tokens(length), past_key_values=(cache := DynamicCache(config=model.config)), logits_to_keep=1)
         assert planned.at(length).cache == sum(part.numel() * part.element_size() for part in parts(cache))
+        assert planned.at(length).prompts == 2 * planned.at(length).cache
+
+
+def test_no_prompts_are_kept_where_no_text_may_go_on_from_them() -> None:
+    follows = ctxext.patch(tiny(), "dynamic_ntk", factor=4)
+    for config, more in ((follows.config, {}), (tiny("falcon_h1").config, {}), (tiny().config, {"cache_bits": 8})):
+        assert plan_serving(config, **more).at(96).prompts == 0
 
 
 @pytest.mark.nightly
