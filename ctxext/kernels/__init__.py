@@ -91,6 +91,8 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     """
     check_name(name)
     order = [*PREFERENCE, *(candidate for candidate in BACKENDS if candidate not in PREFERENCE)]
+    if need.lse and need.training:  # of parts, no GPU has shown the backward pass of flash-attn yet
+        order.sort(key=lambda candidate: (not named(candidate).fuses(need), candidate != "sdpa"))
     reasons: dict[str, str] = {}
     for candidate in order if name == "auto" else [name]:
         backend = named(candidate)

@@ -261,6 +261,10 @@ class AttentionBackend(ABC):
         """Return whether ``with_lse`` takes a ``window``, and causal calls with more keys than queries."""
         return False
 
+    def fuses(self, need: Need) -> bool:
+        """Return whether ``gradients`` is one fused kernel, which writes no weights out."""
+        return False
+
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
@@ -277,7 +281,8 @@ class AttentionBackend(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of q, k and v of a call of ``with_lse`` that was merged with others.
 
-        This form materialises the weights of some queries at a time. A backend with a fused form overrides it.
+        This form materialises the weights of some queries at a time. A backend with a fused form overrides it, and
+        ``fuses``.
 
         Args:
             out: the *merged* output of these queries.

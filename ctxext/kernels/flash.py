@@ -47,6 +47,10 @@ INSTALLED: dict[str, bool] = {
 """Availability of the three packages, looked up once, so that ``why_not`` is cheap and can be compiled."""
 
 
+# Since version 2.7 the backward pass of version 2 is an operator by itself, with a window of two numbers.
+TAKES_PARTS = not INSTALLED["flash"] or _says("flash_attn", "flash_attn_interface.py", "window_size_left: int")
+
+
 class _FlashFamily(AttentionBackend):
     """Base of the three versions, which take 16-bit tensors on CUDA, and blocks of plain attention."""
 
@@ -157,6 +161,38 @@ class Flash(_FlashFamily):
         if need.biased and need.order != "consecutive":
             return "its ALiBi counts distance by index, but positions do not step by one. 'sdpa' uses positions."
         return None
+
+    def fuses(self, need: Need) -> bool:
+        return TAKES_PARTS
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not TAKES_PARTS:
+            return super().gradients(q, k, v, out, lse, grad, rule)
+        assert rule.mask is None, "why_not refuses layouts that need one"
+        widths, even = (q.shape[3], v.shape[3]), evened(q, k, v, grad.to(q.dtype), out.to(q.dtype))
+        inputs = [x.transpose(1, 2).contiguous() for x in even]
+        grads = [torch.empty_like(x) for x in inputs[:3]]
+        # It calls the log-sum-exp of a query that sees nothing plus infinity, so that all of its weights are 0.
+        lse = lse.float().masked_fill(lse == -torch.inf, torch.inf).contiguous()
+        importlib.import_module(self.module)._flash_attn_backward(
+            inputs[3],
+            *inputs[:3],
+            inputs[4],
+            lse,
+            *grads,
+            dropout_p=0.0,
+            softmax_scale=rule.scale,
+            causal=rule.causal,
+            window_size_left=-1 if rule.window is None else rule.window - 1,
+            window_size_right=-1 if rule.window is None else 0,
+            softcap=rule.softcap or 0.0,
+            alibi_slopes=None,
+            deterministic=False,
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
 
     def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
         slopes = None if call.slopes is None else call.slopes.float()

@@ -23,6 +23,7 @@ from ctxext.methods.encoding import ScoreForm
 
 aten = torch.ops.aten
 
+MOST_BACKWARD = 192  # dimensions above which some cards have no backward kernel
 BIAS_BYTES = 64 * 2**20
 """Memory in bytes for a bias or a score of pairs, which is materialised for as many queries at a time as fit."""
 
@@ -136,6 +137,12 @@ class Sdpa(AttentionBackend):
         is_new = need.device == "cuda" and torch.version.hip is None and (need.capability or (0, 0)) >= (8, 0)
         return is_half and is_new
 
+    def fuses(self, need: Need) -> bool:
+        if need.device == "cpu":
+            return True
+        is_narrow = need.width % 8 == 0 and need.width <= MOST_BACKWARD and need.order != "free"
+        return is_narrow and need.dtype in (torch.float16, torch.bfloat16) and (need.capability or (0, 0)) >= (8, 0)
+
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
     ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
@@ -164,8 +171,8 @@ class Sdpa(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert rule.softcap is None, "refuses says that it has none"
-        width = max(q.shape[3], v.shape[3])  # above 192 some cards have no backward kernel
-        is_flash = rule.mask is None and _is_for_flash(q) and width % 8 == 0 and width <= 192
+        width = max(q.shape[3], v.shape[3])
+        is_flash = rule.mask is None and _is_for_flash(q) and width % 8 == 0 and width <= MOST_BACKWARD
         if q.device.type != "cpu" and not is_flash:
             return super().gradients(q, k, v, out, lse, grad, rule)
         if v.shape[3] != q.shape[3]:

@@ -21,7 +21,7 @@ FILES = {
     "flash3": "hopper/flash_attn_interface.py",
     "flash4": "flash_attn/cute/interface.py",
 }
-FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_backward")
 
 
 def arguments(source: str) -> dict[str, dict[str, list[str]]]:

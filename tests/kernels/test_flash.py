@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import BackendUnavailableError
-from ctxext.kernels import Call, Layout, Need, flash
+from ctxext.kernels import Call, Layout, Need, flash, select
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flash import FORWARD_ONLY, INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
 from ctxext.kernels.reference import Reference
@@ -358,6 +358,75 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
         assert torch.equal(ours, right)
     is_narrow = (width, value_dim) == (192, 128) and backend.name != "flash"
     assert CALLS[0] == (value_dim if is_narrow else width)
+
+
+def _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, **options) -> None:
+    """Autograd of sum(exp(score - lse) v) in float64, where lse and out are constants, written into dq, dk and dv."""
+    assert {x.dtype for x in (dout, q, k, v, out)} == {q.dtype}
+    assert softmax_lse.dtype == torch.float32
+    assert all(x.is_contiguous() for x in (dout, q, k, v, out, softmax_lse, dq, dk, dv))
+    assert not (softmax_lse == -torch.inf).any(), "infinite weights"
+    assert (options["dropout_p"], options["alibi_slopes"]) == (0.0, None)
+    wide = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    groups = q.shape[2] // k.shape[2]
+    keys, values = (x.repeat_interleave(groups, 1) for x in wide[1:])
+    scores = wide[0] @ keys.mT * options["softmax_scale"]
+    scores = options["softcap"] * torch.tanh(scores / options["softcap"]) if options["softcap"] else scores
+    ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    left, right = options["window_size_left"], options["window_size_right"]
+    assert right == (-1 if left == -1 else 0)
+    hidden = (ahead > 0) & options["causal"] | (ahead < -left) & (left >= 0)
+    weights = (scores - softmax_lse.double()[..., None]).exp().masked_fill(hidden, 0.0)
+    up = dout.double().transpose(1, 2)
+    # The softmax's own part of the gradient, which the kernel takes from out: a constant for all keys of a query.
+    share = (up * out.double().transpose(1, 2)).sum(-1)
+    loss = ((weights @ values) * up).sum() - (weights.sum(-1) * share).sum()
+    for to, found in zip((dq, dk, dv), torch.autograd.grad(loss, wide), strict=True):
+        to.copy_(found.transpose(1, 2))
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["2.7", "2.6"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value_dim", [64, 40])
+@pytest.mark.parametrize(
+    "rule", [{"causal": True}, {}, {"causal": True, "window": 5}, {"causal": True, "softcap": 0.7}]
+)
+def test_gradients_of_a_part_are_fused(rule, value_dim: int, kind: torch.dtype, older: bool, monkeypatch) -> None:
+    """Of a part that was merged with others, so that its weights sum to less than 1; one query saw nothing."""
+    real = _as_real(_backward, **REAL["flash"]["_flash_attn_backward"])
+    monkeypatch.setattr(sys.modules[Flash.module], "_flash_attn_backward", None if older else real, raising=False)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, tokens, width).to(kind)
+        for heads, tokens, width in ((4, 7, 64), (2, 9, 64), (2, 9, value_dim))
+    )
+    out, lse = Reference().with_lse(q, k, v, rule := PartRule(0.2, **rule))
+    lse, out, grad = lse + torch.rand(lse.shape), out * 0.7 + 0.1, torch.randn(out.shape)
+    lse[1, 2, 3], grad[1, 2, 3] = -torch.inf, 0.0
+    merged = out.to(kind), lse, grad.to(kind)
+    monkeypatch.setattr(flash, "TAKES_PARTS", not older)
+    assert Flash().fuses(READY) is not older
+    found, expected = (backend.gradients(q, k, v, *merged, rule) for backend in (Flash(), Reference()))
+    for ours, right in zip(found, expected, strict=True):
+        assert ours.shape == right.shape
+        assert torch.allclose(ours.double(), right.double(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("need", "chosen"),
+    [
+        ({}, "sdpa"),
+        ({"head_dim": 256}, "flash"),
+        ({"softcap": 50.0}, "flash"),
+        ({"order": "free"}, "sdpa"),
+        ({"training": False}, "flash"),
+        ({"lse": False}, "flash"),
+    ],
+)
+def test_training_in_pieces_takes_a_fused_backward(need, chosen: str) -> None:
+    """Where torch has none, flash-attn's: no GPU has shown that yet."""
+    backend, _ = select("auto", replace(READY, **{"training": True, "lse": True} | need))
+    assert backend.name == chosen
 
 
 @pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
