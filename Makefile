@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
+FLASH := $(VENV)/flash_attn-2.8.3.post2
 VLLM := $(VENV)/vllm
 DOCS := $(VENV)/docs
 export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly referee docs docs-test notebooks tools llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
+.PHONY: demo core test nightly referee docs docs-test notebooks tools flash llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
@@ -25,7 +26,7 @@ core: $(INSTALLED) ## the quick tests, before each commit (2 to 5 minutes on 2 i
 test: $(INSTALLED) ## the test suite: CPU, offline (5 to 8 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not nightly"
 
-nightly: $(INSTALLED) tools ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
+nightly: $(INSTALLED) tools $(FLASH) ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
 	$(BIN)/python scripts/nightly.py $(if $(PART),--part $(PART))
 
 referee: $(INSTALLED) ## random combinations against a float64 reference, for MINUTES=30; failures are kept for make test
@@ -46,6 +47,9 @@ tools: $(INSTALLED) ## TRL, lm-evaluation-harness and mergekit beside ctxext, fo
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/serving/test_real_servers.py \
 		tests/checkpoints/test_into_gguf.py
+
+flash: $(FLASH) ## the Python layer of a real flash-attn 2 over a stand-in of its compiled part (4 minutes; downloads 8 MB)
+	$(BIN)/python -m pytest -m nightly tests/kernels/test_real_flash.py
 
 mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 2 minutes; downloads 50 MB)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
@@ -105,6 +109,12 @@ $(LLAMA_CPP): $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama_cpp_python --dest $(VENV) llama_cpp_python==0.3.36
 	tar --extract --gzip --directory $(VENV) --file $(VENV)/llama_cpp_python-0.3.36.tar.gz
 	touch $@
+
+# Its sources alone: building a wheel compiles for GPUs, and packaging them asks for nothing of that.
+$(FLASH): $(INSTALLED)
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip download --quiet --no-deps --no-build-isolation \
+		--no-binary :all: --dest $(VENV) flash-attn==2.8.3.post2
+	tar --extract --gzip --directory $(VENV) --file $(VENV)/flash_attn-2.8.3.post2.tar.gz --touch
 
 # vLLM's requirements are stricter than ours, hence an environment of its own. It wants torch's CPU build (2.13.0+cpu),
 # whose wheels are not on every index; what it brings for images and sound is built for another torch.
