@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ctxext.kernels.base import capability_of
 from ctxext.kernels.pieces import RotationForm
 from ctxext.kernels.regions import MOST_PIECES
 
 PROGRAMS = 512  # four for each processor of a large GPU; the same number everywhere, so the same bits
-BLOCK_BYTES = 1 << 16  # keys and values of one block, in registers and shared memory
 LOG2E = 1.4426950408889634
 
 
@@ -139,6 +139,28 @@ def _merge(
     tl.store(place, (acc / total).to(out_ptr.dtype.element_ty), value < VALUES)
 
 
+def tile_of(
+    lines: int, slot_bytes: int, values: int, number_bytes: int, *, before_hopper: bool
+) -> tuple[int, int, int]:
+    """Return lines of a program, slots of a block and warps, of which the compiled program spills no register.
+
+    One of float32 may keep 24 bytes in memory; of latent attention (576 dimensions) in float32, 3,200.
+
+    Args:
+        lines: queries of all heads that share a key head, a power of two.
+        slot_bytes: keys and values of one slot.
+        values: dimensions of a value, a power of two.
+        number_bytes: bytes of one number of a key.
+        before_hopper: True for CUDA before compute capability 9.0.
+    """
+    most, slots, in_block = (32 if before_hopper else 64, 64, 1 << 16) if number_bytes < 4 else (16, 32, 1 << 15)
+    if torch.version.hip is not None:
+        most, in_block = most if values <= 64 else 16, 1 << 14
+    lines = max(16, min(most, lines, 8192 // values))
+    warps = 4 if lines * slot_bytes <= 8192 or (lines == 16 and torch.version.hip is not None) else 8
+    return lines, min(slots, max(16, 1 << (in_block // slot_bytes).bit_length() - 1)), warps
+
+
 def _up(length: int) -> int:
     """Return the next power of two, at least the 16 that matrix units take."""
     return max(16, 1 << (length - 1).bit_length())
@@ -192,8 +214,9 @@ def attend_rows(
     key_cos, key_sin = [x.contiguous() for x in key_turn or query_turns]  # the latter are not read
     shared, values, pairs, rest = heads // key_heads, v.shape[3], query_cos.shape[3], width - 2 * query_cos.shape[3]
     slot_bytes = (2 * _up(pairs) + (_up(rest) if rest else 0) + _up(values)) * k.element_size()
-    block = min(64, max(16, 1 << (BLOCK_BYTES // slot_bytes).bit_length() - 1))
-    lines = max(16, min(64, _up(shared * tokens), 8192 // _up(values)))
+    is_old = q.device.type == "cuda" and capability_of(q.device) < (9, 0)
+    sizes_of_slot = slot_bytes, _up(values), k.element_size()
+    lines, block, warps = tile_of(_up(shared * tokens), *sizes_of_slot, before_hopper=is_old)
     groups, lots = batch * key_heads, -(-shared * tokens // lines)
     splits = max(1, min(-(-slots // block), PROGRAMS // (groups * lots)))
     parts = q.new_empty(groups, splits, shared * tokens, values, dtype=torch.float32)
@@ -212,7 +235,7 @@ def attend_rows(
         CAPPED=softcap is not None, PAIRS=pairs, REST=rest, REST_FIRST=0 if form.tail else 2 * pairs,
         FIRST=rest if form.tail else 0, STEP=2 if form.interleaved else 1, SECOND=1 if form.interleaved else pairs,
         LINES=lines, BLOCK=block, PAIRS_UP=_up(pairs), REST_UP=_up(rest), **sizes,
-        num_warps=4 if lines * slot_bytes <= 8192 else 8,
+        num_warps=warps,
     )  # fmt: skip
     _merge[(groups, shared * tokens)](
         parts, lse, q if sinks is None else sinks, out, splits, *out.stride()[:3],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,37 +162,56 @@ def test_compiles_inside_a_graph_of_inductor(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", [80, 90, 100, "gfx942"])
 @pytest.mark.parametrize(
     "setting",
     [
         {},
+        {"tokens": 8},
+        {"width": 64, "values": 64, "pairs": 32, "heads": (71, 1)},
         {"width": 64, "values": 64, "pairs": 8, "heads": (9, 3), "tokens": 8},
         {"width": 80, "values": 80, "pairs": 40, "form": RotationForm(interleaved=True)},
         {"width": 192, "pairs": 32, "heads": (16, 16), "form": RotationForm(interleaved=True, tail=True)},
         {"width": 256, "values": 256, "pairs": 128, "heads": (8, 4)},
         {"near": 2000},
     ],
-    ids=["llama", "several", "odd", "latent", "gemma", "split"],
+    ids=["llama", "llama, several", "one key head", "several", "odd", "latent", "gemma", "split"],
 )
 def test_compiles_for_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any], capability: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: dict[str, Any], target: int | str, dtype: torch.dtype
 ) -> None:
-    """Without a device, for Ampere and Hopper; what a program shares fits all of them.
+    """Without a device, for Ampere, Hopper, Blackwell and CDNA 3: no register of 16 bits is spilled, and memory fits.
 
     No load is of one number, but where pairs are interleaved.
     """
-    for program, constants in compiled(monkeypatch, tmp_path, capability, dtype=dtype, **setting):
-        assert len(program.asm["cubin"]) > 10_000
-        assert program.metadata.shared < 100 << 10
-        assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in program.asm["ptx"]
+    chosen = step_kernel.tile_of
+    monkeypatch.setattr(step_kernel, "tile_of", lambda *given, **_: chosen(*given, before_hopper=target == 80))
+    monkeypatch.setattr(torch.version, "hip", "6.3" if target == "gfx942" else None)
+    for program, constants in compiled(monkeypatch, tmp_path, target, dtype=dtype, **setting):
+        assert spilled(program, tmp_path) <= (24 if dtype == torch.float32 else 0)
+        assert program.metadata.shared <= (64 if target == "gfx942" else 99) << 10
+        ptx = program.asm.get("ptx", "")
+        assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in ptx
+
+
+def spilled(program: Any, place: Path) -> int:
+    """Bytes that a compiled program keeps in memory for want of registers, or registers of an AMD GPU."""
+    if "amdgcn" in program.asm:
+        assert len(program.asm["hsaco"]) > 5_000
+        return sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", program.asm["amdgcn"])))
+    assert len(program.asm["cubin"]) > 10_000
+    (place / "program.cubin").write_bytes(program.asm["cubin"])
+    words = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", place / "program.cubin"]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True)
+    (stack,) = re.findall(r"STACK:(\d+)", printed.stdout + printed.stderr)
+    return int(stack)
 
 
 def compiled(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    capability: int,
+    target: int | str,
     as_: Sequence[str] = ("i32", "fp32"),
     **setting: Any,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -208,7 +228,8 @@ def compiled(
         aligned = {(at,): [["tt.divisibility", 16]] for at in fixed if isinstance(numbers[at], int)}
         aligned = {at: how for at, how in aligned.items() if numbers[at[0]] % 16 == 0}
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-        yield triton.compile(source, GPUTarget("cuda", capability, 32), options), constants
+        gpu = GPUTarget("cuda", target, 32) if isinstance(target, int) else GPUTarget("hip", target, 64)
+        yield triton.compile(source, gpu, options), constants
 
 
 def _type(value: torch.Tensor | int | float, integer: str, number: str) -> str:
