@@ -19,7 +19,7 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from tests._models import byte_model, tiny, trained_for
 from tests._tokenizer import make_tokenizer
-from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more
+from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more, takes_graphs
 
 Cli = Callable[..., Result]
 QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
@@ -338,6 +338,7 @@ def test_a_model_that_has_changed_reads_its_text_again(
         ctxext.read(adapted, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
 
 
+@takes_graphs
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "parameters"), METHODS[:4], ids=[method for method, _ in METHODS[:4]])
 def test_steps_as_graphs_give_the_same_answers(
@@ -363,6 +364,7 @@ def test_steps_as_graphs_give_the_same_answers(
         text.save("kept.safetensors")
 
 
+@takes_graphs
 @pytest.mark.parametrize(
     ("made", "says"),
     [

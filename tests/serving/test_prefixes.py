@@ -22,6 +22,7 @@ from tests.serving._asking import (
     in_eager_graphs,
     letters,
     take_a_step_more,
+    takes_graphs,
     tiny,
 )
 from tests.serving._running import answering
@@ -103,6 +104,7 @@ def test_answers_do_not_depend_on_what_was_kept(method: str) -> None:
     assert facts["why_none"] is None
 
 
+@takes_graphs
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["none", "self_extend"])
 def test_steps_as_graphs_give_the_same_answers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
