@@ -36,8 +36,8 @@ from ctxext.recommended import RECOMMENDED
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
 LINE_END = "\n"
 CHUNK = 1024  # tokens of a text read at a time
-UNSURE = 0.5
-"""Mean probability of a token below which an answer is called unsure."""
+UNSURE = 0.7
+"""Mean probability of a token below which an answer is called unsure, chosen by ``scripts/studies/unsure.py``."""
 MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
 # What a checkpoint's generation_config may say, and the cache of a text cannot follow.
 GREEDY = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None, "num_beams": 1}

@@ -86,6 +86,12 @@ def drawn(count: int) -> Iterator[Lookup]:
             yield Lookup(match[1], match[2], tuple(lines[first : first + LINES]))
 
 
+def halves(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """Return the answers about every other constant, and those about the constants between."""
+    names = list(dict.fromkeys(answer.name for answer in answers))
+    return [[answer for answer in answers if answer.name in names[part::2]] for part in (0, 1)]
+
+
 def chosen_limit(answers: Sequence[Answer]) -> float:
     """Return the limit that parts right answers from all others best."""
     right, others = ([a.probability for a in answers if a.is_right is so] for so in (True, False))
@@ -114,7 +120,7 @@ def table(answers: Sequence[Answer], limit: float) -> str:
             if len(found) > 1:
                 low, middle, high = statistics.quantiles(found, n=4)
                 spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-                rows.append([asked, form, outcome, len(found), spread, f"{told(found, limit):.0%}"])
+                rows.append([asked, form, outcome, str(len(found)), spread, f"{told(found, limit):.0%}"])
     columns = ["asked", "the text", "answer", "answers", "probability: median (middle half)", f"below {limit:g}"]
     return markdown_table("# Unsure answers", columns, rows, [machine("cpu")])
 
@@ -150,9 +156,8 @@ def study(
                 writer.writerow(answers[-1])
                 file.flush()
                 print(*answers[-1][:5], repr(answer[:60]), sep="  ")
-    names = list(dict.fromkeys(answer.name for answer in answers))
-    halves = [[answer for answer in answers if answer.name in names[part::2]] for part in (0, 1)]
-    print(f"\n{table(halves[1], chosen_limit(halves[0]))}")
+    choosing, judging = halves(answers)
+    print(f"\n{table(judging, chosen_limit(choosing))}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from typer.testing import Result
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import UNSURE, ReadText, prompt_of
+from scripts.studies import unsure
 from tests._models import byte_model, tiny, trained_for
+from tests._programs import ROOT
 from tests._tokenizer import make_tokenizer
 from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more, takes_graphs
 
@@ -397,6 +399,15 @@ def test_an_answer_has_the_mean_probability_of_its_tokens(tokenizer: PreTrainedT
     assert not text.is_unsure
     text.probability = 0.01
     assert text.is_unsure
+
+
+def test_the_limit_of_what_is_unsure_is_what_the_look_ups_chose() -> None:
+    answers = unsure.read_rows(ROOT / "docs" / "evidence" / "unsure.csv")
+    choosing, judging = unsure.halves(answers)
+    assert unsure.chosen_limit(choosing) == UNSURE
+    page = (ROOT / "docs" / "guides" / "howto" / "question.md").read_text(encoding="utf-8")
+    rows = [line for line in unsure.table(judging, UNSURE).splitlines() if line.startswith("| ")]
+    assert all(row in page for row in rows)
 
 
 def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
