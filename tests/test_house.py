@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 54_431,
+    "lines of ctxext/": 54_433,
     "lines that importing the verb pulls in": 4_314,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_970,
@@ -43,7 +43,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_476,
-    "lines of tests/": 50_104,
+    "lines of tests/": 50_109,
     "lines that a defect of caches makes read": 2_593,
     "look-ups of the base model and its text config": 70,
     "parameters of the widest command": 5,

@@ -190,8 +190,9 @@ LATENT = {"head_dim": 192, "value_dim": 128, "lse": True}
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (11, 0), (9, 0)])
-def test_latent_attention_has_a_kernel(capability: tuple[int, int]) -> None:
-    assert Flash4().refuses(Need(**(vars(READY) | LATENT | {"capability": capability}))) is None
+def test_latent_attention_and_wide_heads_have_a_kernel(capability: tuple[int, int]) -> None:
+    for shape in (LATENT, {"head_dim": 256}, {"head_dim": 256, "lse": True, "softcap": 30.0}):
+        assert Flash4().refuses(Need(**(vars(READY) | shape | {"capability": capability}))) is None
 
 
 OLD, NEW = (
@@ -257,6 +258,10 @@ def test_which_packages_are_seen(files: dict, found: tuple, tmp_path: Path, monk
         (Flash4, {"capability": (8, 0), "training": True}, "backward needs compute capability 9.0"),
         (Flash4, {"capability": (10, 0), "head_dim": 128, "biased": True}, "up to 128, found 136"),
         (Flash4, {**LATENT, "capability": (10, 0), "lse": False}, "up to 128, found 192"),
+        (Flash4, {"capability": (10, 0), "head_dim": 256, "training": True}, "up to 128, found 256"),
+        (Flash4, {"capability": (12, 0), "head_dim": 256}, "up to 128, found 256"),
+        (Flash4, {"capability": (10, 0), "head_dim": 256, "biased": True}, "up to 256, found 264"),
+        (Flash4, {"capability": (10, 0), "head_dim": 248}, "up to 128, found 248"),
         (Flash4, {**LATENT, "capability": (10, 0), "biased": True}, "up to 192, found 200"),
         (Flash4, {**LATENT, "capability": (8, 0)}, "up to 128, found 192"),
         (Flash, {"hip": "6.3", "softcap": 50.0, "capability": (9, 4)}, "on ROCm"),
