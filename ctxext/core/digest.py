@@ -51,7 +51,8 @@ def weights_digest(model: nn.Module) -> str:
 def _adapters_in_use(model: nn.Module) -> list[Any]:
     """Return what a user may switch in the layers with PEFT's adapters: their names, whether they count, how much."""
     switches = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    layers = (module for module in model.modules() if hasattr(module, "disable_adapters"))
+    # Of a whole model of transformers this is a method.
+    layers = (module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool))
     return [[getattr(layer, name, None) for name in switches] for layer in layers]
 
 

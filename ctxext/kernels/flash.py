@@ -172,8 +172,8 @@ class Flash(_FlashFamily):
             return super().gradients(q, k, v, out, lse, grad, rule)
         assert rule.mask is None, "why_not refuses layouts that need one"
         widths, even = (q.shape[3], v.shape[3]), evened(q, k, v, grad.to(q.dtype), out.to(q.dtype))
-        inputs = [x.transpose(1, 2).contiguous() for x in even]
-        grads = [torch.empty_like(x) for x in inputs[:3]]
+        inputs = [x.transpose(1, 2) for x in even]
+        grads = [x.new_empty(x.shape) for x in inputs[:3]]
         # It calls the log-sum-exp of a query that sees nothing plus infinity, so that all of its weights are 0.
         lse = lse.float().masked_fill(lse == -torch.inf, torch.inf).contiguous()
         importlib.import_module(self.module)._flash_attn_backward(

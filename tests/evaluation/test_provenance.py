@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.core.digest import weights_digest
+from ctxext.core.digest import _adapters_in_use, weights_digest
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.measuring import checkpoint
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint, safe_dtype
@@ -108,6 +108,7 @@ def test_a_digest_tells_checkpoints_apart(model: LlamaForCausalLM) -> None:
     model.model.layers[1].mlp.up_proj.weight.data += 1e-3
     trained = weights_digest(model)
     assert len({first, trained, weights_digest(model.to(torch.bfloat16))}) == 3
+    assert _adapters_in_use(model) == [], "a whole model has methods of the same names"
 
 
 def test_provenance_round_trip(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
