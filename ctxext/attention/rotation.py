@@ -5,14 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.attention.attend import decoder_of, install_attention
-from ctxext.caches.layout_mask import LayoutMask
+from ctxext.attention.attend import LayerCall, decoder_of, install_attention
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_code, replaced_in
@@ -35,9 +33,9 @@ class _Seen(Exception):
         self.queries = queries
 
 
-def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
+def _show_queries(layer: LayerCall) -> Tensor:
     """Raise ``_Seen`` with the queries of the first layer, in place of its attention."""
-    raise _Seen(q.detach())
+    raise _Seen(layer.q.detach())
 
 
 def rotation_form(

@@ -72,7 +72,7 @@ def same(kind: type, model: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "self_extend", "alibi", "fox"])
+@pytest.mark.parametrize("method", ["self_extend", "yarn", "dynamic_ntk", "alibi", "fox"])
 def test_a_typed_class_is_extended_as_the_class_that_it_is_made_of(typed: Any, method: str) -> None:
     model = tiny()
     mine = same(typed.Llama, model)
