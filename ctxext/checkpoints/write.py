@@ -264,6 +264,8 @@ def _refuse_unfit(source: Path, config: Any, contents: Contents, trust_remote_co
     quantised = {"quantization_config", "compression_config"} & vars(config).keys()
     if not quantised and not quantised_beside(source, config):
         model = meta_model(config, trust_remote_code=trust_remote_code)
+        if type(model).__name__ not in (config.architectures or [type(model).__name__]):
+            return  # a draft head, of a class that transformers does not have: its weights are copied as they are
         with building(f"a {type(model).__name__} with the weights of {source}"), restoring():
             how = LoadStateDictConfig(
                 ignore_mismatched_sizes=True,
