@@ -164,7 +164,7 @@ class MeasuredLosses:
         """
         # What is far too small is said before a whole text is read, which the published YaRN does in any case. Calls of
         # 256 tokens are slower than their share: they refuse only what a pass 16 times as fast could not hold.
-        for tokens, doubt in ((min(256, self.costs.prefix), 16), (self.costs.prefix, 1)):
+        for tokens, doubt in ((min(256, self.costs.prefix), 16.0), (self.costs.prefix, 1.0)):
             window, text = self._beginning(tokens)(""), self.split.choosing[0]
             inside = self._seconds([self._job(name, text, window) for name in judged[:TIMED]])
             self.costs.sizes(seconds / inside * self.costs.of(tokens), seconds, doubt)

@@ -123,6 +123,7 @@ def main(
 ) -> None:
     """Choose for every target, let all candidates read other texts, and print the regret."""
     session = Session(source)
+    session.load_weights()
     checkpoint = session.checkpoint
     corpus = texts.read(checkpoint, tokens=2, whole=True)
     others = corpus_of(read_documents(judge), checkpoint.tokenizer, tokens=max(*target, judged_tokens) + 1)

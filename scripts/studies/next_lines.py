@@ -174,6 +174,7 @@ def main(
 ) -> None:
     """Let each method and the last window complete lines, and print how well."""
     session = Session(source)
+    session.load_weights()
     model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
     own = ctxext.describe(model).method
     if own is not None:

@@ -319,6 +319,7 @@ def main(
 ) -> None:
     """Measure methods that need no training at the end of long texts."""
     session = Session(source)
+    session.load_weights()
     console, checkpoint = session.console, session.checkpoint
     model = Readings(checkpoint)
     readings, refusals = model.find(chosen_methods(checkpoint.subject, method or METHODS, factor or [2.0]))

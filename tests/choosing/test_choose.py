@@ -171,9 +171,9 @@ def test_a_budget_in_time_is_turned_into_passes(
     assert found.spent.allowed > 100
     assert any("of computing, of the budget of 2h" in one for one in found.to_dict()["sentences"])
     with pytest.raises(InvalidParameterError, match=r"at least, some \d+ (s|min) here\. Allow more"):
-        chosen(model, bos_tokenizer, keys=False, budget="0.001s", folder=tmp_path / "hopeless")
+        chosen(model, bos_tokenizer, keys=False, budget="0.00001s", folder=tmp_path / "hopeless")
     lines = (tmp_path / "hopeless" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 1, "a budget that one reading exceeds is refused after it"
+    assert len(lines) == 2, "a budget that a short reading of each exceeds is refused after these"
 
 
 @pytest.mark.nightly
