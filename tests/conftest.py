@@ -24,7 +24,7 @@ from ctxext.methods import base, known_methods
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
-from tests._programs import command
+from tests._programs import ROOT, command, ran
 from tests._tokenizer import make_tokenizer
 from tests.walk.check import Stock
 
@@ -207,6 +207,14 @@ def stock() -> Iterator[Stock]:
     """A process that knows transformers and not ctxext."""
     with Stock() as process:
         yield process
+
+
+@pytest.fixture
+def _without_checker(request: pytest.FixtureRequest) -> None:
+    """Run a test in a process of its own if the checker of shapes wraps classes, of which dynamo makes no graph."""
+    if request.config.getoption("jaxtyping_packages", None):
+        ran(["-m", "pytest", "--override-ini", "addopts=-q --strict-markers", request.node.nodeid], ROOT, code=0)
+        pytest.skip("passed in a process without the checker of shapes")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 54_434,
+    "lines of ctxext/": 54_441,
     "lines that importing the verb pulls in": 4_314,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_971,
@@ -43,9 +43,9 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_476,
-    "lines of tests/": 50_111,
+    "lines of tests/": 50_136,
     "lines that a defect of caches makes read": 2_593,
-    "look-ups of the base model and its text config": 70,
+    "look-ups of the base model and its text config": 71,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

@@ -31,7 +31,8 @@ from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.records import guards_of, plain_class
 from ctxext.core.digest import weights_digest
 from ctxext.core.saved import identity
-from ctxext.core.subject import Subject
+from ctxext.core.scaling import rope_dicts
+from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.files import parse_json, whole_file
 from ctxext.kernels.groups import SplitGroups
@@ -52,7 +53,7 @@ def why_no_prefix(subject: Subject) -> str | None:
     model = subject.model
     if getattr(getattr(subject.chain[0], "active_peft_config", None), "is_prompt_learning", False):
         return "an adapter puts tokens of its own before each text"
-    if any(guard.by_length for guard in guards_of(model)):
+    if any(guard.by_length for guard in guards_of(model)) or follows_length(model.config):
         return "the positions of a text follow its length"
     try:
         layers = new_cache(model).layers if model._supports_default_dynamic_cache() else []
@@ -61,6 +62,12 @@ def why_no_prefix(subject: Subject) -> str | None:
     if not layers or model._is_stateful or any(plain_class(layer).__name__ not in LAYERS for layer in layers):
         return "its layers keep a state of all that they have read"
     return None
+
+
+def follows_length(config: Any) -> bool:
+    """Return whether transformers changes the frequencies of a config that ctxext did not extend by the length."""
+    kinds = {rope.get("rope_type") for _, rope in rope_dicts(text_of(config))}
+    return not kinds.isdisjoint({"dynamic", "longrope"}) and getattr(config, "ctxext", None) is None
 
 
 def why_no_graph(subject: Subject) -> str | None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.attention.engines import RemapAttend
 from ctxext.caches.held import Reach
-from ctxext.caches.prefix import why_no_prefix
+from ctxext.caches.prefix import follows_length, why_no_prefix
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
 from ctxext.core.saved import plain_config, saved_extension, saved_method
@@ -194,7 +194,7 @@ def plan_serving(
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
     saved = saved_extension(config, "the config")
-    follows = saved is not None and saved_method(saved).dynamic
+    follows = follows_length(config) if saved is None else saved_method(saved).dynamic
     keeps = cache_bits is None and not follows and why_no_prefix(Subject.of(model)) is None
     return Plan(run, fixed, dequantised, advice, heads=heads, keeps_prompts=keeps)
 

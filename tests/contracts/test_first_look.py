@@ -66,6 +66,7 @@ def error(method: str, way: str) -> float:
     return float((found - right).norm() / right.norm())
 
 
+@pytest.mark.usefixtures("_without_checker")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("way", ["text", "steps", "compiled steps"])
 def test_bfloat16_is_no_rougher_than_twice_the_plain_model(method: str, way: str) -> None:

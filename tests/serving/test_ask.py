@@ -342,6 +342,7 @@ def test_a_model_that_has_changed_reads_its_text_again(
 
 @takes_graphs
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_checker")
 @pytest.mark.parametrize(("method", "parameters"), METHODS[:4], ids=[method for method, _ in METHODS[:4]])
 def test_steps_as_graphs_give_the_same_answers(
     method: str, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch

@@ -11,9 +11,12 @@ import pytest
 from starlette.testclient import TestClient
 
 import ctxext
+from ctxext.caches.prefix import why_no_prefix
+from ctxext.core.subject import Subject
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
 from ctxext.serving.server import application
+from tests._models import byte_model
 from tests.serving._asking import (
     CHAT,
     RESPONSES,
@@ -106,6 +109,7 @@ def test_answers_do_not_depend_on_what_was_kept(method: str) -> None:
 
 @takes_graphs
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_checker")
 @pytest.mark.parametrize("method", ["none", "self_extend"])
 def test_steps_as_graphs_give_the_same_answers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over one cache, which keeps what was read last, also where nothing may be kept."""
@@ -197,6 +201,15 @@ def test_positions_that_follow_the_length_keep_nothing() -> None:
     with served("dynamic_ntk", keep=None) as asked:
         assert answers(asked, [{"prompt": [5] * 50, "max_tokens": 2}] * 2)[1] == [0, 0]
         assert "follow its length" in asked.client.get("/health").json()["kept"]["why_none"]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_stock_model_whose_positions_follow_the_length_keeps_nothing(kind: str) -> None:
+    sets = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64} | sets
+    config = byte_model().config
+    config.rope_parameters = rope
+    assert why_no_prefix(Subject.of(type(byte_model())(config))) == "the positions of a text follow its length"
 
 
 def test_a_request_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
