@@ -104,9 +104,9 @@ def filled_cache(model: Any, length: int) -> DynamicCache:
     size = (1, heads, length - 1, config.hidden_size // config.num_attention_heads)
     cache = DynamicCache(config=config)
     model.base_model(torch.ones(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-    for layer in range(config.num_hidden_layers):
-        k, v = (torch.randn(size, device=model.device, dtype=model.dtype) for _ in range(2))
-        cache.update(k, v, layer)
+    for layer in cache.layers:  # whose update takes keys from a call of the model alone
+        more = (torch.randn(size, device=model.device, dtype=model.dtype) for _ in range(2))
+        layer.keys, layer.values = (torch.cat(parts, 2) for parts in zip((layer.keys, layer.values), more, strict=True))
     return cache
 
 
