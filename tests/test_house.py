@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 54_441,
+    "lines of ctxext/": 54_442,
     "lines that importing the verb pulls in": 4_314,
     "files that importing the verb pulls in": 21,
     "lines of the core": 4_971,
