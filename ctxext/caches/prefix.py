@@ -31,8 +31,8 @@ from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.records import guards_of, plain_class
 from ctxext.core.digest import weights_digest
 from ctxext.core.saved import identity
-from ctxext.core.scaling import rope_dicts
-from ctxext.core.subject import Subject, text_of
+from ctxext.core.scaling import rope_follows_length
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.files import parse_json, whole_file
 from ctxext.kernels.groups import SplitGroups
@@ -44,7 +44,7 @@ TENSORS = ("keys", "values", "first_slots")
 
 
 def new_cache(model: PreTrainedModel, room: int | None = None) -> Cache:
-    """Return an empty cache with the layers of a model, with room for so many tokens, or growing."""
+    """Return an empty cache of a model. It grows, unless ``room`` gives the number of tokens that it holds."""
     return DynamicCache(config=model.config) if room is None else StaticCache(model.config, max_cache_len=room)
 
 
@@ -53,7 +53,8 @@ def why_no_prefix(subject: Subject) -> str | None:
     model = subject.model
     if getattr(getattr(subject.chain[0], "active_peft_config", None), "is_prompt_learning", False):
         return "an adapter puts tokens of its own before each text"
-    if any(guard.by_length for guard in guards_of(model)) or follows_length(model.config):
+    is_plain = getattr(model.config, "ctxext", None) is None
+    if any(guard.by_length for guard in guards_of(model)) or (is_plain and rope_follows_length(subject.text)):
         return "the positions of a text follow its length"
     try:
         layers = new_cache(model).layers if model._supports_default_dynamic_cache() else []
@@ -62,12 +63,6 @@ def why_no_prefix(subject: Subject) -> str | None:
     if not layers or model._is_stateful or any(plain_class(layer).__name__ not in LAYERS for layer in layers):
         return "its layers keep a state of all that they have read"
     return None
-
-
-def follows_length(config: Any) -> bool:
-    """Return whether transformers changes the frequencies of a config that ctxext did not extend by the length."""
-    kinds = {rope.get("rope_type") for _, rope in rope_dicts(text_of(config))}
-    return not kinds.isdisjoint({"dynamic", "longrope"}) and getattr(config, "ctxext", None) is None
 
 
 def why_no_graph(subject: Subject) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ctxext.core.probe import Layers, look, readers_of
 from ctxext.core.rebuild import Rebuild, running
-from ctxext.core.scaling import FOREIGN_KEYS, is_windowed, mixes_windows
+from ctxext.core.scaling import FOLLOWING, FOREIGN_KEYS, is_windowed, mixes_windows
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
@@ -418,7 +418,7 @@ def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, tr
     Both start from the frequencies of short texts: a module that follows the length may have read a long one.
     """
     short, current = f"{place.prefix}original_inv_freq", f"{place.prefix}inv_freq"
-    follows = place.rope_dict(text).get("rope_type") in ("dynamic", "longrope")
+    follows = place.rope_dict(text).get("rope_type") in FOLLOWING
     for name in (short,) if follows else (short, current):
         actual, stated = getattr(live, name).detach().cpu(), getattr(built, name)
         if actual.shape != stated.shape:

@@ -40,6 +40,8 @@ FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
+FOLLOWING = frozenset({"dynamic", "longrope"})
+"""Rope types of transformers whose frequencies depend on the length of the current text."""
 
 
 def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
@@ -51,6 +53,11 @@ def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
         yield from nested.items()
     elif rope:
         yield None, rope
+
+
+def rope_follows_length(text: Any) -> bool:
+    """Return whether any rope type of a text config follows the length of the current text."""
+    return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(text))
 
 
 def same_rope(first: Any, second: Any) -> bool:

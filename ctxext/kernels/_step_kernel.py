@@ -142,9 +142,9 @@ def _merge(
 def tile_of(
     lines: int, slot_bytes: int, values: int, number_bytes: int, *, before_hopper: bool
 ) -> tuple[int, int, int]:
-    """Return lines of a program, slots of a block and warps, of which the compiled program spills no register.
+    """Return lines of a program, slots of a block and warps: so many that the compiled program spills no register.
 
-    One of float32 may keep 24 bytes in memory; of latent attention (576 dimensions) in float32, 3,200.
+    In float32 a program may keep 24 bytes in memory, and 3,200 where a key has the 576 dimensions of latent attention.
 
     Args:
         lines: queries of all heads that share a key head, a power of two.

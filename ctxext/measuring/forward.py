@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.core.patching import describe, patched_state
-from ctxext.core.scaling import heads_of, of_layers, rope_dicts
+from ctxext.core.scaling import heads_of, of_layers, rope_follows_length
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import Replay, require_pieces, shell_of
@@ -177,10 +177,6 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
         )
 
 
-# Stock rope types that follow the length of a call's input.
-FOLLOWING = {"dynamic", "longrope"}
-
-
 class CachedPieces(nn.Module):
     """Stands in for a base model: calls it on consecutive pieces of a text, as if that were one call.
 
@@ -230,7 +226,7 @@ def follows_length(subject: Subject) -> bool:
     patched = patched_state(subject.model)
     if patched is not None:
         return patched.method.dynamic
-    return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(subject.text))
+    return rope_follows_length(subject.text)
 
 
 def fitted_length_of(subject: Subject, trained_length: int = 0) -> Callable[[int], int]:

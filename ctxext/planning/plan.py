@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.attention.engines import RemapAttend
 from ctxext.caches.held import Reach
-from ctxext.caches.prefix import follows_length, why_no_prefix
+from ctxext.caches.prefix import why_no_prefix
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
 from ctxext.core.saved import plain_config, saved_extension, saved_method
-from ctxext.core.scaling import rope_dicts, scaling_of, stated_length
+from ctxext.core.scaling import FOLLOWING, rope_dicts, rope_follows_length, scaling_of, stated_length
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
@@ -39,8 +39,6 @@ LIMIT = 2**27
 """Longest length, in tokens, that is searched."""
 CACHE_BITS = {8: 8 + 16 / 32, 4: 4 + 16 / 32}
 """Bits of a number in a cache: 32 share a scale of 16 bits (llama.cpp), 64 a scale and a zero point (transformers)."""
-FOLLOWING = ("dynamic", "longrope")
-"""Rope types of transformers whose frequencies depend on the length of the current text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +192,7 @@ def plan_serving(
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
     saved = saved_extension(config, "the config")
-    follows = follows_length(config) if saved is None else saved_method(saved).dynamic
+    follows = rope_follows_length(text_of(config)) if saved is None else saved_method(saved).dynamic
     keeps = cache_bits is None and not follows and why_no_prefix(Subject.of(model)) is None
     return Plan(run, fixed, dequantised, advice, heads=heads, keeps_prompts=keeps)
 

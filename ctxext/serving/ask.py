@@ -83,7 +83,7 @@ class Certainty(LogitsProcessor):  # type: ignore[misc]
         return scores
 
     def mean(self, tokens: int) -> float:
-        """Return the mean probability of so many tokens: a generation may take a step more, and undo it."""
+        """Return the mean probability of the first ``tokens`` tokens; a generation may have drawn one more."""
         return float(torch.stack(self.probabilities[:tokens]).mean())
 
 

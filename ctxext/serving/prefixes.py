@@ -27,6 +27,11 @@ class Prefix:
     cache: Any
     owner: Hashable
 
+    def begins(self, prompt: list[int], owner: Hashable) -> int:
+        """Return the tokens from which a prompt of an owner may go on; 0 for too few. One is left to read."""
+        length = min(common(self.tokens, prompt), len(prompt) - 1) if self.owner == owner else 0
+        return length if length >= LEAST else 0
+
     @property
     def memory(self) -> int:
         """Bytes of keys and values."""
@@ -52,9 +57,7 @@ class Prefixes:
 
         At least one token of the prompt is left to read.
         """
-        theirs = (prefix for prefix in self.kept if prefix.owner == owner)
-        lengths = {prefix: min(common(prefix.tokens, prompt), len(prompt) - 1) for prefix in theirs}
-        lengths = {prefix: length for prefix, length in lengths.items() if length >= LEAST}
+        lengths = {prefix: length for prefix in self.kept if (length := prefix.begins(prompt, owner))}
         if not lengths:
             return new_cache(self.model), 0
         prefix = max(lengths, key=lambda prefix: lengths[prefix])
@@ -101,8 +104,7 @@ class GraphPrefixes(Prefixes):
     def take(self, prompt: list[int], owner: Hashable) -> tuple[Any, int]:
         """Return the cache, and the number of tokens in it that begin the prompt."""
         last = self.kept.pop() if self.kept else Prefix([], new_cache(self.model, self.window), owner)
-        length = min(common(last.tokens, prompt), len(prompt) - 1) if self.most and last.owner == owner else 0
-        length = length if length >= LEAST else 0
+        length = last.begins(prompt, owner) if self.most else 0
         return (last.cache, length) if shorten(last.cache, length) else (new_cache(self.model, self.window), 0)
 
     def put(self, tokens: Sequence[int], cache: Any, owner: Hashable) -> None:

@@ -84,11 +84,10 @@ def application(
     subject = served.checkpoint.subject
     prefixes = Prefixes(subject, keep_tokens)
     if compiles:
-        reason = why_no_graph(subject) or (None if served.window else "its window is unknown")
-        if reason is not None or served.window is None:
-            LOG.warning("Steps are no graphs: %s.", reason)
-        else:
+        if (reason := why_no_graph(subject)) is None and served.window:
             prefixes = GraphPrefixes(subject, keep_tokens, served.window)
+        else:
+            LOG.warning("Steps are no graphs: %s.", reason or "its window is unknown")
     engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, prefixes)
     if isinstance(engine, OneByOne) and keep_tokens and engine.prefixes.why_not:
         LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)

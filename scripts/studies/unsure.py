@@ -17,6 +17,7 @@ import statistics
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -69,7 +70,7 @@ class Answer(NamedTuple):
         return (self.form, self.right) == ("said", "yes")
 
 
-def drawn(count: int) -> Iterator[Lookup]:
+def drawn() -> Iterator[Lookup]:
     """Draw constants of the standard library with a fixed seed, one of each file."""
     draw = random.Random(71)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
@@ -77,12 +78,11 @@ def drawn(count: int) -> Iterator[Lookup]:
     for file in draw.sample(files, len(files)):
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         places = [number for number, line in enumerate(lines) if DEFINITION.match(line)]
-        if count and len(lines) >= LINES and places:
+        if len(lines) >= LINES and places:
             place = draw.choice(places)
             first = min(max(0, place - draw.randrange(LINES)), len(lines) - LINES)
             match = DEFINITION.match(lines[place])
             assert match is not None
-            count -= 1
             yield Lookup(match[1], match[2], tuple(lines[first : first + LINES]))
 
 
@@ -143,7 +143,7 @@ def study(
         writer = csv.writer(file, lineterminator="\n")
         if not answers:
             writer.writerow(Answer._fields)
-        for lookup in drawn(number):
+        for lookup in islice(drawn(), number):
             for asked, form in ((asked, form) for asked in ("completed", "question") for form in ("said", "not said")):
                 if any((a.name, a.asked, a.form) == (lookup.name, asked, form) for a in answers):
                     continue
