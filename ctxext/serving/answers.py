@@ -370,10 +370,11 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
             return torch.full((1,), draw.gone or draw.finish is not None, device=ids.device)
 
         ids, more = torch.tensor([draw.prompt], device=self.model.device), dict[str, Any]()
-        if self.prefixes.why_not is None:
+        graphs = isinstance(self.prefixes, GraphPrefixes)  # over a cache of its own, whatever may be kept
+        if graphs or self.prefixes.why_not is None:
             cache, draw.cached = self.prefixes.take(draw.prompt, draw.owner)
             more[cache_argument(self.model) or "past_key_values"] = cache
-        how = as_graphs() if isinstance(self.prefixes, GraphPrefixes) else {}
+        how = as_graphs() if graphs else {}
         self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

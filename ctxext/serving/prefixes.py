@@ -104,9 +104,9 @@ class GraphPrefixes(Prefixes):
     def take(self, prompt: list[int], owner: Hashable) -> tuple[Any, int]:
         """Return the cache, and the number of tokens in it that begin the prompt."""
         last = self.kept.pop() if self.kept else Prefix([], new_cache(self.model, self.window), owner)
-        length = last.begins(prompt, owner) if self.most else 0
+        length = 0 if self.why_not else last.begins(prompt, owner)
         return (last.cache, length) if shorten(last.cache, length) else (new_cache(self.model, self.window), 0)
 
     def put(self, tokens: Sequence[int], cache: Any, owner: Hashable) -> None:
-        """Keep what a request has read and written."""
-        self.kept = [Prefix(list(tokens[: int(cache.get_seq_length())]), cache, owner)]
+        """Keep the cache, and what a request has read and written where that may be kept."""
+        self.kept = [Prefix([] if self.why_not else list(tokens[: int(cache.get_seq_length())]), cache, owner)]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from transformers import StaticCache
 
 import ctxext
-from ctxext.caches.prefix import why_no_prefix
+from ctxext.caches.prefix import new_cache, why_no_prefix
 from ctxext.core.subject import Subject
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
@@ -119,8 +120,11 @@ def test_steps_as_graphs_give_the_same_answers(method: str, monkeypatch: pytest.
         (expected, _), (found, cached) = answers(anew, requests), answers(kept, requests)
     assert found == expected
     assert sum(count > 0 for count in cached) > 2
+    made = list[Any]()
+    monkeypatch.setattr("ctxext.serving.prefixes.new_cache", lambda *of: made.append(new_cache(*of)) or made[-1])
     with served(method, keep=0, compiles=True) as none:
         assert answers(none, requests[:6]) == (expected[:6], [0] * 6)
+    assert [type(cache) for cache in made] == [StaticCache]  # one for all, which graphs run over
 
 
 def test_a_step_more_than_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
