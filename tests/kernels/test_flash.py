@@ -22,8 +22,12 @@ from tests.kernels.cases import LAYOUTS, case, error, naive, truth
 
 READY = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
 CALLS: list[str] = []
-# What the real functions take, at one commit (flash_signatures.py).
-REAL = json.loads(Path(__file__).with_name("flash_attn.json").read_text())["functions"]
+# What the real functions take, in every version since the oldest that is supported (flash_signatures.py).
+VERSIONS = json.loads(Path(__file__).with_name("flash_attn.json").read_text())["functions"]
+REAL = {
+    backend: {name: [one["signature"] for one in versions] for name, versions in functions.items()}
+    for backend, functions in VERSIONS.items()
+}
 
 
 def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None, softcap=0.0) -> Tensor:
@@ -71,7 +75,7 @@ def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
             stub.flash_attn_with_kvcache = _kvcache if backend is Flash else _without_alibi(_kvcache, pair=False)
         for name, function in list(vars(stub).items()):
             if name.startswith("flash_attn_"):
-                setattr(stub, name, _as_real(function, **REAL[backend.name][name]))
+                setattr(stub, name, _as_real(function, REAL[backend.name][name]))
         monkeypatch.setitem(INSTALLED, backend.name, True)
         parts = backend.module.split(".")
         for i in range(1, len(parts)):
@@ -79,12 +83,12 @@ def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, backend.module, stub)
 
 
-def _as_real(function, *, names: list[str], needed: list[str], keywords: list[str]):
+def _as_real(function, signatures: list[dict[str, list[str]]]):
     def call(*args, **options):
-        given = names[: len(args)]
-        assert len(args) <= len(names)
-        assert set(options) <= set(names[len(args) :]) | set(keywords)
-        assert set(needed) <= set(given) | set(options)
+        for names, needed, keywords in (one.values() for one in signatures):
+            assert len(args) <= len(names)
+            assert set(options) <= set(names[len(args) :]) | set(keywords)
+            assert set(needed) <= set(names[: len(args)]) | set(options)
         return function(*args, **options)
 
     return call
@@ -308,7 +312,7 @@ def test_the_call_itself_refuses() -> None:
 
 @pytest.mark.parametrize("backend", [Flash, Flash3, Flash4], ids=lambda b: b.name)
 def test_the_log_sum_exp_is_asked_for_by_its_real_name(backend) -> None:
-    assert backend.asks_lse in REAL[backend.name]["flash_attn_func"]["names"]
+    assert all(backend.asks_lse in one["names"] for one in REAL[backend.name]["flash_attn_func"])
     assert backend.reads_cache == ("flash_attn_with_kvcache" in REAL[backend.name])
 
 
@@ -353,7 +357,7 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
         return out.transpose(1, 2), lse, None
 
     monkeypatch.setattr(
-        sys.modules[backend.module], "flash_attn_func", _as_real(stub, **REAL[backend.name]["flash_attn_func"])
+        sys.modules[backend.module], "flash_attn_func", _as_real(stub, REAL[backend.name]["flash_attn_func"])
     )
     q, k = torch.randn(2, 1, 4, 9, width).bfloat16()
     v = torch.randn(1, 4, 9, value_dim).bfloat16()
@@ -399,7 +403,8 @@ def _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, **options) -> None:
 )
 def test_gradients_of_a_part_are_fused(rule, value_dim: int, kind: torch.dtype, older: bool, monkeypatch) -> None:
     """Of a part that was merged with others, so that its weights sum to less than 1; one query saw nothing."""
-    real = _as_real(_backward, **REAL["flash"]["_flash_attn_backward"])
+    versions = REAL["flash"]["_flash_attn_backward"]
+    real = _as_real(_backward, [one for one in versions if "window_size_left" in one["names"]])  # since 2.7
     monkeypatch.setattr(sys.modules[Flash.module], "_flash_attn_backward", None if older else real, raising=False)
     torch.manual_seed(0)
     q, k, v = (
@@ -444,7 +449,7 @@ def test_a_part_of_more_keys_than_queries_has_its_window(backend, monkeypatch) -
         given.update(options)
         return q, q[..., 0].transpose(1, 2)
 
-    real = _as_real(function, **REAL[backend.name]["flash_attn_func"])
+    real = _as_real(function, REAL[backend.name]["flash_attn_func"])
     monkeypatch.setattr(sys.modules[backend.module], "flash_attn_func", real)
     q, k = torch.zeros(1, 2, 6, 64), torch.zeros(1, 1, 9, 64)
     assert backend.bands(READY)
