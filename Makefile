@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 FLASH := $(VENV)/flash_attn-2.8.3.post2
+FLASH4 := $(VENV)/flash_attn_4-4.0.0b36
 VLLM := $(VENV)/vllm
 DOCS := $(VENV)/docs
 export NO_MKDOCS_2_WARNING := 1
@@ -26,7 +27,7 @@ core: $(INSTALLED) ## the quick tests, before each commit (2 to 5 minutes on 2 i
 test: $(INSTALLED) ## the test suite: CPU, offline (5 to 8 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not nightly"
 
-nightly: $(INSTALLED) tools $(FLASH) ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
+nightly: $(INSTALLED) tools $(FLASH) $(FLASH4) ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
 	$(BIN)/python scripts/nightly.py $(if $(PART),--part $(PART))
 
 referee: $(INSTALLED) ## random combinations against a float64 reference, for MINUTES=30; failures are kept for make test
@@ -48,7 +49,7 @@ llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/serving/test_real_servers.py \
 		tests/checkpoints/test_into_gguf.py
 
-flash: $(FLASH) ## the Python layer of a real flash-attn 2 over a stand-in of its compiled part (4 minutes; downloads 8 MB)
+flash: $(FLASH) $(FLASH4) ## real flash-attn: 2 over a stand-in of its kernels, 4's compiled (6 minutes; 300 MB on disk)
 	$(BIN)/python -m pytest -m nightly tests/kernels/test_real_flash.py
 
 mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 2 minutes; downloads 50 MB)
@@ -115,6 +116,14 @@ $(FLASH): $(INSTALLED)
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip download --quiet --no-deps --no-build-isolation \
 		--no-binary :all: --dest $(VENV) flash-attn==2.8.3.post2
 	tar --extract --gzip --directory $(VENV) --file $(VENV)/flash_attn-2.8.3.post2.tar.gz --touch
+
+# A folder of its own: version 4 has the import name of version 2. Its compiler, without what runs on a GPU alone.
+$(FLASH4): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(FLASH4).new flash-attn-4==4.0.0b36 \
+		nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-cutlass-dsl-libs-core==4.8.1 \
+		nvidia-cutlass-dsl-libs-cu12==4.8.1 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5 quack-kernels==0.6.5 \
+		cuda-bindings==13.5.0 cuda-pathfinder==1.9.1 einops==0.8.1 protobuf
+	rm -rf $(FLASH4) && mv $(FLASH4).new $(FLASH4)
 
 # vLLM's requirements are stricter than ours, hence an environment of its own. It wants torch's CPU build (2.13.0+cpu),
 # whose wheels are not on every index; what it brings for images and sound is built for another torch.

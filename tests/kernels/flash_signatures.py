@@ -1,6 +1,6 @@
 """Write tests/kernels/flash_attn.json: which arguments the functions of flash-attn 2, 3 and 4 take, by version.
 
-    python -m tests.kernels.flash_signatures path/to/flash-attention     # a clone with its tags, or a bare git directory
+    python -m tests.kernels.flash_signatures path/to/flash-attention     # a clone with its tags
 
 Files are parsed and never imported; only the names of arguments are kept, once for all versions that agree.
 """
