@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.checkpoints.load import LOCATION, load
@@ -30,7 +31,16 @@ class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, place: Any, **arguments: Any) -> Any:
-        """Read the config of a checkpoint as ``ctxext.load`` does."""
+        """Read the config of a checkpoint as ``ctxext.load`` does.
+
+        Raises:
+            IncompatibleError: transformers is older than 5.19, which would load all models of the type by this code.
+        """
+        if Version(transformers.__version__) < Version("5.19"):
+            raise IncompatibleError(
+                f"transformers {transformers.__version__} would take the code beside {place} for all models of its "
+                f"type. Use ctxext.load, or transformers 5.19 or newer."
+            )
         unused = arguments.pop("return_unused_kwargs", False)
         config = read_any_config(place, **{name: arguments.pop(name) for name in LOCATION if name in arguments})
         names = PreTrainedConfig.get_config_dict(place)[0]["auto_map"]

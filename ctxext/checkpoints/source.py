@@ -115,7 +115,8 @@ def read_any_config(
     except CtxextError:
         raise
     except (OSError, *UNFIT) as error:
-        raise CheckpointError(_misplaced(place, raw, error) or _unreadable(place, error)) from error
+        named = Path(place, location.get("gguf_file") or "") if Path(place).exists() else place
+        raise CheckpointError(_misplaced(place, raw, error) or _unreadable(named, error)) from error
     if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # what is loaded here needs no such code
         del config.auto_map
     check_config(config, os.fspath(place))

@@ -309,15 +309,20 @@ class ReadText:
 
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
         """Return the tokens that the model writes after a prompt, of which the cache may hold the beginning."""
-        if self.compiles and len(prompt) - int(cache.get_seq_length()) > CHUNK and new > 1:
+        graphs, cached = self.compiles and new > 1, int(cache.get_seq_length())
+        if graphs and len(prompt) - cached > CHUNK:
             self._write(prompt[:-1], cache, 1)  # in chunks, which are no graphs
+        elif cached:  # older transformers would read all of it again in chunks
+            for end in range(cached + CHUNK, len(prompt), CHUNK):
+                self._write(prompt[:end], cache, 1)
         tokens = torch.tensor([prompt], device=self.model.device)
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
         given |= {cache_argument(self.model) or "past_key_values": cache}
         given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
         certainty = Certainty()
         given |= {"logits_processor": [certainty]}
-        given |= as_graphs() if self.compiles and new > 1 else {"prefill_chunk_size": CHUNK, "disable_compile": True}
+        given |= as_graphs() if graphs else {"disable_compile": True}
+        given |= {} if graphs or cached else {"prefill_chunk_size": CHUNK}
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
         answer: list[int] = written[0, len(prompt) :].tolist()
         self.probability = certainty.mean(len(answer))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from tests._models import bert, logits, tiny, tokens
+from tests._models import RECENT, bert, logits, tiny, tokens
 from tests._programs import ran
 from tests._tokenizer import make_letters
 
@@ -69,6 +70,15 @@ except CheckpointError as error:
 
 
 @pytest.mark.slow
+def test_older_transformers_would_take_the_code_for_all_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctxext.save(ctxext.patch(tiny(), "yarn", factor=4), tmp_path / "there", remote_code=True)
+    monkeypatch.setattr(transformers, "__version__", "5.18.1")
+    with pytest.raises(IncompatibleError, match=r"5\.18\.1 would take the code beside .*there for all .* Use ctxext"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "there", trust_remote_code=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RECENT, reason="older transformers are refused")
 def test_a_saved_base_model_has_a_name_in_auto_classes_too(tmp_path: Path) -> None:
     model = ctxext.patch(bert(BertModel), "hierarchical", factor=2)
     ctxext.save(model, tmp_path / "there", remote_code=True)

@@ -182,7 +182,7 @@ MISTAKES = {
     "eval perplexity HERE --column text --split train": "--split, --column: only with --text",
     "lab run --task tezt": "Unknown task 'tezt'. Did you mean 'text'?",
     "lab run --only rop": "Unknown encoding or baseline 'rop'. Did you mean 'rope'?",
-    "lab run --seeds 0": "Input should be greater than or equal to 1",
+    "lab run --seeds 0": "Invalid value for '--seeds'",
     "lab run --workers 0": "Input should be greater than or equal to 1",
     "lab run --preset fast": "'fast' is not one of",
     "lab run --text ./no.txt": MISSING,

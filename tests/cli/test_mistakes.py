@@ -116,7 +116,8 @@ def numbers() -> list[list[str]]:
     for path, command in groups:
         groups += [([*path, name], below) for name, below in getattr(command, "commands", {}).items()]
         for option in command.params:
-            if option.type_descriptor.annotation in (int, float):
+            kind = getattr(option, "type_descriptor", None)  # which the oldest typer does not have
+            if kind.annotation in (int, float) if kind else option.type.name.split()[0] in ("integer", "float"):
                 others = [other for other in command.params if other.required and other is not option]
                 words = [word for other in others for word in (other.opts[0], "1") if word == "1" or word[0] == "-"]
                 lines.append([*path, *words, option.opts[0]])

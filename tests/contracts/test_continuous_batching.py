@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | Method, str]] = [
     ("deepseek_v3", {}, SELF_EXTEND, "a pass with transformers' paged cache fails"),
     ("gpt_neox", {}, BY_REQUEST[0], "a pass with transformers' paged cache fails"),
 ]
+OLDER = "(?!)" if PAGED_IN_LAYERS else "it needs transformers 5.24"
 ENTRIES: list[Callable[[Any], Any]] = [
     lambda model: model.generate_batch([[41, 42, 43], [44, 45]], max_new_tokens=2),
     lambda model: model.generate(tokens(9), cache_implementation="paged", max_new_tokens=2),
@@ -214,7 +215,7 @@ def test_every_entry_is_refused_in_the_thread_of_its_caller(
     name = getattr(method, "name", method)
     for enter in ENTRIES:
         with pytest.raises(
-            IncompatibleError, match=rf"^Method '{name}' .*generate_batch.*{reason}.* with a padded batch"
+            IncompatibleError, match=rf"^Method '{name}' .*generate_batch.*({reason}|{OLDER}).* with a padded batch"
         ):
             enter(model)
     assert [thread for thread in working() if thread not in threads] == []  # those of earlier tests may end

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import StaticLayer
@@ -19,8 +18,10 @@ from transformers.generation import utils
 
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.serving.load import Served
-from ctxext.serving.server import application
 from tests._models import byte_model
+
+if TYPE_CHECKING:
+    from starlette.testclient import TestClient
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|tool|>"]
@@ -149,6 +150,10 @@ def asking(
     tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024, says: dict[str, Any] | None = None
 ) -> Iterator[Asking]:
     """Serve a tiny model that is not extended, in turn or in continuous batches; ``says`` is its generation_config."""
+    from starlette.testclient import TestClient  # noqa: PLC0415  (tests of questions do without a server)
+
+    from ctxext.serving.server import application  # noqa: PLC0415
+
     model = tiny(tokenizer)
     vars(model.generation_config).update(says or {})
     served = Served("tiny", Checkpoint("tiny", model, tokenizer), window, {})
