@@ -183,7 +183,7 @@ MISTAKES = {
     "lab run --task tezt": "Unknown task 'tezt'. Did you mean 'text'?",
     "lab run --only rop": "Unknown encoding or baseline 'rop'. Did you mean 'rope'?",
     "lab run --seeds 0": "Invalid value for '--seeds'",
-    "lab run --workers 0": "Input should be greater than or equal to 1",
+    "lab run --workers 0": "Invalid value for '--workers'",
     "lab run --preset fast": "'fast' is not one of",
     "lab run --text ./no.txt": MISSING,
     "lab run -o HERE/config.json": "HERE/config.json is a file and no directory",
@@ -207,7 +207,7 @@ MISTAKES = {
     "demo --method yran": "Did you mean 'yarn'?",
     "demo --factor 0.5": "factor must be a finite number, at least 1, found 0.5",
     "demo --model /no/where": "There is no checkpoint at /no/where",
-    "demo --text ./no.txt": "Cannot read the text 'no.txt'",
+    "demo --text ./no.txt": "no.txt': No such file",
     "demo --output HERE/config.json": "HERE/config.json is a file and no directory",
 }
 

@@ -150,9 +150,9 @@ def asking(
     tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024, says: dict[str, Any] | None = None
 ) -> Iterator[Asking]:
     """Serve a tiny model that is not extended, in turn or in continuous batches; ``says`` is its generation_config."""
-    from starlette.testclient import TestClient  # noqa: PLC0415  (tests of questions do without a server)
+    from starlette.testclient import TestClient
 
-    from ctxext.serving.server import application  # noqa: PLC0415
+    from ctxext.serving.server import application
 
     model = tiny(tokenizer)
     vars(model.generation_config).update(says or {})
