@@ -31,6 +31,8 @@ BACKENDS: dict[str, type[AttentionBackend]] = discover(
 
 PREFERENCE = ("flash", "sdpa", "flex", "reference")
 """Order in which ``auto`` tries: the native kernel, the general path, the compiled one, the oracle that serves all."""
+NEWEST = ("flash3", "flash4")
+"""What ``auto`` tries before them from Hopper on, where no ALiBi asks for columns: the kernels written for these GPUs."""
 
 
 def named(name: str) -> AttentionBackend:
@@ -78,8 +80,8 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     """Choose a backend for a call.
 
     Args:
-        name: a backend's name as ``named`` takes it, or ``"auto"`` for the first of ``PREFERENCE`` that can serve the
-            call.
+        name: a backend's name as ``named`` takes it, or ``"auto"`` for the first of ``NEWEST``, where they are meant
+            for the device, and ``PREFERENCE`` that can serve the call.
 
     Returns:
         The backend, and the reason for each backend that ``auto`` passed over.
@@ -91,6 +93,8 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     """
     check_name(name)
     order = [*PREFERENCE, *(candidate for candidate in BACKENDS if candidate not in PREFERENCE)]
+    if (need.capability or (0, 0)) >= (9, 0) and not need.biased:
+        order.sort(key=lambda candidate: candidate not in NEWEST)
     if need.lse and need.training:  # of parts, no GPU has shown the backward pass of flash-attn yet
         order.sort(key=lambda candidate: (not named(candidate).fuses(need), candidate != "sdpa"))
     reasons: dict[str, str] = {}

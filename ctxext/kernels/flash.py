@@ -243,6 +243,9 @@ class Flash3(_Columned):
     def widest_for(self, need: Need) -> int:
         return 256
 
+    def bands(self, need: Need) -> bool:
+        return self.module != FORWARD_ONLY  # which has no windows
+
 
 class Flash4(_Columned):
     """flash-attn 4 (CuTe), a pure Python wheel that compiles at first use; ALiBi as columns."""

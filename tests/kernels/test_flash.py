@@ -457,3 +457,8 @@ def test_a_part_of_more_keys_than_queries_has_its_window(backend, monkeypatch) -
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert given["causal"]
     assert given["window_size"] == (4, 0)
+
+
+def test_the_build_of_pypi_gets_no_windows(monkeypatch) -> None:
+    monkeypatch.setattr(Flash3, "module", FORWARD_ONLY)
+    assert not Flash3().bands(READY)

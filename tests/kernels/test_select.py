@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,26 @@ def test_auto_prefers_flash_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
     assert select("auto", HOPPER)[0].name == "flash"
     monkeypatch.setitem(INSTALLED, "flash", False)
     assert select("auto", HOPPER)[0].name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("need", "installed", "chosen"),
+    [
+        ({}, ("flash", "flash3", "flash4"), "flash3"),
+        ({}, ("flash", "flash4"), "flash4"),
+        ({"capability": (10, 0)}, ("flash", "flash3", "flash4"), "flash4"),
+        ({"capability": (8, 0)}, ("flash", "flash4"), "flash"),
+        ({"biased": True, "lse": False}, ("flash", "flash3", "flash4"), "flash"),
+        ({"training": True}, ("flash", "flash3", "flash4"), "sdpa"),
+        ({"order": "free"}, ("flash3", "flash4"), "sdpa"),
+    ],
+)
+def test_parts_of_a_text_go_to_the_kernels_written_for_the_device(
+    need: dict[str, Any], installed: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in INSTALLED:
+        monkeypatch.setitem(INSTALLED, name, name in installed)
+    assert select("auto", replace(HOPPER, **{"biased": False, "lse": True} | need))[0].name == chosen
 
 
 def test_dropout_on_cpu_goes_to_the_reference() -> None:
