@@ -32,7 +32,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = discover(
 PREFERENCE = ("flash", "sdpa", "flex", "reference")
 """Order in which ``auto`` tries: the native kernel, the general path, the compiled one, the oracle that serves all."""
 NEWEST = ("flash3", "flash4")
-"""What ``auto`` tries before them from Hopper on, where no ALiBi asks for columns: the kernels written for these GPUs."""
+"""What ``auto`` tries before them from Hopper on, without gradients and ALiBi: the kernels written for these GPUs."""
 
 
 def named(name: str) -> AttentionBackend:
@@ -93,7 +93,7 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     """
     check_name(name)
     order = [*PREFERENCE, *(candidate for candidate in BACKENDS if candidate not in PREFERENCE)]
-    if (need.capability or (0, 0)) >= (9, 0) and not need.biased:
+    if (need.capability or (0, 0)) >= (9, 0) and not (need.biased or need.training):
         order.sort(key=lambda candidate: candidate not in NEWEST)
     if need.lse and need.training:  # of parts, no GPU has shown the backward pass of flash-attn yet
         order.sort(key=lambda candidate: (not named(candidate).fuses(need), candidate != "sdpa"))
