@@ -9,7 +9,8 @@ the variants of a length take turns, round after round. "Stock" is activation ch
 sets it, and nothing else; "stock, Liger" has Liger's kernels too (``use_liger_kernel``), and with them a loss in chunks
 of Liger's own. "nf4" holds the frozen weights in 4 bits (bitsandbytes). On a CPU "ctxext" gives blocks of 1 MiB and
 more back, "large blocks returned" those of twice a layer's hidden states, "freed memory kept" none
-(``memory.return_freed`` of the recipe). Memory is what the steps add, at their peak, to what the process held with its
+(``memory.return_freed`` of the recipe). "ctxext, cuDNN" attends by cuDNN's kernels, which plan for each new shape in the
+first step, whose seconds stand apart. Memory is what the steps add, at their peak, to what the process held with its
 model: adapters' gradients and optimizer state included, weights not; "plan" is what ``ctxext plan`` predicts of it,
 over that (gradients that stay between the micro-batches of an update included), and "host" the pinned memory on the
 host.
@@ -17,6 +18,7 @@ host.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -33,6 +35,7 @@ import bench
 import torch
 import typer
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -44,7 +47,7 @@ from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT
 
-STOCK, LIGER, NF4 = "stock", "stock, Liger", "ctxext, nf4"
+STOCK, LIGER, NF4, CUDNN = "stock", "stock, Liger", "ctxext, nf4", "ctxext, cuDNN"
 KEPT, LARGE = "ctxext, freed memory kept", "ctxext, large blocks returned"
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
@@ -59,6 +62,7 @@ VARIANTS: dict[str, dict[str, Memory]] = {
         LIGER: Memory(loss_chunk=None),
         "ctxext": Memory(),
         "ctxext, attention kept": Memory(save_attention=True),
+        CUDNN: Memory(),
         NF4: Memory(),
         "ctxext, tiled MLP": Memory(mlp_tile=8192),
         "ctxext, offload": Memory(offload=True),
@@ -124,8 +128,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps took: the median time of one, the memory of all, the loss of each; or why there is nothing."""
+    """What steps took: the first, the median of the others, the memory of all, the losses; or why there is nothing."""
 
+    first: float = math.nan
     seconds: float = math.nan
     added_mib: float = math.nan
     host_mib: float = 0.0
@@ -255,14 +260,17 @@ def measure(setting: Setting) -> Measured:
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[times])
         trainer.remove_callback(PrinterCallback)
         pinned = host_bytes(setting.device, "current")
+        by_cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if setting.variant == CUDNN else contextlib.nullcontext()
         try:
-            added = bench.added_memory(setting.device, trainer.train)
+            with by_cudnn:
+                added = bench.added_memory(setting.device, trainer.train)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             return Measured(why_not=str(error).splitlines()[0][:90])
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     host = (host_bytes(setting.device, "peak") - pinned) / 2**20
     seconds = statistics.median(times.seconds[1:])
-    return Measured(seconds, math.nan if added is None else added, host, losses, times.shares)
+    added = math.nan if added is None else added
+    return Measured(times.seconds[0], seconds, added, host, losses, times.shares)
 
 
 def in_a_process(setting: Setting) -> Measured:
@@ -289,6 +297,7 @@ def compared(setting: Setting, names: list[str], rounds: int, say: bench.Say) ->
             results[name].append(in_a_process(replace(setting, variant=name)))
     return {
         name: Measured(
+            measured[0].first,
             statistics.median(m.seconds for m in measured),
             max(m.added_mib for m in measured),
             max(m.host_mib for m in measured),
@@ -300,7 +309,19 @@ def compared(setting: Setting, names: list[str], rounds: int, say: bench.Say) ->
     }
 
 
-COLUMNS = ("tokens", "variant", "seconds", "tokens/s", "time", "adds MiB", "memory", "plan", "host MiB", "loss")
+COLUMNS = (
+    "tokens",
+    "variant",
+    "first",
+    "seconds",
+    "tokens/s",
+    "time",
+    "adds MiB",
+    "memory",
+    "plan",
+    "host MiB",
+    "loss",
+)
 
 
 def cells(setting: Setting, measured: Measured, stock: Measured | None) -> list[str]:
@@ -314,6 +335,7 @@ def cells(setting: Setting, measured: Measured, stock: Measured | None) -> list[
     return [
         f"{length:,}",
         name,
+        f"{measured.first:.1f}",
         f"{measured.seconds:.1f}",
         f"{length / measured.seconds:,.0f}",
         ratios[0],

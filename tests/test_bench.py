@@ -130,11 +130,12 @@ def test_options_are_refused_before_anything_runs(tmp_path: Path, options: tuple
 @pytest.mark.nightly
 def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     run = gpu_run("--device", "cpu", "--quick", "--minutes", "60", "--out", str(tmp_path))
-    stages = ["smoke", "steps", "compiled", "heads", "launches", "alibi", "tests", "far", "training"]
+    stages = ["heads", "alibi", "far", "smoke", "compiled", "steps", "launches", "tests", "training", "serve", "cudnn"]
     summary = (tmp_path / "summary.md").read_text()
-    assert [line.split("|")[1:3] for line in summary.splitlines()[4:]] == [[f" {name} ", " done "] for name in stages]
+    ended = [line.split("|")[1:3] for line in summary.splitlines()[4:] if not line.startswith("| flash")]
+    assert ended == [[f" {name} ", " done "] for name in stages]
     assert run.returncode == 0
-    tables = ["steps", "compiled", "heads", "launches", "bloom", "alibi", "training"]
+    tables = ["steps", "compiled", "heads", "launches", "bloom", "alibi", "training", "serve", "cudnn"]
     for name in [*tables, *stages]:
         text = (tmp_path / f"{name}.{'md' if name in tables else 'log'}").read_text()
         assert torch.__version__ in text

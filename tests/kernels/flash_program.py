@@ -1,4 +1,7 @@
-"""Run by test_real_flash in its own process: the Python layer of a real flash-attn 2 over a stand-in of its kernels.
+"""Draw calls of flash-attn and hold them to float64; without a GPU, version 2 over a stand-in of its kernels.
+
+    python -m tests.kernels.flash_program 0 250                   # by test_real_flash, with the sources on the path
+    python -m tests.kernels.flash_program 0 250 flash3 cuda       # by gpu_run.sh, with what is installed
 
 ``flash_attn_2_cuda`` is compiled for GPUs alone. Its stand-in checks arguments as csrc/flash_attn/flash_api.cpp of
 2.8.3 does, and computes what mask.h, alibi.h and flash_bwd_kernel.h define, in float64: causal from the bottom right
@@ -188,20 +191,20 @@ def attend(backend: Any, point: dict[str, Any], layout: Any, inputs: list[Tensor
     from ctxext.spec import RopeSpec
     from tests.kernels.cases import turned
 
-    method, heads = point["method"], point["heads"][0]
+    method, heads, device = point["method"], point["heads"][0], inputs[0].device
     how: dict[str, Any] = {"scale": point["width"][0] ** -0.5, "softcap": point["softcap"], "lse": method is not None}
     if method is None:
-        how["slopes"] = 2.0 ** -torch.arange(1, heads + 1).float() if point["biased"] else None
+        how["slopes"] = 2.0 ** -torch.arange(1, heads + 1, device=device).float() if point["biased"] else None
         how["window"] = point["window"]
     call, made = Call.of(*inputs, layout, **how), []
     need = call.need
     if method is not None:
         spec = RopeSpec(rotary_dim=32, base=10000.0, trained_length=48)
         pieces = known_methods()[method](factor=4.0).pieces(spec, 192)
-        made = turned(pieces, layout, 1e4 ** -(torch.arange(16).double() / 16), inputs[0].dtype)
+        made = turned(pieces, layout, 1e4 ** -(torch.arange(16, device=device).double() / 16), inputs[0].dtype)
         need = need_in_pieces(call, made)
-    on_gpu = dataclasses.replace(need, device="cuda", capability=(9, 0))
-    if backend.name == "flash" and backend.refuses(on_gpu) is not None:
+    on_gpu = need if need.device == "cuda" else dataclasses.replace(need, device="cuda", capability=(9, 0))
+    if backend.name != "reference" and backend.refuses(on_gpu) is not None:
         return None
     return attend_pieces(backend, call, made) if made else backend.attend(call)
 
@@ -216,10 +219,11 @@ def results(backend: Any, point: dict[str, Any], layout: Any, tensors: list[Tens
     return [out.detach(), *(() if is_constant else torch.autograd.grad(out, inputs, tensors[3]))]
 
 
-def main(seed: int, count: int) -> None:
-    """Draw calls, and print what became of them."""
-    put_in()
-    from ctxext.kernels.flash import Flash
+def main(seed: int, count: int, name: str = "flash", device: str = "cpu") -> int:
+    """Draw calls, print what became of them, and return the number of wrong ones."""
+    if device == "cpu":
+        put_in()
+    from ctxext.kernels import named
     from ctxext.kernels.reference import Reference
     from tests.kernels.cases import error
 
@@ -227,7 +231,8 @@ def main(seed: int, count: int) -> None:
     for number in range(count):
         point, layout, tensors = drawn(seed, number)
         CALLS.clear()
-        found = results(Flash(), point, layout, tensors)
+        there = layout.to(torch.device(device)), [x.to(device) for x in tensors]
+        found = [x.cpu() for x in results(named(name), point, *there)]
         if not found:
             tally["refused"] += 1
             continue
@@ -240,7 +245,9 @@ def main(seed: int, count: int) -> None:
         tally["in pieces, with gradients"] += point["method"] is not None and len(found) > 1
         tally.update(dict.fromkeys(CALLS, 1))
     print(json.dumps({"tally": tally, "wrong": wrong}))
+    return len(wrong)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    found_wrong = main(*map(int, sys.argv[1:3]), *sys.argv[3:])
+    sys.exit(sys.argv[4:] == ["cuda"] and found_wrong > 0)

@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import uvicorn
 
 from ctxext.serving.load import Served
 from ctxext.serving.server import application
 from tests._programs import ROOT
+
+if TYPE_CHECKING:
+    import openai
 
 KEY = "a key"
 
@@ -36,6 +38,8 @@ class Reached:
     @property
     def client(self) -> openai.OpenAI:
         """A client that holds the key, and does not ask twice."""
+        import openai
+
         url = f"http://127.0.0.1:{self.port}/v1"
         return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=300)
 
