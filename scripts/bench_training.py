@@ -9,8 +9,8 @@ the variants of a length take turns, round after round. "Stock" is activation ch
 sets it, and nothing else; "stock, Liger" has Liger's kernels too (``use_liger_kernel``), and with them a loss in chunks
 of Liger's own. "nf4" holds the frozen weights in 4 bits (bitsandbytes). On a CPU "ctxext" gives blocks of 1 MiB and
 more back, "large blocks returned" those of twice a layer's hidden states, "freed memory kept" none
-(``memory.return_freed`` of the recipe). "ctxext, cuDNN" attends by cuDNN's kernels, which plan for each new shape in the
-first step, whose seconds stand apart. Memory is what the steps add, at their peak, to what the process held with its
+(``memory.return_freed`` of the recipe). "ctxext, cuDNN" attends by cuDNN, which plans for each new shape in the first
+step, whose seconds stand apart. Memory is what the steps add, at their peak, to what the process held with its
 model: adapters' gradients and optimizer state included, weights not; "plan" is what ``ctxext plan`` predicts of it,
 over that (gradients that stay between the micro-batches of an update included), and "host" the pinned memory on the
 host.
