@@ -34,7 +34,8 @@ def _attend(
     TURNED: tl.constexpr,
     CAPPED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     FIRST: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr, REST_FIRST: tl.constexpr,
-    LINES: tl.constexpr, BLOCK: tl.constexpr, PAIRS_UP: tl.constexpr, REST_UP: tl.constexpr, VALUES_UP: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS_UP: tl.constexpr, REST_UP: tl.constexpr, VALUES_UP: tl.constexpr,
 ):  # fmt: skip
     """Attend to every n-th block of slots: ``LINES`` lines, one for each query of each head, over one key head."""
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -60,50 +61,50 @@ def _attend(
         q_rest = tl.load(q_at + (REST_FIRST + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
     acc = tl.zeros([LINES, VALUES_UP], tl.float32)
     top, total = tl.full([LINES], -1e30, tl.float32), tl.zeros([LINES], tl.float32)  # finite: differences are numbers
-    for start in range(tl.program_id(1) * BLOCK, slots, tl.num_programs(1) * BLOCK):
+    # No branch around the loads: those of the next blocks are under way while this one is multiplied.
+    for start in tl.range(tl.program_id(1) * BLOCK, slots, tl.num_programs(1) * BLOCK, num_stages=STAGES):
         slot, far = start + near, tl.full([], start, tl.int64)
         w_at = where_ptr + wide * where_row + w_head * where_group + token[:, None] * slots + slot[None, :]
         piece = tl.load(w_at, real[:, None] & (slot < slots)[None, :], 255).to(tl.int32)
         seen = tl.min(piece, 0) < 255
-        if tl.max(seen.to(tl.int32), 0) > 0:
-            k_at = k_from + far * k_token + near[None, :] * k_token
-            k_in = seen[None, :] & (pair < PAIRS)[:, None]
-            k_a, k_b = tl.load(k_at + first[:, None], k_in, 0.0), tl.load(k_at + (first + SECOND)[:, None], k_in, 0.0)
-            v_at = v_from + far * v_token + near[:, None] * v_token + value[None, :]
-            v = tl.load(v_at, seen[:, None] & (value < VALUES)[None, :], 0.0)
-            shared = tl.zeros([LINES, BLOCK], tl.float32)
-            if REST > 0:
-                k_rest = tl.load(k_at + (REST_FIRST + rest)[:, None], seen[None, :] & (rest < REST)[:, None], 0.0)
-                shared = tl.dot(q_rest, k_rest, shared, input_precision="ieee")
-            score = tl.full([LINES, BLOCK], float("-inf"), tl.float32)
-            for number in tl.static_range(PIECES):
-                chosen = piece == number
-                if tl.max(tl.max(chosen.to(tl.int32), 1), 0) > 0:
-                    turn = (row * query_row + number * TOKENS + token)[:, None] * PAIRS + pair[None, :]
-                    cos, sin = tl.load(query_cos_ptr + turn, q_in, 1.0), tl.load(query_sin_ptr + turn, q_in, 0.0)
-                    # Sums, as the compiler would rotate copies of the queries in every warp otherwise.
-                    a = tl.sum(q_pairs * tl.where(second == 1, -sin[:, None, :], cos[:, None, :]), 1)
-                    b = tl.sum(q_pairs * tl.where(second == 1, cos[:, None, :], sin[:, None, :]), 1)
-                    x, y = k_a, k_b
-                    if (TURNED >> number) % 2 == 1:
-                        turn_k = wide * key_row * PAIRS + far * PAIRS + (near[None, :] * PAIRS + pair[:, None])
-                        new = k_in & (slot >= settled)[None, :]
-                        cos_k, sin_k = tl.load(key_cos_ptr + turn_k, new, 1.0), tl.load(key_sin_ptr + turn_k, new, 0.0)
-                        x = (k_a * cos_k - k_b * sin_k).to(k_a.dtype)
-                        y = (k_b * cos_k + k_a * sin_k).to(k_a.dtype)
-                    s = tl.dot(a.to(x.dtype), x, shared, input_precision="ieee")
-                    s = tl.dot(b.to(y.dtype), y, s, input_precision="ieee") * scale
-                    if CAPPED:  # tanh, by its continued fraction near 0, where the closed form loses digits
-                        z = s * s
-                        z = s * (945 + z * (105 + z)) / (945 + z * (420 + z * 15))
-                        s = cap * tl.where(tl.abs(s) < 0.8, z, 1 - 2 / (1 + tl.exp(2 * s)))
-                    bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else (
-                        bias3 if number == 3 else (bias4 if number == 4 else bias5))))  # fmt: skip
-                    score = tl.where(chosen, s + tl.full([], bias, tl.float32), score)
-            before, top = top, tl.maximum(top, tl.max(score, 1))
-            weight, kept = tl.exp2(score - top[:, None]), tl.exp2(before - top)
-            total = total * kept + tl.sum(weight, 1)
-            acc = tl.dot(weight.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+        k_at = k_from + far * k_token + near[None, :] * k_token
+        k_in = seen[None, :] & (pair < PAIRS)[:, None]
+        k_a, k_b = tl.load(k_at + first[:, None], k_in, 0.0), tl.load(k_at + (first + SECOND)[:, None], k_in, 0.0)
+        v_at = v_from + far * v_token + near[:, None] * v_token + value[None, :]
+        v = tl.load(v_at, seen[:, None] & (value < VALUES)[None, :], 0.0)
+        shared = tl.zeros([LINES, BLOCK], tl.float32)
+        if REST > 0:
+            k_rest = tl.load(k_at + (REST_FIRST + rest)[:, None], seen[None, :] & (rest < REST)[:, None], 0.0)
+            shared = tl.dot(q_rest, k_rest, shared, input_precision="ieee")
+        score = tl.full([LINES, BLOCK], float("-inf"), tl.float32)
+        for number in tl.static_range(PIECES):
+            chosen = piece == number
+            if tl.max(tl.max(chosen.to(tl.int32), 1), 0) > 0:
+                turn = (row * query_row + number * TOKENS + token)[:, None] * PAIRS + pair[None, :]
+                cos, sin = tl.load(query_cos_ptr + turn, q_in, 1.0), tl.load(query_sin_ptr + turn, q_in, 0.0)
+                # Sums, as the compiler would rotate copies of the queries in every warp otherwise.
+                a = tl.sum(q_pairs * tl.where(second == 1, -sin[:, None, :], cos[:, None, :]), 1)
+                b = tl.sum(q_pairs * tl.where(second == 1, cos[:, None, :], sin[:, None, :]), 1)
+                x, y = k_a, k_b
+                if (TURNED >> number) % 2 == 1:
+                    turn_k = wide * key_row * PAIRS + far * PAIRS + (near[None, :] * PAIRS + pair[:, None])
+                    new = k_in & (slot >= settled)[None, :]
+                    cos_k, sin_k = tl.load(key_cos_ptr + turn_k, new, 1.0), tl.load(key_sin_ptr + turn_k, new, 0.0)
+                    x = (k_a * cos_k - k_b * sin_k).to(k_a.dtype)
+                    y = (k_b * cos_k + k_a * sin_k).to(k_a.dtype)
+                s = tl.dot(a.to(x.dtype), x, shared, input_precision="ieee")
+                s = tl.dot(b.to(y.dtype), y, s, input_precision="ieee") * scale
+                if CAPPED:  # tanh, by its continued fraction near 0, where the closed form loses digits
+                    z = s * s
+                    z = s * (945 + z * (105 + z)) / (945 + z * (420 + z * 15))
+                    s = cap * tl.where(tl.abs(s) < 0.8, z, 1 - 2 / (1 + tl.exp(2 * s)))
+                bias = bias0 if number == 0 else (bias1 if number == 1 else (bias2 if number == 2 else (
+                    bias3 if number == 3 else (bias4 if number == 4 else bias5))))  # fmt: skip
+                score = tl.where(chosen, s + tl.full([], bias, tl.float32), score)
+        before, top = top, tl.maximum(top, tl.max(score, 1))
+        weight, kept = tl.exp2(score - top[:, None]), tl.exp2(before - top)
+        total = total * kept + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
     line = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (SHARED * TOKENS) + lines
     total = tl.where(total > 0, total, 1.0)
     out_at = out_ptr + line[:, None] * VALUES + value[None, :]
@@ -141,10 +142,12 @@ def _merge(
 
 def tile_of(
     lines: int, slot_bytes: int, values: int, number_bytes: int, *, before_hopper: bool
-) -> tuple[int, int, int]:
-    """Return lines of a program, slots of a block and warps: so many that the compiled program spills no register.
+) -> tuple[int, int, int, int]:
+    """Return lines of a program, slots of a block, warps and stages: so many that a program spills no register.
 
     In float32 a program may keep 24 bytes in memory, and 3,200 where a key has the 576 dimensions of latent attention.
+
+    On CUDA, in 16 bits, two blocks are on their way while one is multiplied. In float32 that would spill 200 bytes.
 
     Args:
         lines: queries of all heads that share a key head, a power of two.
@@ -153,12 +156,14 @@ def tile_of(
         number_bytes: bytes of one number of a key.
         before_hopper: True for CUDA before compute capability 9.0.
     """
-    most, slots, in_block = (32 if before_hopper else 64, 64, 1 << 16) if number_bytes < 4 else (16, 32, 1 << 15)
-    if torch.version.hip is not None:
-        most, in_block = most if values <= 64 else 16, 1 << 14
+    wide, hip = number_bytes == 4, torch.version.hip is not None
+    most, in_block = (16 if wide else 32 if before_hopper else 64), (1 << 14 if hip else 1 << 15)
+    if hip and values > 64:
+        most = 16
+    slots, stages = (32, 1) if wide else (64, 1) if hip else (32, 3)
     lines = max(16, min(most, lines, 8192 // values))
-    warps = 4 if lines * slot_bytes <= 8192 or (lines == 16 and torch.version.hip is not None) else 8
-    return lines, min(slots, max(16, 1 << (in_block // slot_bytes).bit_length() - 1)), warps
+    warps = 4 if lines * slot_bytes <= 8192 or (lines == 16 and hip) else 8
+    return lines, min(slots, max(16, 1 << (in_block // slot_bytes).bit_length() - 1)), warps, stages
 
 
 def _up(length: int) -> int:
@@ -216,7 +221,7 @@ def attend_rows(
     slot_bytes = (2 * _up(pairs) + (_up(rest) if rest else 0) + _up(values)) * k.element_size()
     is_old = q.device.type == "cuda" and capability_of(q.device) < (9, 0)
     sizes_of_slot = slot_bytes, _up(values), k.element_size()
-    lines, block, warps = tile_of(_up(shared * tokens), *sizes_of_slot, before_hopper=is_old)
+    lines, block, warps, stages = tile_of(_up(shared * tokens), *sizes_of_slot, before_hopper=is_old)
     groups, lots = batch * key_heads, -(-shared * tokens // lines)
     splits = max(1, min(-(-slots // block), PROGRAMS // (groups * lots)))
     parts = q.new_empty(groups, splits, shared * tokens, values, dtype=torch.float32)
@@ -234,7 +239,7 @@ def attend_rows(
         PIECES=len(turned), TURNED=sum(1 << piece for piece, turns in enumerate(turned) if turns),
         CAPPED=softcap is not None, PAIRS=pairs, REST=rest, REST_FIRST=0 if form.tail else 2 * pairs,
         FIRST=rest if form.tail else 0, STEP=2 if form.interleaved else 1, SECOND=1 if form.interleaved else pairs,
-        LINES=lines, BLOCK=block, PAIRS_UP=_up(pairs), REST_UP=_up(rest), **sizes,
+        LINES=lines, BLOCK=block, STAGES=stages, PAIRS_UP=_up(pairs), REST_UP=_up(rest), **sizes,
         num_warps=warps,
     )  # fmt: skip
     _merge[(groups, shared * tokens)](
