@@ -343,7 +343,7 @@ def _series(table: LossTable, readings: Sequence[Reading], trained: int, length:
             curve=bucketed(losses, curve_edges),
             in_window_ratio=math.exp((losses[:, :trained].double() - plain.double()).mean().item()),
             versus_truncation=tuple(
-                document_difference([*losses[:, part]], [*baseline], baselines=len(table.windows))
+                document_difference([*losses[:, part]], [*baseline], baselines=len(table.short))
                 for part, baseline in zip(parts, best, strict=True)
             ),
             dynamic=reading.dynamic,

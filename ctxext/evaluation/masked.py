@@ -413,7 +413,7 @@ def _scores(table: LossTable, length: int, trained: int) -> Iterator[tuple[str, 
 
     The losses of a text are NaN where nothing was masked.
     """
-    best = [TRUNCATED] if table.windows else []
+    best = [TRUNCATED] if table.short else []
     other = TRUNCATED if best else UNPATCHED
     for kind, start, stop in _spans(length, trained):
         masked = table.span(start, stop).select(lambda texts: [text[~text.isnan()] for text in texts])

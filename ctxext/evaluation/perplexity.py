@@ -27,14 +27,17 @@ from ctxext.measuring.loss import STRIDE, Window, longlora_starts, mean_of_windo
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import ExtensionRecord, Provenance, provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, known_trained_length
+from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
 from ctxext.measuring.truncation import (
     AS_SAVED,
+    SELECTED,
     TRUNCATED,
     UNPATCHED,
     tail_windows,
     window_name,
+    window_of,
     windows_of,
 )
 from ctxext.texts.corpus import Corpus, TokenisedDocument
@@ -51,6 +54,7 @@ class PerplexityPlan:
         stride: Tokens between windows; None in position mode.
         method: Name of the method; None measures the checkpoint as it is.
         fitted_lengths: Length that the positions of each length are made for.
+        select: True to measure chosen chunks beside the truncations.
     """
 
     mode: str
@@ -65,6 +69,7 @@ class PerplexityPlan:
     fitted_lengths: Mapping[int, int] = field(default_factory=dict)
     cached: int | None = None
     unpatched: bool = True
+    select: bool = False
 
     @property
     def length(self) -> int:
@@ -111,6 +116,7 @@ def make_plan(
     arguments: Mapping[str, Any] | None = None,
     memory: int | None = None,
     unpatched: bool = True,
+    select: bool = False,
 ) -> PerplexityPlan:
     """Check the options against the model, which is at the end what it was.
 
@@ -121,6 +127,7 @@ def make_plan(
         arguments: Arguments of ``ctxext.patch`` beside the method; without factor and target length, the greatest
             length is the target.
         memory: Budget in bytes for weights and passes; None for no limit.
+        select: True to measure chosen chunks beside the truncations (``ctxext.measuring.selection``).
 
     Raises:
         CtxextError: as ``ctxext.patch``.
@@ -131,6 +138,8 @@ def make_plan(
         raise UnknownNameError.of("mode", mode, MODES)
     if (stride is not None and mode == "position") or (truncate and mode != "yarn"):
         raise InvalidParameterError(f"{'truncate' if truncate else 'stride'} has no meaning in mode {mode!r}.")
+    if select and mode != "position":
+        raise InvalidParameterError(f"select has no meaning in mode {mode!r}. Leave it out, or take mode 'position'.")
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     if method is None and given.keys() - {"trained_length"}:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method.")
@@ -164,6 +173,7 @@ def make_plan(
         fitted_lengths={length: fitted(length) for length in chosen},
         cached=cached_tokens_for(subject, chosen[-1], memory),
         unpatched=unpatched,
+        select=select,
     )
 
 
@@ -286,9 +296,9 @@ class Perplexity(Survey[LossJob]):
         if not table.tokens(self.readings[-1].name):  # conversations whose answers lie elsewhere
             return
         compared = table.select(self._compared)
-        beyond = compared.windows and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length))
+        beyond = compared.short and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length))
         for name in (reading.name for reading in readings):
-            own = table.losses(window_name(compared.window) if beyond and name == TRUNCATED else name)
+            own = table.losses(compared.best_short if beyond and name == TRUNCATED else name)
             scored = PerplexityScore(
                 kind=kind,
                 start=start,
@@ -297,6 +307,7 @@ class Perplexity(Survey[LossJob]):
                 loss=self._average(own, measured),
                 versus_truncation=compared.versus(name) if beyond else None,
                 window=compared.window_of(name) if beyond else None,
+                selected=bool(beyond) and name == TRUNCATED and compared.best_short == SELECTED,
             )
             yield name, scored
 
@@ -378,8 +389,9 @@ def prepare(
 
     windows = originals.truncations(unpatched)
     readings = [*windows.values(), layout.whole(extended, dynamic=plan.dynamic)]
-    if windows:  # each score takes the best window there
-        readings.insert(-1, LossesAt(TRUNCATED, windows[plan.trained_length].at, skip=layout.skip))
+    if windows:  # each score takes the best of them there
+        whole = windows[window_name(plan.trained_length)].at
+        readings.insert(-1, LossesAt(TRUNCATED, whole, skip=layout.skip))
     control: LossesAt | None = None
     measured_inside: Sequence[Sequence[LossJob]] = ()
     plain_inside: Sequence[Sequence[LossJob]] = ()
@@ -478,24 +490,23 @@ class _Layout:
             counted += jobs
         return LossesAt(reader.reading.name, dict(sorted(at.items())), counted)
 
-    def truncations(self, unpatched: Reader) -> dict[int, LossesAt]:
-        """Lay out the readings of the last tokens, by window; none where nothing lies beyond the trained window.
+    def truncations(self, unpatched: Reader) -> dict[str, LossesAt]:
+        """Lay out the readings of a part of a text, by name; none where nothing lies beyond the trained window.
 
         Inside the trained window nothing is dropped: what ``unpatched`` reads there is part of each.
         """
         plan, trained = self.plan, self.plan.trained_length
         beyond = [length for length in plan.lengths if length > trained]
         lengths = plan.lengths if plan.mode == "position" and beyond else beyond
-        truncations: dict[int, LossesAt] = {}
-        for window in windows_of(trained) if lengths else ():
-            reader = self.reader(window_name(window))
+        truncations: dict[str, LossesAt] = {}
+        for name in [*map(window_name, windows_of(trained)), *[SELECTED] * plan.select] if lengths else ():
+            reader = self.reader(name)
             at = {
-                length: [self._truncated(unpatched, reader, window, text) for text in self.texts[length]]
-                for length in lengths
+                length: [self._truncated(unpatched, reader, text) for text in self.texts[length]] for length in lengths
             }
             jobs = {job.key: job for texts in at.values() for text in texts for job in text}
-            counted = [job for job in jobs.values() if window == trained or job.reader is reader]
-            truncations[window] = LossesAt(reader.reading.name, at, counted, self.skip)
+            counted = [job for job in jobs.values() if name == window_name(trained) or job.reader is reader]
+            truncations[name] = LossesAt(name, at, counted, self.skip)
         return truncations
 
     def inside(self, reader: Reader, known: LossesAt | None = None) -> Sequence[Sequence[LossJob]]:
@@ -507,10 +518,8 @@ class _Layout:
             (self._job(reader, document, [_beginning(document, self.window)]),) for document in self.corpus.documents
         ]
 
-    def _truncated(
-        self, unpatched: Reader, reader: Reader, window: int, text: TokenisedDocument
-    ) -> tuple[LossJob, ...]:
-        """Lay out the start of a text up to the trained length, and the rest as the last tokens show it, if any."""
+    def _truncated(self, unpatched: Reader, reader: Reader, text: TokenisedDocument) -> tuple[LossJob, ...]:
+        """Lay out the start of a text up to the trained length, and the rest as a part of it shows it, if any."""
         plan, trained = self.plan, self.plan.trained_length
         positions = text.tokens - 1
         if plan.mode == "position" or plan.truncate:
@@ -518,7 +527,13 @@ class _Layout:
         head = self._job(unpatched, text, [_beginning(text, trained)])
         if positions <= trained:
             return (head,)
-        tail = tail_windows(window, start=trained, positions=positions, prefix=text.prefix)
+        span: dict[str, int] = {"start": trained, "positions": positions, "prefix": text.prefix}
+        window = window_of(reader.reading.name)
+        tail = (
+            selection_windows(text.input_ids, window=trained, **span)
+            if window is None
+            else tail_windows(window, **span)
+        )
         return head, self._job(reader, text, tail)
 
     def _job(self, reader: Reader, text: TokenisedDocument, windows: Sequence[Window]) -> LossJob:

@@ -17,7 +17,7 @@ from ctxext.evaluation.report.page import (
 from ctxext.measuring.labels import label_of, perplexity_label, tokens_label
 from ctxext.measuring.provenance import Provenance, Report
 from ctxext.measuring.statistics import PairedDifference
-from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
@@ -42,6 +42,7 @@ class PerplexityScore:
             single token.
         window: Tokens that a truncation sees, beyond the trained window; for the best one, those of the window that is
             best on the tokens of this score.
+        selected: True for the best truncation where the selection is better than each of them.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class PerplexityScore:
     loss: float
     versus_truncation: PairedDifference | None = None
     window: int | None = None
+    selected: bool = False
 
     @property
     def perplexity(self) -> float:
@@ -125,18 +127,12 @@ class PerplexityResult(Report):
         score, difference = (positions or compared)[-1]
         where = f"positions {score.start:,} to {score.stop:,}" if score.kind == POSITIONS else f"length {score.stop:,}"
         answer = difference.answer(len(self.provenance.documents))
-        return (
-            f"Does {measured.name} at {where} beat the best truncation, feeding only the last "
-            f"{self._best_window(score):,} tokens? {answer}"
-        )
-
-    def _best_window(self, score: PerplexityScore) -> int:
-        """Return the window of the best truncation on the tokens of a score."""
         best, place = self.find(TRUNCATED), (score.kind, score.start, score.stop)
-        windows = [
-            other.window for other in (best.scores if best else ()) if (other.kind, other.start, other.stop) == place
-        ]
-        return windows[0] if windows and windows[0] is not None else self.trained_length
+        same = [other for other in (best.scores if best else ()) if (other.kind, other.start, other.stop) == place]
+        window = (same[0].window if same else None) or self.trained_length
+        fed = f"feeding only {'selected' if same and same[0].selected else 'the last'} {window:,} tokens"
+        beat = f"{fed}, the best of truncations and selection" if self.find(SELECTED) else f"the best truncation, {fed}"
+        return f"Does {measured.name} at {where} beat {beat}? {answer}"
 
 
 def perplexity_page(result: PerplexityResult) -> Page:
@@ -172,7 +168,7 @@ def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
     """Return a number, for the best truncation with the window that it has there."""
     number = perplexity_label(score.perplexity)
     window = score.window if reading.name == TRUNCATED else None
-    return number if window is None else f"{number}\n({label_of(window_name(window))})"
+    return number if window is None else f"{number}\n({label_of(SELECTED if score.selected else window_name(window))})"
 
 
 def _perplexity_panels(result: PerplexityResult, kind: str, title: str) -> list[Panel]:

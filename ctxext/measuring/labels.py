@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, window_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, window_of
 
 LABELS = {
     UNPATCHED: "unpatched",
     TRUNCATED: "best truncation",
+    SELECTED: "selected chunks",
     "pi": "PI",
     "ntk": "NTK",
     "dynamic_ntk": "dynamic NTK",

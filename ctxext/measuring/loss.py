@@ -148,24 +148,27 @@ class Window:
 
     Args:
         prefix: leading tokens of the text that stand in front of the stretch.
+        chosen: spans of the text, begin and end of each, that stand between the two.
     """
 
     begin: int
     end: int
     scored: int
     prefix: int = 0
+    chosen: tuple[tuple[int, int], ...] = ()
 
     @property
     def positions(self) -> int:
         """Positions that the pass runs over."""
-        return self.prefix + self.end - self.begin - 1
+        return self.prefix + sum(end - begin for begin, end in self.chosen) + self.end - self.begin - 1
 
     def losses(self, model: nn.Module, input_ids: Int[Tensor, "batch tokens"], **options: Any) -> Tensor:
         """Return the losses that count, [batch, scored], in nats per token.
 
         Options and errors are those of ``loss_by_position``.
         """
-        tokens = torch.cat([input_ids[:, : self.prefix], input_ids[:, self.begin : self.end]], dim=1)
+        spans = [(0, self.prefix), *self.chosen, (self.begin, self.end)]
+        tokens = torch.cat([input_ids[:, slice(*span)] for span in spans], dim=1)
         return loss_by_position(model, tokens, start=self.positions - self.scored, **options)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctxext.measuring.statistics import Bucket, PairedDifference, document_difference
-from ctxext.measuring.truncation import TRUNCATED, best_window, window_name, window_of
+from ctxext.measuring.truncation import TRUNCATED, best_short, is_short, window_of
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
 
@@ -48,13 +48,13 @@ class LossTable:
     """Losses of several readings of the same tokens, one tensor per text, in nats per token.
 
     Args:
-        names: Names of the readings; those of ``window_name`` are truncations.
+        names: Names of the readings; those of ``is_short`` are what an extension has to beat.
         read: Function that returns the losses of a reading by its name. All at once may not fit into memory.
     """
 
     def __init__(self, names: Sequence[str], read: Callable[[str], Sequence[Tensor]]) -> None:
         self.names, self._read = tuple(names), read
-        self.windows = tuple(window for name in names if (window := window_of(name)) is not None)
+        self.short = tuple(name for name in names if is_short(name))
 
     @classmethod
     def of(cls, losses: Mapping[str, Sequence[Tensor]]) -> LossTable:
@@ -70,13 +70,18 @@ class LossTable:
         return LossTable.of({name: take(self._read(name)) for name in self.names})
 
     @cached_property
+    def best_short(self) -> str:
+        """Name of the best truncation, or of the selection where that is better; there must be one."""
+        return best_short({name: self._read(name) for name in self.short})
+
+    @property
     def window(self) -> int:
-        """Tokens that the best truncation sees; there must be one."""
-        return best_window({window: self._read(window_name(window)) for window in self.windows})
+        """Tokens that the best truncation or the selection sees."""
+        return window_of(self.best_short) or max(window_of(name) or 0 for name in self.short)
 
     def losses(self, name: str) -> Sequence[Tensor]:
         """Return the losses of a reading; ``truncated`` names the best truncation."""
-        return self._read(window_name(self.window) if name == TRUNCATED else name)
+        return self._read(self.best_short if name == TRUNCATED else name)
 
     def window_of(self, name: str) -> int | None:
         """Return the tokens that a truncation sees, the best one too; None for another reading."""
@@ -102,7 +107,7 @@ class LossTable:
             InvalidParameterError: different tokens, or fewer than two.
             IncompatibleError: a loss is no number.
         """
-        baselines = len(self.windows) if other == TRUNCATED else 1
+        baselines = len(self.short) if other == TRUNCATED else 1
         return document_difference(self.losses(name), self.losses(other), baselines=baselines)
 
     def versus(self, name: str, other: str = TRUNCATED) -> PairedDifference | None:

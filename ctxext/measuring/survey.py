@@ -241,7 +241,7 @@ class LossJob(Job):
             or reader.readings.key(
                 [reading.name, reading.method, reading.fingerprint],
                 text=text.sha256,
-                windows=[asdict(window) for window in windows],
+                windows=[{name: value for name, value in asdict(window).items() if value != ()} for window in windows],
                 cached=cached,
             ),
             cost=sum(pass_cost(window.positions, turning_point) for window in windows),

@@ -25,9 +25,9 @@ from ctxext.measuring.forward import SMALL_MODEL, pass_cost
 from ctxext.measuring.loss import Window, truncation_windows
 from ctxext.measuring.statistics import mean_loss
 
-# Names of readings: the model as it is and the best of the windows, which are the references; and a checkpoint that was
-# saved extended, read as it is.
-UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
+# Names of readings: the model as it is, the best of the windows, and chosen chunks (ctxext.measuring.selection), which
+# are the references; and a checkpoint that was saved extended, read as it is.
+UNPATCHED, TRUNCATED, SELECTED, AS_SAVED = "unpatched", "truncated", "selected", "as saved"
 QUARTERS = 4
 # Nobody truncates to fewer tokens; and a window has to hold the special tokens in front too.
 LEAST = 8
@@ -56,19 +56,30 @@ def window_of(name: str) -> int | None:
 
 
 def is_reference(name: str) -> bool:
-    """Return whether a reading of that name is a reference: unpatched, one of the windows, or the best of them."""
-    return name in (UNPATCHED, TRUNCATED) or window_of(name) is not None
+    """Return whether a reading of that name is a reference: unpatched, in the trained window, or the best of these."""
+    return name in (UNPATCHED, TRUNCATED) or is_short(name)
+
+
+def is_short(name: str) -> bool:
+    """Return whether a reading of that name reads a part of a text in the trained window: what to beat."""
+    return name == SELECTED or window_of(name) is not None
+
+
+def best_short(losses: Mapping[str, Iterable[Tensor]]) -> str:
+    """Return the name of the short reading with the lowest mean loss; of equal ones the longest window.
+
+    The mean is that of ``mean_loss``, so that whatever beats the best one in a ``document_difference`` beats each.
+
+    Args:
+        losses: nats per token, by name: the same tokens for each, one tensor per document.
+    """
+    return min(losses, key=lambda name: (mean_loss(list(losses[name])), -(window_of(name) or 0)))
 
 
 def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
-    """Return the window with the lowest mean loss; of equal ones the longest.
-
-    The mean is that of ``mean_loss``, so that whatever beats the best window in a ``document_difference`` beats each.
-
-    Args:
-        losses: nats per token, by window: the same tokens for each, one tensor per document.
-    """
-    return min(losses, key=lambda window: (mean_loss(list(losses[window])), -window))
+    """Return the window with the lowest mean loss, as ``best_short`` does."""
+    best = best_short({window_name(window): read for window, read in losses.items()})
+    return window_of(best) or 0
 
 
 def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:

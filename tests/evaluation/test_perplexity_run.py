@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -407,6 +408,29 @@ def test_published_protocols_score_whole_conversations(
     everything, answers = (sum(getattr(text, of) for text in corpus.documents) for of in ("tokens", "answered"))
     scored = found.readings[-1].at(LENGTH)[0].tokens
     assert scored == (everything - len(corpus.documents) if mode == "yarn" else answers)
+
+
+@pytest.mark.slow
+def test_chosen_chunks_are_a_baseline_too(make: Make) -> None:
+    checkpoint, corpus = make(129)
+    plan = make_plan(checkpoint.model, method="yarn", lengths=[128], arguments={"factor": 2.0}, select=True)
+    result = run(checkpoint, corpus, plan)
+    *short, best, extended = [reading for reading in result.readings if reading.name != "unpatched"]
+    assert [reading.name for reading in short] == [*TRUNCATIONS[:-1], "selected"]
+    places = [number for number, score in enumerate(best.scores) if score.start >= TRAINED]
+    assert len(places) == 4
+    for number in places:
+        losses = {reading.name: reading.scores[number].loss for reading in short}
+        least = min(losses, key=lambda name: losses[name])
+        score = best.scores[number]
+        assert score.loss == pytest.approx(losses[least], abs=1e-7)
+        assert (score.selected, score.window) == (least == "selected", int((least.split()[1:] or [TRAINED])[0]))
+        gap = extended.scores[number].versus_truncation
+        assert gap is not None
+        assert gap.baselines == 5
+        assert gap.mean == pytest.approx(extended.scores[number].loss - losses[least], abs=1e-6)
+    words = "selected 64" if best.scores[places[-1]].selected else "the last"
+    assert re.search(rf"beat feeding only {words}.* tokens, the best of truncations and selection\?", result.sentence())
 
 
 def test_bad_plans(make: Make) -> None:

@@ -43,6 +43,12 @@ class PerplexityOptions:
     truncate: bool = option("In mode yarn: cut each text to one window.", "--truncate", default=False)
     tokens: int | None = token_option("Tokens of each text that windows slide over; default twice the length.")
     unpatched: Unpatched = True
+    select: bool = option(
+        "Measure chosen chunks beside the truncations: what the trained window holds at best of all that was read. "
+        "It takes a pass over the trained window for each 256 tokens beyond it.",
+        "--select",
+        default=False,
+    )
     memory: str | None = option("Budget for weights and passes, such as 2GiB.", show_default="no limit")
 
 
@@ -77,6 +83,7 @@ def perplexity(
         arguments={name: value for name, value in extension.arguments().items() if name != "method"},
         memory=memory,
         unpatched=reading.unpatched,
+        select=reading.select,
     )
     plan = planned(session.checkpoint.model)
     corpus = _corpus(session.checkpoint, texts, plan, reading.tokens)
