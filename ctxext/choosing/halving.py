@@ -160,6 +160,7 @@ class Costs:
         whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
         tails = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
+        tails += pass_cost(self.trained, self.turning_point)  # chunks, chosen once
         truncations = tails / pass_cost(self.length, self.turning_point)
         return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
 

@@ -16,11 +16,13 @@ from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.evaluation.passkey import make_prompts
 from ctxext.files import digest
 from ctxext.measuring.forward import Progress, pass_cost, ticking
+from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import Window, loss_while
 from ctxext.measuring.readings import Reader, Reading, Readings
+from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, LossJob, Survey, jobs_of
-from ctxext.measuring.truncation import UNPATCHED, tail_windows, window_name
+from ctxext.measuring.truncation import SELECTED, UNPATCHED, tail_windows, window_name
 from ctxext.texts.corpus import TokenisedDocument
 from ctxext.texts.stretches import SplitTexts, TextStretch
 
@@ -67,7 +69,7 @@ class MeasuredLosses:
 
     def __post_init__(self) -> None:
         self._finished = self.survey.journal.finished()
-        every = (*self.readings.find(())[0], *self.entered)
+        every = (*self.readings.find(())[0], Reading(name=SELECTED, label=label_of(SELECTED)), *self.entered)
         self.readers = {reading.name: Reader(reading, self.readings, ()) for reading in every}
 
     def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -141,13 +143,17 @@ class MeasuredLosses:
         span = {"start": self.costs.end, "positions": self.costs.length, "prefix": stretches[0].text.prefix}
         windows = {window_name(window): tail_windows(window, **span) for window in self.readings.windows}
         tails = self._losses(list(windows), stretches, windows.__getitem__)
+        by_blocks = {"window": trained, "block": self.costs.length - self.costs.end, **span}
+        chosen = [selection_windows(each.text.input_ids, **by_blocks) for each in stretches]
+        jobs = [self._job(SELECTED, each, passes) for each, passes in zip(stretches, chosen, strict=True)]
+        tails[SELECTED] = [self.survey.journal.losses(line) for line in self.answers(jobs)]
         return judge_held_out(
             losses,
             choice=finish.choice,
             usual=usual,
             runner_up=finish.runner_up,
             unpatched=unpatched,
-            truncations=dict(zip(self.readings.windows, tails.values(), strict=True)),
+            truncations=tails,
             documents=[stretch.document for stretch in stretches],
             trained=trained,
             same_documents=self.split.same_documents,

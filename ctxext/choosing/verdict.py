@@ -16,7 +16,7 @@ from ctxext.choosing.halving import INSIDE, MORE, READ, WHOLE, Finish, Sizes, en
 from ctxext.measuring.labels import few_of, tokens_label
 from ctxext.measuring.readings import Refusal
 from ctxext.measuring.statistics import PairedDifference, document_difference, mean_loss
-from ctxext.measuring.truncation import best_window
+from ctxext.measuring.truncation import SELECTED, best_short, window_of
 from ctxext.methods import Method
 from ctxext.quantities import duration
 
@@ -35,8 +35,9 @@ class HeldOut:
         versus_usual: difference beyond the window to the published YaRN; None where that is the winner.
         end_versus_usual: the same at the end of the texts, where a candidate that stretches too little falls apart.
         versus_runner_up: difference beyond the window to the runner-up.
-        versus_truncation: difference at the end of the texts to the best truncation.
-        window: tokens that this truncation sees.
+        versus_truncation: difference at the end of the texts to the best of the truncations and the selection.
+        window: tokens that this one sees.
+        selected: True where this one is the selection.
         damage: difference inside the window to the unpatched model.
         usual_damage: the published YaRN's damage.
         same_documents: True for other parts of the documents that were chosen on.
@@ -53,6 +54,7 @@ class HeldOut:
     texts: int
     names: tuple[str, ...]
     same_documents: bool
+    selected: bool = False
 
     def verdict(self, difference: PairedDifference | None) -> str:
         """Return ``better``, ``worse`` or ``no difference``; both comparisons share the chance of 5 percent."""
@@ -65,7 +67,8 @@ class HeldOut:
 
     def compared(self, runner_up: str = "the runner-up") -> Iterator[tuple[str, PairedDifference, str]]:
         """Yield each comparison: its name, the difference, and a verdict where one may be given."""
-        at_end, cut = self.versus_truncation, f"the last {tokens_label(self.window)} tokens alone"
+        at_end, kind = self.versus_truncation, "selected" if self.selected else "the last"
+        cut = f"{kind} {tokens_label(self.window)} tokens alone"
         rows = (
             (f"beyond the window, minus {USUAL}", self.versus_usual, self.verdict(self.versus_usual)),
             (f"at the end, minus {USUAL}", self.end_versus_usual, self.verdict(self.end_versus_usual)),
@@ -92,7 +95,7 @@ def judge_held_out(
     usual: str,
     runner_up: str,
     unpatched: Sequence[Tensor],
-    truncations: Mapping[int, Sequence[Tensor]],
+    truncations: Mapping[str, Sequence[Tensor]],
     documents: Sequence[str],
     trained: int,
     same_documents: bool,
@@ -100,11 +103,11 @@ def judge_held_out(
     """Compare the winner of the rounds with others on texts that it was not chosen on.
 
     Losses are in nats per token, one tensor per text: of whole texts by the names of readings, of the unpatched model
-    inside the window, and of truncations at the end of the texts by their windows. The texts of one document count as
-    one. An empty ``runner_up`` is none.
+    inside the window, and of truncations and the selection at the end of the texts by their names. The texts of one
+    document count as one. An empty ``runner_up`` is none.
     """
-    window = best_window(truncations)
-    end = len(truncations[window][0])
+    best = best_short(truncations)
+    end = len(truncations[best][0])
 
     def difference(name: str, other: Sequence[Tensor], part: slice, *, baselines: int = 1) -> PairedDifference:
         own = by_document([text[part] for text in losses[name]], documents)
@@ -119,8 +122,9 @@ def judge_held_out(
         versus_usual=versus(usual, trained),
         end_versus_usual=versus(usual, end_of(trained, len(losses[choice][0]))),
         versus_runner_up=versus(runner_up, trained),
-        versus_truncation=difference(choice, truncations[window], slice(-end, None), baselines=len(truncations)),
-        window=window,
+        versus_truncation=difference(choice, truncations[best], slice(-end, None), baselines=len(truncations)),
+        window=window_of(best) or trained,
+        selected=best == SELECTED,
         damage=difference(choice, unpatched, slice(trained)),
         usual_damage=difference(usual, unpatched, slice(trained)),
         loss=mean_loss(by_document([text[trained:] for text in losses[choice]], documents)),

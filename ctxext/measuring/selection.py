@@ -26,13 +26,13 @@ K1 = 1.2
 Term = int | tuple[int, int]
 
 
-class Chunks:
+class RankedChunks:
     """Pieces of a text that may be chosen, by the tokens and pairs of tokens in them.
 
     Args:
-        tokens: of the text.
-        size: tokens of a chunk, at least 1; a shorter rest is none.
-        first: token at which the first chunk begins.
+        tokens: Tokens of the text.
+        size: Tokens of a chunk, at least 1; a shorter rest is none.
+        first: Token at which the first chunk begins.
     """
 
     def __init__(self, tokens: Sequence[int], size: int, first: int = 0) -> None:
@@ -67,7 +67,13 @@ def _terms(tokens: Sequence[int]) -> Iterator[Term]:
 
 
 def selection_windows(
-    input_ids: Int[Tensor, "1 tokens"], *, window: int, start: int, positions: int, prefix: int = 0
+    input_ids: Int[Tensor, "1 tokens"],
+    *,
+    window: int,
+    start: int,
+    positions: int,
+    prefix: int = 0,
+    block: int | None = None,
 ) -> tuple[Window, ...]:
     """Lay out the passes that score a text from ``start`` on when the model sees what it needs of it.
 
@@ -76,17 +82,20 @@ def selection_windows(
         start: first position to score, at least ``window``.
         positions: Positions of the text, one fewer than its tokens.
         prefix: leading tokens of the text that stand in front of each pass.
+        block: positions that are scored by one choice, at most a quarter of the window; None for 256, or an eighth of
+            a small window. The choice is made by as many tokens before them, at most 256.
 
     Returns:
         A pass for each block of predicted tokens. None sees more than ``window`` positions, nor a token that comes
         after what it predicts.
     """
-    tokens, block, size = input_ids[0].tolist(), min(BLOCK, window // 8), max(1, min(CHUNK, window // 16))
+    tokens, size, usual = input_ids[0].tolist(), max(1, min(CHUNK, window // 16)), min(BLOCK, window // 8)
+    block = usual if block is None else block
     newest = window // 2 + block
-    chunks, windows = Chunks(tokens[: positions + 1], size, prefix), []
+    chunks, windows = RankedChunks(tokens[: positions + 1], size, prefix), []
     for begin in range(start, positions, block):
         stop = min(begin + block, positions)
-        asked, first = tokens[begin + 1 - block : begin + 1], stop - newest
+        asked, first = tokens[begin + 1 - usual : begin + 1], stop - newest
         chosen = chunks.best(asked, most=(window - prefix - newest) // size, before=first)
         windows.append(Window(first, stop + 1, stop - begin, prefix, chosen))
     return tuple(windows)

@@ -62,7 +62,7 @@ def held_out(stored: Stored, finish: Finish, usual: str) -> HeldOut:
         usual=usual,
         runner_up=finish.runner_up,
         unpatched=list(plain[:, :TRAINED]),
-        truncations={TRAINED: list(plain[:, -128:])},
+        truncations={f"truncated {TRAINED}": list(plain[:, -128:])},
         documents=[f"text {number}" for number in range(SIZES.held_out)],
         trained=TRAINED,
         same_documents=False,

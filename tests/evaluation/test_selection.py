@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity import make_plan
 from ctxext.measuring.loss_table import LossTable
-from ctxext.measuring.selection import Chunks, selection_windows
+from ctxext.measuring.selection import RankedChunks, selection_windows
 
 
 def ranked(tokens: list[int], asked: list[int], size: int, before: int) -> list[int]:
@@ -38,7 +38,7 @@ def ranked(tokens: list[int], asked: list[int], size: int, before: int) -> list[
 def test_the_ranking_is_that_of_bm25() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(12, (400,), generator=generator).tolist()
-    chunks = Chunks(tokens, 16)
+    chunks = RankedChunks(tokens, 16)
     for before, most in ((400, 5), (399, 3), (250, 30), (15, 4), (32, 1)):
         asked = torch.randint(12, (20,), generator=generator).tolist()
         expected = sorted(ranked(tokens, asked, 16, before)[:most])
