@@ -52,6 +52,12 @@ class AskOptions:
     )
     tokens: int = option("Tokens of an answer, at most.", default=256, min=1)
     compile: bool = option(COMPILE_SAYS, "--compile", default=False)
+    select: int | None = option(
+        "Tokens of the text to read for each question, at most: its beginning, and the chunks that share most words "
+        "with the question. Default: all of it, once.",
+        min=256,
+        show_default="all",
+    )
     keep: Path | None = option(
         "File of what was read, to go on from another time: written, or read where it begins alike.",
         show_default="none",
@@ -93,12 +99,16 @@ def ask(
         raise InvalidParameterError("--keep writes a cache that grows, and --compile needs a fixed one. Leave one out.")
     if asked.keep is not None:
         refuse_as_file(asked.keep)
+    if asked.select is not None and (asked.keep is not None or not questions):
+        why = "--keep is for a whole text" if asked.keep is not None else "--select chooses by the question"
+        raise InvalidParameterError(f"{why}. Leave --select out, or give a question without --keep.")
 
     from transformers import TextStreamer
 
     from ctxext.core.patching import describe
     from ctxext.serving.ask import ReadText
     from ctxext.serving.load import extend_loaded
+    from ctxext.serving.selected import SelectedText, select
 
     session = Session(source, OutputOptions(as_json=True), methods=[extension.method])
     notes = session.console
@@ -106,14 +116,18 @@ def ask(
 
     def plan() -> tuple[ReadText, int]:
         checkpoint = session.checkpoint
+        if asked.select is not None:
+            parts.update({one: select(checkpoint.tokenizer, together, one, asked.select) for one in questions})
         if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
             extend_loaded(checkpoint, **extension.arguments())
-        given = (together, questions, asked.tokens, asked.complete, asked.keep, asked.compile)
+        longest = max((part.text for part in parts.values()), key=len, default=together)
+        given = (longest, questions, asked.tokens, asked.complete, asked.keep, asked.compile)
         text = ReadText(checkpoint.model, checkpoint.tokenizer, *given)
         if extension.method is None:
             text.extend(extension.sliding_window)
         return text, text.cut()
 
+    parts = dict[str, SelectedText]()
     text, left_out = session.planned(plan)
     tokens, method = len(text.shared), (describe(text.model).method or {}).get("method", "not extended")
     reads = f"reads {text.needed - text.new:,} of {text.window:,} tokens."
@@ -122,9 +136,13 @@ def ask(
         notes.print(f"The first {left_out:,} tokens of the text are left out: they exceed the window.", style="yellow")
     if (size := sum(weight.numel() for weight in text.model.parameters())) < SMALL:
         notes.print(f"A model of {size / 1e6:.0f}M parameters finds what is written, and understands little.")
-    with StageBar(notes, float(tokens)) as bar:
-        text.read(lambda read: bar(f"reading {tokens:,} tokens", float(read)))
+    if not parts:
+        with StageBar(notes, float(tokens)) as bar:
+            text.read(lambda read: bar(f"reading {tokens:,} tokens", float(read)))
     for one in questions or typed():
+        if one in parts:
+            notes.print(parts[one].sentence)
+            text = replace(text, text=parts[one].text, questions=[one])
         if len(questions) > 1 and not as_json:
             notes.print(f"\n{one}", style="bold")
         streamer = None if as_json else TextStreamer(text.tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -32,6 +32,7 @@ from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
 from ctxext.recommended import RECOMMENDED
+from ctxext.serving.selected import select as selected
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
 LINE_END = "\n"
@@ -336,6 +337,7 @@ def ask(
     questions: str | Sequence[str],
     *,
     max_new_tokens: int = ANSWER,
+    select: int | None = None,
 ) -> list[str]:
     """Answer questions about texts, which the model reads once.
 
@@ -347,15 +349,21 @@ def ask(
         texts: One text, or several, which are read in this order with an empty line between them.
         questions: One question, or several, each answered by itself.
         max_new_tokens: Tokens of an answer, at most, above 0.
+        select: Tokens of the texts to read for each question, at most: their beginning, and the chunks that share most
+            with the question; at least 256. None reads all, once for all questions.
 
     Returns:
         The greedy answer to each question, as ``model.generate`` gives it for the whole prompt.
 
     Raises:
-        InvalidParameterError: text, question and answer exceed the model's window.
+        InvalidParameterError: text, question and answer exceed the model's window; or too few tokens to select.
         IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
+    if select is not None:
+        parts = [selected(tokenizer, _joined(texts), question, select).text for question in questions]
+        pairs = zip(parts, questions, strict=True)
+        return [ReadText(model, tokenizer, part, [one], max_new_tokens).ask(one) for part, one in pairs]
     text = ReadText(model, tokenizer, _joined(texts), questions, max_new_tokens)
     return [text.ask(question) for question in questions]
 

@@ -17,6 +17,7 @@ from typer.testing import Result
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import UNSURE, ReadText, prompt_of
+from ctxext.serving.selected import LEFT_OUT, select
 from scripts.studies import unsure
 from tests._models import byte_model, tiny, trained_for
 from tests._programs import ROOT
@@ -437,3 +438,47 @@ def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokeniz
     for keep in (None, tmp_path / "new.safetensors"):  # the second before anything is read
         with pytest.raises(IncompatibleError, match="positions of a text follow its length"):
             ctxext.read(dynamic, tokenizer, TEXT[:120], keep=keep, max_new_tokens=NEW).save(kept)
+
+
+def test_a_selection_is_the_beginning_and_what_the_question_speaks_of() -> None:
+    """By bytes: chunks of 128 letters, of which one holds the words of the question."""
+    tokenizer = make_tokenizer(bos=False)
+    fact, filler = "The captain of the brig was Ada Blackwood. ", "rain fell on the grey hills that day, and so on. "
+    text = filler * 40 + fact + filler * 40
+    part = select(tokenizer, text, "Who was the captain of the brig?", 512)
+    assert part.text.startswith(text[:128])
+    assert "captain of the brig" in part.text
+    assert (part.read, part.tokens, len(part.places)) == (512, len(text), 3)
+    pieces = [text[0:128], *(text[place : place + 128] for place in part.places)]
+    gaps = [
+        LEFT_OUT if before + 128 < after else "" for before, after in zip([0, *part.places], part.places, strict=False)
+    ]
+    assert part.text == pieces[0] + "".join(gap + piece for gap, piece in zip(gaps, pieces[1:], strict=True))
+    assert re.match(r"512 of 3,963 tokens are read: the beginning, and 3 chunks from \d+ to \d+ % of", part.sentence)
+    whole = select(tokenizer, text, "Who?", len(text))
+    assert (whole.text, whole.sentence) == (text, "All 3,963 tokens of the text are read.")
+    with pytest.raises(InvalidParameterError, match=r"^select must be at least 256 tokens, found 255\.$"):
+        select(tokenizer, text, "Who?", 255)
+
+
+@pytest.mark.slow
+def test_a_selection_is_answered_as_a_text_of_its_own() -> None:
+    answering, tokenizer, text = trained_for(byte_model(), 600), make_tokenizer(bos=False), TEXT * 20
+    parts = [select(tokenizer, text, question, 256).text for question in QUESTIONS]
+    expected = [whole(answering, tokenizer, part, question) for part, question in zip(parts, QUESTIONS, strict=True)]
+    assert ctxext.ask(answering, tokenizer, text, QUESTIONS, select=256, max_new_tokens=NEW) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--select", "512", "--keep", "x"], "--keep is for a whole text. Leave --select out"),
+        (["--select", "512"], "--select chooses by the question. Leave --select out, or give a question"),
+    ],
+)
+def test_a_selection_needs_a_question(cli: Cli, tmp_path: Path, options: list[str], message: str) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    question = ["Who?"] * ("--keep" in options)
+    refused = cli("ask", "demo", "-t", tmp_path / "text.txt", *question, *options)
+    assert refused.exit_code == 1
+    assert message in " ".join(refused.output.split())

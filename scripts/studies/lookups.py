@@ -1,0 +1,183 @@
+"""Are more look-ups answered from a whole text, or from chunks that are chosen for the question?
+
+    python scripts/studies/lookups.py demo -n 40 -o docs/evidence/lookups.csv
+
+Texts: files of Python's standard library, packed to 15,000 tokens. Look-ups: constants in them whose value the model
+completes after ``NAME =`` where it reads 1,000 tokens around the definition and nothing else. The same question is then
+answered from the whole text (Self-Extend, read once for all questions) and from selections of two sizes (within the
+trained window). Finished look-ups are kept: the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from typer import Argument, Option
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from ctxext.cli.options import run_script
+from ctxext.core.patching import patch
+from ctxext.measuring.checkpoint import load_checkpoint
+from ctxext.serving.ask import ReadText
+from ctxext.serving.selected import select
+from scripts.bench import machine, markdown_table
+from scripts.studies.unsure import DEFINITION, Lookup
+
+TOKENS, AROUND, SIZES, NEW = 15_000, 1000, (1536, 4096), 12
+WHOLE = "whole"
+
+
+class Answer(NamedTuple):
+    """A row of the results: a look-up by one reading; ``right`` is yes or no."""
+
+    name: str
+    text: int
+    place: float
+    reading: str
+    right: str
+    probability: float
+    seconds: float
+    answer: str
+
+
+class Packed(NamedTuple):
+    """A text, and the constants in it with the character at which each definition begins."""
+
+    text: str
+    lookups: tuple[tuple[Lookup, int], ...]
+
+
+def packed(tokenizer: Any) -> Iterator[Packed]:
+    """Pack whole files, drawn with a fixed seed, into texts; a name that is defined twice is not asked for."""
+    draw = random.Random(73)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    files = [file for file in files if not {"site-packages", "test", "tests"} & set(file.parts)]
+    parts, size = list[str](), 0
+    for file in draw.sample(files, len(files)):
+        part = f"# {file.name}\n" + file.read_text(encoding="utf-8", errors="replace")
+        count = len(tokenizer(part)["input_ids"])
+        if not 1000 <= count <= 5000 or not any(DEFINITION.match(line) for line in part.splitlines()):
+            continue
+        if size + count > TOKENS:
+            yield Packed("\n".join(parts), tuple(_lookups("\n".join(parts), draw)))
+            parts, size = [], 0
+        parts, size = [*parts, part], size + count
+
+
+def _lookups(text: str, draw: random.Random) -> Iterator[tuple[Lookup, int]]:
+    found, at = dict[str, list[tuple[Lookup, int]]](), 0
+    for line in text.splitlines(keepends=True):
+        if (match := DEFINITION.match(line.rstrip("\n"))) is not None:
+            found.setdefault(match[1], []).append((Lookup(match[1], match[2], ()), at))
+        at += len(line)
+    single = [places[0] for places in found.values() if len(places) == 1]
+    yield from draw.sample(single, min(12, len(single)))
+
+
+def around(tokenizer: Any, text: str, at: int) -> str:
+    """Return 1,000 tokens of a text around a character, which stands at three quarters of them."""
+    starts = [
+        first for first, _ in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    ]
+    place = sum(first < at for first in starts)
+    begin = max(0, min(place - AROUND * 3 // 4, len(starts) - AROUND))
+    return text[starts[begin] : (starts[begin + AROUND] if begin + AROUND < len(starts) else len(text))]
+
+
+def table(answers: Sequence[Answer], number: int) -> str:
+    """Return what each reading answered, of the look-ups that the model answers where it reads nothing else."""
+    rows = []
+    for reading in dict.fromkeys(answer.reading for answer in answers):
+        own = [answer for answer in answers if answer.reading == reading]
+        right = sum(answer.right == "yes" for answer in own)
+        seconds = sum(answer.seconds for answer in own) / len(own)
+        unsure = sum(answer.probability < 0.7 for answer in own if answer.right == "no")
+        wrong = len(own) - right
+        rows.append([reading, f"{right} of {len(own)}", f"{seconds:.1f}", f"{unsure} of {wrong}"])
+    columns = ["read", "right", "seconds a question", "wrong answers called unsure"]
+    return markdown_table(f"# {number} look-ups", columns, rows, [machine("cpu")])
+
+
+def study(
+    checkpoint: Annotated[str | None, Argument(help="A checkpoint; the bundled one without it.")] = None,
+    number: Annotated[int, Option("-n", help="Look-ups.", min=1)] = 40,
+    output: Annotated[Path, Option("-o", help="CSV file.")] = Path("lookups.csv"),
+) -> None:
+    """Ask for constants by every reading, and print the table."""
+    loaded = load_checkpoint(checkpoint)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    patch(model, "self_extend", factor=2)  # inside the trained window as before, bit for bit
+    known: list[Answer] = []
+    if output.exists():
+        with output.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                numbers = {"text": int(row["text"])} | {
+                    name: float(row[name]) for name in ("place", "probability", "seconds")
+                }
+                known.append(Answer(**row | numbers))
+    with output.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not known:
+            writer.writerow(Answer._fields)
+
+        def ask(read: ReadText, lookup: Lookup, number: int, place: float, reading: str, spent: float) -> Answer:
+            start = time.perf_counter()
+            said = read.ask(f"{lookup.name} =")
+            seconds, right = time.perf_counter() - start + spent, "yes" if lookup.is_in(said) else "no"
+            answer = Answer(
+                lookup.name,
+                number,
+                round(place, 3),
+                reading,
+                right,
+                round(read.probability, 3),
+                round(seconds, 2),
+                said,
+            )
+            known.append(answer)
+            writer.writerow(answer)
+            file.flush()
+            return answer
+
+        def of(text: str) -> ReadText:
+            return ReadText(model, tokenizer, text, (), NEW, completes=True)
+
+        for at, one in enumerate(packed(tokenizer)):
+            able = []
+            for lookup, begin in one.lookups:
+                if len({(a.text, a.name) for a in known if a.reading == WHOLE}) + len(able) >= number:
+                    break
+                earlier = [a for a in known if (a.text, a.name) == (at, lookup.name)]
+                if any(a.reading == WHOLE for a in earlier):
+                    continue
+                alone = next((a for a in earlier if a.reading == "around"), None) or ask(
+                    of(around(tokenizer, one.text, begin)), lookup, at, begin / len(one.text), "around", 0.0
+                )
+                able += [(lookup, begin / len(one.text))] * (alone.right == "yes")
+            if able:
+                whole, start = of(one.text), time.perf_counter()
+                whole.read()
+                spent = (time.perf_counter() - start) / len(able)
+                for lookup, place in able:
+                    for size in SIZES:
+                        start = time.perf_counter()
+                        part = of(select(tokenizer, one.text, f"{lookup.name} =", size).text)
+                        ask(part, lookup, at, place, f"selected {size}", time.perf_counter() - start)
+                    ask(whole, lookup, at, place, WHOLE, spent)
+            names = {(a.text, a.name) for a in known if a.reading == WHOLE}
+            print(f"{len(names)} of {number} look-ups", file=sys.stderr)
+            if len(names) >= number:
+                break
+    print(table([a for a in known if (a.text, a.name) in names], len(names)), end="")
+
+
+if __name__ == "__main__":
+    run_script(study)
