@@ -192,6 +192,10 @@ def token_option(says: str, *flags: str, least: int = 0, **more: Any) -> Any:
 COMPILE_SAYS = (
     "Run the steps of an answer as graphs (torch.compile), which pays on a GPU; the first answer waits for it."
 )
+SELECT_SAYS = (
+    "Measure chosen chunks beside the truncations: what the trained window holds at best of all that was read. It "
+    "takes a pass over the trained window for each 256 tokens beyond it."
+)
 REQUIRED: Any = ...  # default of an option or argument that has to be given
 Checkpoint = Annotated[
     str, Argument(help="A checkpoint directory, a .gguf file, a name on the hub, or demo.", metavar="CHECKPOINT")

@@ -21,6 +21,7 @@ from ctxext.measuring.loss import Window
 from ctxext.measuring.loss_table import LossTable, Verdict
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods, require_reached
+from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import (
     CURVE,
     ENOUGH_DOCUMENTS,
@@ -31,7 +32,7 @@ from ctxext.measuring.statistics import (
     edges_for,
 )
 from ctxext.measuring.survey import LossJob, ProcessGroup, PromptJob, Survey
-from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, tail_windows, window_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, tail_windows
 from ctxext.methods import Method
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
@@ -51,6 +52,7 @@ class Series:
         dynamic: True where the method's frequencies follow the length, so that the one pass at the full length
             charges its stretched frequencies to every position.
         windows: Tokens that the best truncation sees in each bucket beyond the window; empty for other readings.
+        selected: True for each of these buckets where the selection is better than each truncation.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Series:
     dynamic: bool
     seconds: float
     windows: tuple[int, ...] = ()
+    selected: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,8 @@ class Score:
         window: Tokens that a truncation sees at the end; for the best one, those of the window that is best there.
             None at the trained length, and for readings that truncate nothing.
         window_of_whole: Tokens that it sees for all positions up to the length.
+        selected: True at the end for the best truncation where the selection is better than each of them.
+        selected_of_whole: True where it is so for all positions.
     """
 
     length: int
@@ -83,6 +88,8 @@ class Score:
     by_document: tuple[float, ...] = ()
     window: int | None = None
     window_of_whole: int | None = None
+    selected: bool = False
+    selected_of_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +143,8 @@ class FactorSeries:
 
     @property
     def drawn(self) -> tuple[Series, ...]:
-        """The series without the single windows of truncation, the best of which represents them."""
-        return tuple(item for item in self.series if window_of(item.name) is None)
+        """The series without the single windows of truncation and the selection, the best of which represents them."""
+        return tuple(item for item in self.series if not is_short(item.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +208,10 @@ class Comparison(Survey[LossJob | PromptJob]):
         lines, readings = self.journal.finished(), {reading.name: reading for reading in self.readings}
 
         def read(name: str) -> list[Tensor]:
-            lengths, window = self.lengths_of(readings[name]), window_of(name)
+            lengths = self.lengths_of(readings[name])
             measured = length if readings[name].dynamic else lengths[-1]
             rows = [self.journal.losses(lines[job.key]) for job in self.texts[name, measured]]
-            if window is not None:
+            if is_short(name):
                 # Only the tail was read: nothing is dropped inside the trained window.
                 inside = self.lengths[0 if readings[UNPATCHED].dynamic else -1]
                 heads = [self.journal.losses(lines[job.key]) for job in self.texts[UNPATCHED, inside]]
@@ -273,6 +280,8 @@ class Comparison(Survey[LossJob | PromptJob]):
                     by_document=tuple((own.double() - best.double()).mean().item() for own, best in pairs),
                     window=end.window_of(name),
                     window_of_whole=whole.window_of(name),
+                    selected=name == TRUNCATED and end.selected,
+                    selected_of_whole=name == TRUNCATED and whole.selected,
                 )
             scores.append(score)
         return Row(
@@ -286,7 +295,7 @@ class Comparison(Survey[LossJob | PromptJob]):
     def _passkeys(self, reading: Reading) -> tuple[PasskeyScore, ...]:
         """Count the keys found at each length and depth."""
         trained = self.trained_length
-        if reading.name == TRUNCATED or (reading.window or trained) < trained:
+        if reading.name in (TRUNCATED, SELECTED) or (reading.window or trained) < trained:
             return ()  # a key is looked for in all that fits, the longest window
         lines = self.journal.finished()
         places: dict[tuple[int, float], list[PasskeyPrompt]] = {}
@@ -349,6 +358,7 @@ def _series(table: LossTable, readings: Sequence[Reading], trained: int, length:
             dynamic=reading.dynamic,
             seconds=0.0,
             windows=tuple(part.window for part in beyond) if name == TRUNCATED else (),
+            selected=tuple(part.selected for part in beyond) if name == TRUNCATED else (),
         )
 
 
@@ -366,6 +376,7 @@ def prepare(
     trained_length: int | None = None,
     sliding_window: str | None = None,
     windows: Sequence[int] | None = None,
+    select: bool = False,
     group: ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Comparison:
@@ -374,11 +385,13 @@ def prepare(
     Args:
         corpus: Function that is called once with the tokens that each document must have, and returns them whole.
         output: Folder for cells and report; None keeps the cells in memory.
+        select: True to measure chosen chunks beside the truncations (``ctxext.measuring.selection``).
 
     Raises:
         CtxextError: for all that cannot be right, before anything is computed.
     """
-    model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows)
+    how: dict[str, Any] = {"sliding_window": sliding_window, "windows": windows, "select": select}
+    model = Readings(checkpoint, trained_length=trained_length, **how)
     tried, refused = model.find(
         chosen_methods(checkpoint.subject, methods, factors, model.trained_length), progress=progress
     )
@@ -394,7 +407,7 @@ def prepare(
     for reader in readers:
         if reader.reading.name != TRUNCATED:  # the best of the windows, each of which is measured by itself
             loss_jobs |= _loss_jobs(reader, documents, point)
-            passkey_jobs |= _passkey_jobs(reader, prompts)
+            passkey_jobs |= {} if reader.reading.name == SELECTED else _passkey_jobs(reader, prompts)
     jobs: list[LossJob | PromptJob] = [job for jobs in loss_jobs.values() for job in jobs]
     jobs += passkey_jobs.values()
     order = {reader: number for number, reader in enumerate(readers)}
@@ -473,9 +486,11 @@ def _loss_jobs(
         for document in documents:
             text = document.take(length + 1)
             windows: Sequence[Window] = [Window(0, length + 1, length)]
+            span = {"start": reader.readings.trained_length, "positions": length, "prefix": text.prefix}
             if reader.window is not None:
-                start = reader.readings.trained_length
-                windows = tail_windows(reader.window, start=start, positions=length, prefix=text.prefix)
+                windows = tail_windows(reader.window, **span)
+            elif reader.reading.name == SELECTED:
+                windows = selection_windows(text.input_ids, window=span["start"], **span)
             job = LossJob.of(
                 reader,
                 text,

@@ -307,7 +307,7 @@ class Perplexity(Survey[LossJob]):
                 loss=self._average(own, measured),
                 versus_truncation=compared.versus(name) if beyond else None,
                 window=compared.window_of(name) if beyond else None,
-                selected=bool(beyond) and name == TRUNCATED and compared.best_short == SELECTED,
+                selected=bool(beyond) and name == TRUNCATED and compared.selected,
             )
             yield name, scored
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctxext.measuring.statistics import Bucket, PairedDifference, document_difference
-from ctxext.measuring.truncation import TRUNCATED, best_short, is_short, window_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, best_short, is_short, window_of
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
 
@@ -27,6 +27,7 @@ class Verdict:
         length: Tokens that were read.
         best: Name of the reading with the least loss.
         window: Tokens that the best truncation sees.
+        selected: True where the selection is better than each truncation, and stands for the best.
         beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
         standard_errors: Number of standard errors that a gain must exceed to count; more candidates need more, since
             the best of many is partly the luckiest. Luck among them cannot make the best look worse than it is, luck
@@ -42,6 +43,7 @@ class Verdict:
     standard_errors: float
     candidates: int
     as_good: tuple[str, ...]
+    selected: bool = False
 
 
 class LossTable:
@@ -78,6 +80,11 @@ class LossTable:
     def window(self) -> int:
         """Tokens that the best truncation or the selection sees."""
         return window_of(self.best_short) or max(window_of(name) or 0 for name in self.short)
+
+    @property
+    def selected(self) -> bool:
+        """True where the selection is better than each truncation."""
+        return self.best_short == SELECTED
 
     def losses(self, name: str) -> Sequence[Tensor]:
         """Return the losses of a reading; ``truncated`` names the best truncation."""
@@ -129,4 +136,5 @@ class LossTable:
             standard_errors=needed,
             candidates=len(names),
             as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),
+            selected=self.selected,
         )

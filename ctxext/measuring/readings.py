@@ -24,6 +24,7 @@ from ctxext.measuring.labels import label_of
 from ctxext.measuring.provenance import versions
 from ctxext.measuring.truncation import (
     AS_SAVED,
+    SELECTED,
     TRUNCATED,
     UNPATCHED,
     is_reference,
@@ -148,6 +149,7 @@ class Readings:
         checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         windows: Windows of the truncations, in tokens; None for ``windows_of`` the trained length.
+        select: True for a reading of chosen chunks among the references.
 
     Raises:
         InvalidParameterError: nothing says for how many tokens the checkpoint was trained.
@@ -160,8 +162,9 @@ class Readings:
         trained_length: int | None = None,
         sliding_window: str | None = None,
         windows: Sequence[int] | None = None,
+        select: bool = False,
     ) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.select = checkpoint, select
         self.model = checkpoint.model
         self.extended = already_extended(checkpoint.subject.config)
         self.sliding_window = sliding_window
@@ -248,7 +251,7 @@ class Readings:
             dynamic=follows_length(self.checkpoint.subject),
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
-        names = [*map(window_name, self.windows), TRUNCATED]
+        names = [*map(window_name, self.windows), *[SELECTED] * self.select, TRUNCATED]
         return plain, *(Reading(name=name, label=label_of(name)) for name in names)
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ class SelectedText:
 
     @property
     def sentence(self) -> str:
-        """What is read, and from where."""
+        """Sentence on how much is read, and from where."""
         if not self.places:
             return f"All {self.tokens:,} tokens of the text are read."
         first, last = (round(100 * place / self.tokens) for place in (self.places[0], self.places[-1]))

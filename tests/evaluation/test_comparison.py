@@ -21,7 +21,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison import Comparison, ComparisonResult, prepare
-from ctxext.evaluation.report.comparison import headline, sentences, verdict_line
+from ctxext.evaluation.report.comparison import comparison_page, headline, sentences, verdict_line
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position, truncated_loss
@@ -200,6 +200,28 @@ def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
         logits = [model(ids[:, :-1], use_cache=False).logits for ids in tokens]
     pairs = zip(logits, tokens, strict=True)
     return torch.cat([-one.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] for one, ids in pairs])
+
+
+@pytest.mark.slow
+def test_chosen_chunks_are_a_baseline_too(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    found = measured(model, bos_tokenizer, tmp_path, methods=["yarn"], depths=(0.5,), select=True)
+    names = [row.reading.name for row in found.rows]
+    assert names == ["unpatched", *TRUNCATIONS[:-1], "selected", "truncated", "yarn x2"]
+    ends = {name: found.row(name).scores[-1] for name in names}
+    least = min((*TRUNCATIONS[:-1], "selected"), key=lambda name: ends[name].end.loss)
+    best, verdict = ends["truncated"], found.verdicts[0]
+    assert (best.end, best.selected, verdict.selected) == (ends[least].end, least == "selected", least == "selected")
+    assert verdict.versus_truncation.baselines == 5
+    assert found.row("selected").passkeys == ()
+    assert ends["selected"].whole.loss != ends["unpatched"].whole.loss
+    assert "selected" not in [item.name for item in found.panels[0].drawn]
+    chosen = replace(found, verdicts=(replace(verdict, beats="no", selected=True, window=512),))
+    assert "chunks chosen within 512 tokens, the best of truncations and selection" in headline(chosen)
+    assert "beats the best truncation (selected chunks within" in verdict_line(chosen, chosen.verdicts[0])
+    captions = [getattr(part, "caption", "") for part in comparison_page(chosen).parts]
+    assert any("tokens, or of selected chunks, predicts those best" in caption for caption in captions)
 
 
 @pytest.mark.nightly

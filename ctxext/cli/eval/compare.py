@@ -14,6 +14,7 @@ from typer import Option
 
 from ctxext.cli.eval.common import Session, texts_in_words
 from ctxext.cli.options import (
+    SELECT_SAYS,
     MethodOptions,
     Seed,
     SlidingWindow,
@@ -46,6 +47,7 @@ class ComparedOptions(MethodOptions):
         "Tokens to read. Repeatable. Default: each factor times the trained length.", "--length", "-l"
     )
     sliding_window: SlidingWindow = None
+    select: bool = option(SELECT_SAYS, "--select", default=False)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``comparison.prepare`` that these options stand for."""

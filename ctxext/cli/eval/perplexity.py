@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ctxext.cli.eval.common import Session, texts_in_words
 from ctxext.cli.options import (
+    SELECT_SAYS,
     ExtensionOptions,
     OutputOptions,
     Reference,
@@ -43,12 +44,7 @@ class PerplexityOptions:
     truncate: bool = option("In mode yarn: cut each text to one window.", "--truncate", default=False)
     tokens: int | None = token_option("Tokens of each text that windows slide over; default twice the length.")
     unpatched: Unpatched = True
-    select: bool = option(
-        "Measure chosen chunks beside the truncations: what the trained window holds at best of all that was read. "
-        "It takes a pass over the trained window for each 256 tokens beyond it.",
-        "--select",
-        default=False,
-    )
+    select: bool = option(SELECT_SAYS, "--select", default=False)
     memory: str | None = option("Budget for weights and passes, such as 2GiB.", show_default="no limit")
 
 

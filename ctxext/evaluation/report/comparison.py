@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from ctxext.measuring.labels import all_of, capitalised, perplexity_label, token
 from ctxext.measuring.loss_table import NO, YES, Verdict
 from ctxext.measuring.readings import TIMES, Reading
 from ctxext.measuring.statistics import PairedDifference
-from ctxext.measuring.truncation import TRUNCATED, UNPATCHED, windows_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, windows_of
 
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0
@@ -84,14 +85,14 @@ def _explanations(result: ComparisonResult) -> list[str]:
 
 def _provenance(result: ComparisonResult) -> TextTable:
     made, verdict = result.made, result.verdicts[-1]
-    truncations = len(windows_of(result.trained_length))
+    truncations = sum(is_short(row.reading.name) for row in result.rows)
     processes = f"{made['processes']} process" + ("es" if made["processes"] > 1 else "")
     return provenance_table(
         {**result.provenance, **made},
         Trained_length=f"{result.trained_length:,} tokens",
         Standard_errors=f"over {result.unit}; at {verdict.standard_errors:.2f} of them a gain counts (5 percent, "
         f"Bonferroni for {verdict.candidates} candidates), and a loss at "
-        f"{verdict.versus_truncation.errors_needed(truncations):.2f} (for {truncations} truncations)",
+        f"{verdict.versus_truncation.errors_needed(truncations):.2f} (for {truncations} baselines)",
         Computing=f"{made['seconds']:,.0f} s in {processes}",
     )
 
@@ -108,6 +109,8 @@ def headline(result: ComparisonResult) -> str:
     gap = f"{abs(difference.mean):.3f} ± {difference.standard_error:.3f} nats per token"
     where = difference.scope(len(result.provenance["documents"]))
     truncation = f"the best truncation, seeing only the last {window} tokens"
+    if verdict.selected:
+        truncation = f"chunks chosen within {window} tokens, the best of truncations and selection"
     if verdict.beats == YES:
         return f"{best}. It uses its window{where}: it predicts better than {truncation}, by {gap}."
     if verdict.beats == NO:
@@ -129,9 +132,10 @@ def verdict_line(result: ComparisonResult, verdict: Verdict) -> str:
     answer = {YES: f"yes{where}, by", NO: f"no{where}, by"}.get(
         verdict.beats, f"no difference that {_these_texts(result)} can show,"
     )
+    seen = f"{'selected chunks within' if verdict.selected else 'the last'} {tokens_label(verdict.window)}"
     return (
-        f"{tokens_label(verdict.length)}: {kind}: {row.reading.label}; beats the best truncation (the last "
-        f"{tokens_label(verdict.window)}): {answer} {verdict.versus_truncation} nats"
+        f"{tokens_label(verdict.length)}: {kind}: {row.reading.label}; beats the best truncation ({seen}): "
+        f"{answer} {verdict.versus_truncation} nats"
     )
 
 
@@ -243,7 +247,8 @@ def _main_table(result: ComparisonResult) -> TextTable:
         texts = [perplexity_label(row.inside.perplexity), NONE if row.reading.is_reference else str(row.short_context)]
         for length in beyond:
             score = row.at(length)
-            texts.append(_with_window(row, score.end.perplexity, score.window) if score else NONE)
+            chosen = score is not None and score.selected
+            texts.append(_with_window(row, score.end.perplexity, score.window, chosen) if score else NONE)
             is_baseline = row.reading.name == TRUNCATED
             texts.append(str(score.versus_truncation) if score and not is_baseline else NONE)
         keys, asked = hidden_keys(row)
@@ -252,7 +257,7 @@ def _main_table(result: ComparisonResult) -> TextTable:
     caption = (
         f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
         f"nats per token ± standard error over {result.unit}; best truncation: whichever of the last "
-        f"{windows_in_words(result.trained_length, 'or')} tokens predicts those best"
+        f"{windows_in_words(result.trained_length, 'or')} tokens{_or_selected(result)} predicts those best"
         + ("; passkeys found where truncation cuts the key off" if with_keys else "")
         + "."
     )
@@ -286,7 +291,10 @@ def _table(
 def _whole_texts(result: ComparisonResult) -> TextTable:
     def cells(row: Row) -> list[str]:
         scores = [row.at(length) for length in result.lengths]
-        return [_with_window(row, score.whole.perplexity, score.window_of_whole) if score else NONE for score in scores]
+        return [
+            _with_window(row, score.whole.perplexity, score.window_of_whole, score.selected_of_whole) if score else NONE
+            for score in scores
+        ]
 
     caption = (
         "Perplexity of all tokens up to each length, as published curves have it: more context and other text mixed."
@@ -330,11 +338,15 @@ def _sentences(notes: Sequence[str]) -> str:
     return " ".join(f"{note.rstrip('.')}." for note in notes)
 
 
-def _with_window(row: Row, perplexity: float, window: int | None) -> str:
-    """Return a perplexity, and for the best truncation which window it has."""
+def _with_window(row: Row, perplexity: float, window: int | None, selected: bool) -> str:
+    """Return a perplexity, and for the best truncation which window it has, or that it is the selection."""
     if row.reading.name != TRUNCATED or window is None:
         return perplexity_label(perplexity)
-    return f"{perplexity_label(perplexity)} (last {tokens_label(window)})"
+    return f"{perplexity_label(perplexity)} ({'selected' if selected else f'last {tokens_label(window)}'})"
+
+
+def _or_selected(result: ComparisonResult) -> str:
+    return ", or of selected chunks," if any(row.reading.name == SELECTED for row in result.rows) else ""
 
 
 def _short(value: object) -> str:
@@ -370,7 +382,7 @@ def _names(readings: Sequence[Reading]) -> Names:
 
 def _method(reading: Reading) -> str:
     """Return the method of a reading, whatever its factor, or the name of a reference."""
-    if reading.window is not None:
+    if is_short(reading.name):
         return TRUNCATED
     return reading.name if reading.is_reference or reading.method is None else str(reading.method["method"])
 
@@ -383,20 +395,21 @@ def _distances(result: ComparisonResult, verdict: Verdict) -> Figure:
     end, window = tokens_label(verdict.length), tokens_label(verdict.window)
     words = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if len(result.provenance["documents"]) > 1 else ""
+    seen, truncations = "chunks within" if verdict.selected else "the last", windows_in_words(result.trained_length)
     panel = Panel(lambda axes: _draw_distances(axes, rows), words, (5.4, 0.7 + 0.29 * len(rows)))
     return paneled(
         f"truncation-{verdict.length}",
         f"Against the best truncation, at {end} tokens",
         [panel],
-        caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
-        f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
-        f"{windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
+        caption=f"Loss minus that of the best truncation, seeing only {seen} {window} tokens, on the same tokens, with "
+        f"95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last {truncations} "
+        f"tokens{_or_selected(result) or ','} the best of which is the line.{dots}",
     )
 
 
 def _draw_distances(axes: Any, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
     gaps = [gap for _, _, gap in rows]
-    nearest = min(abs(gap.mean) + gap.margin for row, _, gap in rows if row.reading.window is None)
+    nearest = min(abs(gap.mean) + gap.margin for row, _, gap in rows if not is_short(row.reading.name))
     limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + gap.margin for gap in gaps))
     low = min(-0.25 * limit, *(gap.mean - gap.margin for gap in gaps)) * 1.1
     axes.axvline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
@@ -448,8 +461,13 @@ def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure
     readings = [result.row(item.name).reading for item in panel.drawn]
     candidates = {reading.name for reading in readings if reading.is_candidate}
     methods = [item for item in panel.drawn if item.name in candidates]
-    windows = next(item for item in panel.series if item.name == TRUNCATED).windows
-    chosen = all_of([tokens_label(window) for window in windows])
+    best = next(item for item in panel.series if item.name == TRUNCATED)
+    chosen = all_of(
+        [
+            "selected" if selected else f"the last {tokens_label(window)}"
+            for window, selected in itertools.zip_longest(best.windows, best.selected)
+        ]
+    )
     names = _names(readings)
     groups = [(*names[item.name], item.versus_truncation) for item in methods]
     spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
@@ -457,7 +475,7 @@ def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure
         f"difference{_suffix(panel)}",
         f"Against the best truncation{_of_factor(panel)}",
         [differences_panel(spans, groups)],
-        caption=f"The same tokens, minus their loss under the best truncation (in these stretches the last {chosen} "
+        caption=f"The same tokens, minus their loss under the best truncation (in these stretches {chosen} "
         f"tokens), with 95 percent intervals.",
     )
 
