@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import random
+import statistics
 import sys
 import sysconfig
 import time
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.cli.options import run_script
 from ctxext.core.patching import patch
 from ctxext.measuring.checkpoint import load_checkpoint
-from ctxext.serving.ask import ReadText
+from ctxext.serving.ask import UNSURE, ReadText
 from ctxext.serving.selected import select
 from scripts.bench import machine, markdown_table
 from scripts.studies.unsure import DEFINITION, Lookup
@@ -92,18 +93,31 @@ def around(tokenizer: Any, text: str, at: int) -> str:
     return text[starts[begin] : (starts[begin + AROUND] if begin + AROUND < len(starts) else len(text))]
 
 
-def table(answers: Sequence[Answer], number: int) -> str:
+def read_rows(path: Path) -> list[Answer]:
+    """Return the finished answers of a file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        numbers = {"place": float, "probability": float, "seconds": float, "text": int}
+        rows = [row | {name: kind(row[name]) for name, kind in numbers.items()} for row in csv.DictReader(file)]
+    return [Answer(**row) for row in rows]
+
+
+def finished(answers: Sequence[Answer]) -> set[tuple[int, str]]:
+    """Return the look-ups that each reading has answered, by their text and name."""
+    return {(answer.text, answer.name) for answer in answers if answer.reading == WHOLE}
+
+
+def table(answers: Sequence[Answer]) -> str:
     """Return what each reading answered, of the look-ups that the model answers where it reads nothing else."""
-    rows = []
+    rows, done = [], finished(answers)
     for reading in dict.fromkeys(answer.reading for answer in answers):
-        own = [answer for answer in answers if answer.reading == reading]
-        right = sum(answer.right == "yes" for answer in own)
-        seconds = sum(answer.seconds for answer in own) / len(own)
-        unsure = sum(answer.probability < 0.7 for answer in own if answer.right == "no")
-        wrong = len(own) - right
-        rows.append([reading, f"{right} of {len(own)}", f"{seconds:.1f}", f"{unsure} of {wrong}"])
-    columns = ["read", "right", "seconds a question", "wrong answers called unsure"]
-    return markdown_table(f"# {number} look-ups", columns, rows, [machine("cpu")])
+        own = [answer for answer in answers if answer.reading == reading and (answer.text, answer.name) in done]
+        right, wrong = ([answer for answer in own if answer.right == so] for so in ("yes", "no"))
+        seconds = statistics.fmean(answer.seconds for answer in own)
+        unsure = [sum(answer.probability < UNSURE for answer in some) for some in (right, wrong)]
+        counts = [f"{of} of {len(some)}" for of, some in zip(unsure, (right, wrong), strict=True)]
+        rows.append([reading, f"{len(right)} of {len(own)}", f"{seconds:.1f}", *counts])
+    columns = ["read", "right", "seconds a question", "right ones called unsure", "wrong ones called unsure"]
+    return markdown_table(f"# {len(done)} look-ups", columns, rows, [machine("cpu")])
 
 
 def study(
@@ -115,14 +129,7 @@ def study(
     loaded = load_checkpoint(checkpoint)
     model, tokenizer = loaded.model, loaded.tokenizer
     patch(model, "self_extend", factor=2)  # inside the trained window as before, bit for bit
-    known: list[Answer] = []
-    if output.exists():
-        with output.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                numbers = {"text": int(row["text"])} | {
-                    name: float(row[name]) for name in ("place", "probability", "seconds")
-                }
-                known.append(Answer(**row | numbers))
+    known = read_rows(output) if output.exists() else []
     with output.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if not known:
@@ -153,7 +160,7 @@ def study(
         for at, one in enumerate(packed(tokenizer)):
             able = []
             for lookup, begin in one.lookups:
-                if len({(a.text, a.name) for a in known if a.reading == WHOLE}) + len(able) >= number:
+                if len(finished(known)) + len(able) >= number:
                     break
                 earlier = [a for a in known if (a.text, a.name) == (at, lookup.name)]
                 if any(a.reading == WHOLE for a in earlier):
@@ -172,11 +179,10 @@ def study(
                         part = of(select(tokenizer, one.text, f"{lookup.name} =", size).text)
                         ask(part, lookup, at, place, f"selected {size}", time.perf_counter() - start)
                     ask(whole, lookup, at, place, WHOLE, spent)
-            names = {(a.text, a.name) for a in known if a.reading == WHOLE}
-            print(f"{len(names)} of {number} look-ups", file=sys.stderr)
-            if len(names) >= number:
+            print(f"{len(finished(known))} of {number} look-ups", file=sys.stderr)
+            if len(finished(known)) >= number:
                 break
-    print(table([a for a in known if (a.text, a.name) in names], len(names)), end="")
+    print(table(known), end="")
 
 
 if __name__ == "__main__":
