@@ -134,7 +134,7 @@ def _everything_global() -> dict[tuple[str, str], int]:
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.startswith(("transformers", "torch.nn")):
             # Without what torch.compile puts into modules for earlier tests, and takes out when their code is freed.
-            kept = {key: value for key, value in vars(module).items() if not key.startswith("__builtins_dict__")}
+            kept = {key: value for key, value in list(vars(module).items()) if not key.startswith("__builtins_dict__")}
             for key, value in kept.items():
                 found[name, key] = id(value)
                 if isinstance(value, type) and value.__module__ == name:
