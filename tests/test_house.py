@@ -43,7 +43,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_618,
-    "lines of tests/": 50_572,
+    "lines of tests/": 50_575,
     "lines that a defect of caches makes read": 2_593,
     "look-ups of the base model and its text config": 71,
     "parameters of the widest command": 5,

@@ -1,6 +1,6 @@
 """Are more look-ups answered from a whole text, or from chunks that are chosen for the question?
 
-    python scripts/studies/lookups.py demo -n 40 -o docs/evidence/lookups.csv
+    python scripts/studies/lookups.py demo -o docs/evidence/lookups.csv
 
 Texts: files of Python's standard library, packed to 15,000 tokens. Look-ups: constants in them whose value the model
 completes after ``NAME =`` where it reads 1,000 tokens around the definition and nothing else. The same question is then
@@ -122,7 +122,7 @@ def table(answers: Sequence[Answer]) -> str:
 
 def study(
     checkpoint: Annotated[str | None, Argument(help="A checkpoint; the bundled one without it.")] = None,
-    number: Annotated[int, Option("-n", help="Look-ups.", min=1)] = 40,
+    number: Annotated[int, Option("-n", help="Look-ups, at most; Python 3.11 has 32.", min=1)] = 40,
     output: Annotated[Path, Option("-o", help="CSV file.")] = Path("lookups.csv"),
 ) -> None:
     """Ask for constants by every reading, and print the table."""

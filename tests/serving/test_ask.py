@@ -18,7 +18,7 @@ import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from ctxext.serving.selected import LEFT_OUT, select
-from scripts.studies import unsure
+from scripts.studies import lookups, unsure
 from tests._models import byte_model, tiny, trained_for
 from tests._programs import ROOT
 from tests._tokenizer import make_tokenizer
@@ -408,8 +408,9 @@ def test_the_limit_of_what_is_unsure_is_what_the_look_ups_chose() -> None:
     choosing, judging = unsure.halves(answers)
     assert unsure.chosen_limit(choosing) == UNSURE
     page = (ROOT / "docs" / "guides" / "howto" / "question.md").read_text(encoding="utf-8")
-    rows = [line for line in unsure.table(judging, UNSURE).splitlines() if line.startswith("| ")]
-    assert all(row in page for row in rows)
+    asked = lookups.read_rows(ROOT / "docs" / "evidence" / "lookups.csv")
+    tables = [unsure.table(judging, UNSURE), lookups.table(asked)]
+    assert all(line in page for one in tables for line in one.splitlines() if line.startswith("| "))
 
 
 def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
