@@ -89,7 +89,7 @@ def selection_windows(
         A pass for each block of predicted tokens. None sees more than ``window`` positions, nor a token that comes
         after what it predicts.
     """
-    tokens, size, usual = input_ids[0].tolist(), max(1, min(CHUNK, window // 16)), min(BLOCK, window // 8)
+    tokens, size, usual = input_ids[0].tolist(), max(1, min(CHUNK, window // 16)), max(1, min(BLOCK, window // 8))
     block = usual if block is None else block
     newest = window // 2 + block
     chunks, windows = RankedChunks(tokens[: positions + 1], size, prefix), []
