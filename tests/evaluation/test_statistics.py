@@ -182,7 +182,7 @@ def test_held_out_texts_declare_no_winner_among_equals() -> None:
             usual="usual",
             runner_up="second",
             unpatched=reading(trained),
-            truncations={8: reading(16)},
+            truncations={"truncated 8": reading(16)},
             documents=documents,
             trained=trained,
             same_documents=False,
