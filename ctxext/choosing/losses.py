@@ -22,10 +22,11 @@ from ctxext.measuring.readings import Reader, Reading, Readings
 from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, LossJob, Survey, jobs_of
-from ctxext.measuring.truncation import SELECTED, UNPATCHED, tail_windows, window_name
+from ctxext.measuring.truncation import SELECTED, UNPATCHED, tail_windows, window_name, window_of
 from ctxext.texts.corpus import TokenisedDocument
 from ctxext.texts.stretches import SplitTexts, TextStretch
 
+Passes = Callable[[str, TextStretch], Sequence[Window]]  # of a reading, by its name, over a text
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)
 # Candidates whose first reading says how long a pass takes.
@@ -91,10 +92,10 @@ class MeasuredLosses:
         return sum((float(self._finished[key]["seconds"]) for key in self.passes), 0.0)
 
     def _losses(
-        self, names: Sequence[str], stretches: Sequence[TextStretch], windows: Callable[[str], Sequence[Window]]
+        self, names: Sequence[str], stretches: Sequence[TextStretch], windows: Passes
     ) -> dict[str, list[Tensor]]:
-        """Return the losses of each reading on each text, [scored], by the passes that ``windows`` gives for a name."""
-        jobs = [self._job(name, stretch, windows(name)) for name in names for stretch in stretches]
+        """Return the losses of each reading on each text, [scored], by the passes that ``windows`` gives for both."""
+        jobs = [self._job(name, stretch, windows(name, stretch)) for name in names for stretch in stretches]
         losses = iter([self.survey.journal.losses(line) for line in self.answers(jobs)])
         return {name: [next(losses) for _ in stretches] for name in names}
 
@@ -103,8 +104,8 @@ class MeasuredLosses:
         label = f"{reader.reading.label}, {text.name}, {windows[0].positions:,} tokens"
         return LossJob.of(reader, text, windows, name=label, turning_point=self.costs.turning_point)
 
-    def _beginning(self, tokens: int) -> Callable[[str], Sequence[Window]]:
-        return lambda _: [Window(0, tokens + 1, tokens)]
+    def _beginning(self, tokens: int) -> Passes:
+        return lambda *_: [Window(0, tokens + 1, tokens)]
 
     def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the losses of each reading at the beginnings of the first texts."""
@@ -141,12 +142,15 @@ class MeasuredLosses:
             losses[name] = [torch.cat([inside, whole[trained:]]) for inside, whole in pairs]
         unpatched = self._losses([UNPATCHED], stretches, self._beginning(trained))[UNPATCHED]
         span = {"start": self.costs.end, "positions": self.costs.length, "prefix": stretches[0].text.prefix}
-        windows = {window_name(window): tail_windows(window, **span) for window in self.readings.windows}
-        tails = self._losses(list(windows), stretches, windows.__getitem__)
-        by_blocks = {"window": trained, "block": self.costs.length - self.costs.end, **span}
-        chosen = [selection_windows(each.text.input_ids, **by_blocks) for each in stretches]
-        jobs = [self._job(SELECTED, each, passes) for each, passes in zip(stretches, chosen, strict=True)]
-        tails[SELECTED] = [self.survey.journal.losses(line) for line in self.answers(jobs)]
+        block = self.costs.length - self.costs.end  # chunks are chosen once
+
+        def passes(name: str, stretch: TextStretch) -> Sequence[Window]:
+            window = window_of(name)
+            if window is None:
+                return selection_windows(stretch.text.input_ids, window=trained, block=block, **span)
+            return tail_windows(window, **span)
+
+        tails = self._losses([*map(window_name, self.readings.windows), SELECTED], stretches, passes)
         return judge_held_out(
             losses,
             choice=finish.choice,
@@ -171,8 +175,8 @@ class MeasuredLosses:
         # What is far too small is said before a whole text is read, which the published YaRN does in any case. Calls of
         # 256 tokens are slower than their share: they refuse only what a pass 16 times as fast could not hold.
         for tokens, doubt in ((min(256, self.costs.prefix), 16.0), (self.costs.prefix, 1.0)):
-            window, text = self._beginning(tokens)(""), self.split.choosing[0]
-            inside = self._seconds([self._job(name, text, window) for name in judged[:TIMED]])
+            text, passes = self.split.choosing[0], self._beginning(tokens)
+            inside = self._seconds([self._job(name, text, passes(name, text)) for name in judged[:TIMED]])
             self.costs.sizes(seconds / inside * self.costs.of(tokens), seconds, doubt)
         whole = self._seconds([self._whole(self.entered[0].name, self.split.choosing[0], lambda _: None)])
         return seconds / whole, self.costs.timed(inside, whole)

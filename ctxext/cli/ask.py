@@ -116,8 +116,8 @@ def ask(
 
     def plan() -> tuple[ReadText, int]:
         checkpoint = session.checkpoint
-        if asked.select is not None:
-            parts.update({one: select(checkpoint.tokenizer, together, one, asked.select) for one in questions})
+        if asked.select is not None and not parts:  # a plan is made before the weights are loaded, and after
+            parts.update(zip(questions, select(checkpoint.tokenizer, together, questions, asked.select), strict=True))
         if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
             extend_loaded(checkpoint, **extension.arguments())
         longest = max((part.text for part in parts.values()), key=len, default=together)

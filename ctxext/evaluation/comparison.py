@@ -143,7 +143,7 @@ class FactorSeries:
 
     @property
     def drawn(self) -> tuple[Series, ...]:
-        """The series without the single windows of truncation and the selection, the best of which represents them."""
+        """The series to draw. The best truncation stands for single windows and the selection."""
         return tuple(item for item in self.series if not is_short(item.name))
 
 

@@ -153,9 +153,7 @@ class LongPpl(Survey[LossJob]):
             scores = tuple(score(names[place], place[1]) for place in of_reader)
             seconds = sum(lines[job.key]["seconds"] for place in of_reader for job in self.texts[place])
             readings.append(LongPplReading(reader.reading.name, reader.reading.label, scores, seconds))
-        best = LongPplReading(
-            TRUNCATED, label_of(TRUNCATED), (score(TRUNCATED, max(window_of(name) or 0 for name in every.short)),)
-        )
+        best = LongPplReading(TRUNCATED, label_of(TRUNCATED), (score(TRUNCATED, every.longest),))
         readings.insert(1 + len(every.short), best)
         provenance = self.with_extensions(provenance_of(self.checkpoint, self.corpus))
         return LongPplResult(keys=self.key_tokens, readings=tuple(readings), provenance=provenance)

@@ -61,7 +61,7 @@ def _attend(
         q_rest = tl.load(q_at + (REST_FIRST + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
     acc = tl.zeros([LINES, VALUES_UP], tl.float32)
     top, total = tl.full([LINES], -1e30, tl.float32), tl.zeros([LINES], tl.float32)  # finite: differences are numbers
-    # No branch around the loads: those of the next blocks are under way while this one is multiplied.
+    # No branch around the loads: the next blocks are loaded while this block is multiplied.
     for start in tl.range(tl.program_id(1) * BLOCK, slots, tl.num_programs(1) * BLOCK, num_stages=STAGES):
         slot, far = start + near, tl.full([], start, tl.int64)
         w_at = where_ptr + wide * where_row + w_head * where_group + token[:, None] * slots + slot[None, :]
@@ -143,7 +143,7 @@ def _merge(
 def tile_of(
     lines: int, slot_bytes: int, values: int, number_bytes: int, *, before_hopper: bool
 ) -> tuple[int, int, int, int]:
-    """Return lines of a program, slots of a block, warps and stages: so many that a program spills no register.
+    """Return the lines, slots of a block, warps and stages of a program that spills no register.
 
     In float32 a program may keep 24 bytes in memory, and 3,200 where a key has the 576 dimensions of latent attention.
 

@@ -27,7 +27,7 @@ class Verdict:
         length: Tokens that were read.
         best: Name of the reading with the least loss.
         window: Tokens that the best truncation sees.
-        selected: True where the selection is better than each truncation, and stands for the best.
+        selected: True where the selection is better than each truncation.
         beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
         standard_errors: Number of standard errors that a gain must exceed to count; more candidates need more, since
             the best of many is partly the luckiest. Luck among them cannot make the best look worse than it is, luck
@@ -50,7 +50,7 @@ class LossTable:
     """Losses of several readings of the same tokens, one tensor per text, in nats per token.
 
     Args:
-        names: Names of the readings; those of ``is_short`` are what an extension has to beat.
+        names: Names of the readings. An extension has to beat each that ``is_short``.
         read: Function that returns the losses of a reading by its name. All at once may not fit into memory.
     """
 
@@ -79,7 +79,12 @@ class LossTable:
     @property
     def window(self) -> int:
         """Tokens that the best truncation or the selection sees."""
-        return window_of(self.best_short) or max(window_of(name) or 0 for name in self.short)
+        return window_of(self.best_short) or self.longest
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest truncation, and of the selection."""
+        return max(window_of(name) or 0 for name in self.short)
 
     @property
     def selected(self) -> bool:

@@ -81,7 +81,7 @@ def selection_windows(
         window: positions that the model sees at most, at least 16 beside the prefix.
         start: first position to score, at least ``window``.
         positions: Positions of the text, one fewer than its tokens.
-        prefix: leading tokens of the text that stand in front of each pass.
+        prefix: leading tokens of the text, with which each pass begins.
         block: positions that are scored by one choice, at most a quarter of the window; None for 256, or an eighth of
             a small window. The choice is made by as many tokens before them, at most 256.
 

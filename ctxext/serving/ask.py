@@ -33,6 +33,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
+from ctxext.serving.selected import tokens_in
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
 LINE_END = "\n"
@@ -173,13 +174,8 @@ class ReadText:
         """
         left_out = 0
         while (over := self.needed - self.window) > 0:  # tokens at a cut may join otherwise
-            if not self.tokenizer.is_fast:
-                raise InvalidParameterError(
-                    f"{type(self.tokenizer).__name__} is written in Python and does not say where a token stands in a "
-                    f"text. Cut the text to {self.window:,} tokens yourself."
-                )
-            places = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            start = next((first for first, _ in places[over:] if first > 0), None)  # several may make up a character
+            _, starts = tokens_in(self.tokenizer, self.text, f"Cut the text to {self.window:,} tokens yourself.")
+            start = next((first for first in starts[over:] if first > 0), None)  # several may make up a character
             if start is None:
                 raise InvalidParameterError(f"The window of {self.window:,} tokens leaves no room for a text.")
             self.text = self.text[start:]
@@ -361,9 +357,8 @@ def ask(
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
     if select is not None:
-        parts = [selected(tokenizer, _joined(texts), question, select).text for question in questions]
-        pairs = zip(parts, questions, strict=True)
-        return [ReadText(model, tokenizer, part, [one], max_new_tokens).ask(one) for part, one in pairs]
+        pairs = zip(selected(tokenizer, _joined(texts), questions, select), questions, strict=True)
+        return [ReadText(model, tokenizer, part.text, [one], max_new_tokens).ask(one) for part, one in pairs]
     text = ReadText(model, tokenizer, _joined(texts), questions, max_new_tokens)
     return [text.ask(question) for question in questions]
 

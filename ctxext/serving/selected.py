@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,22 @@ class SelectedText:
         return f"{self.read:,} of {self.tokens:,} tokens are read: the beginning, and {chunks} {between} of the text."
 
 
-def select(tokenizer: Any, text: str, question: str, tokens: int) -> SelectedText:
-    """Choose what to read of a text for a question, by BM25 (``ctxext.measuring.selection``).
+def tokens_in(tokenizer: Any, text: str, advice: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text, without special ones, and the character at which each begins.
+
+    Raises:
+        InvalidParameterError: the tokenizer is written in Python; ``advice`` is the sentence on what to do then.
+    """
+    if not tokenizer.is_fast:
+        raise InvalidParameterError(
+            f"{type(tokenizer).__name__} is written in Python and does not say where a token stands in a text. {advice}"
+        )
+    known = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return known["input_ids"], [first for first, _ in known["offset_mapping"]]
+
+
+def select(tokenizer: Any, text: str, questions: Sequence[str], tokens: int) -> list[SelectedText]:
+    """Choose what to read of a text for each question, by BM25 (``ctxext.measuring.selection``).
 
     Args:
         tokens: Tokens of the text to read, at most; at least two chunks.
@@ -48,25 +63,21 @@ def select(tokenizer: Any, text: str, question: str, tokens: int) -> SelectedTex
     """
     if tokens < 2 * CHUNK:
         raise InvalidParameterError(f"select must be at least {2 * CHUNK} tokens, found {tokens}.")
-    if not tokenizer.is_fast:
-        raise InvalidParameterError(
-            f"{type(tokenizer).__name__} is written in Python and does not say where a token stands in a text. Leave "
-            f"select out, or cut the text yourself."
-        )
-    known = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, starts = known["input_ids"], [first for first, _ in known["offset_mapping"]]
+    ids, starts = tokens_in(tokenizer, text, "Leave select out, or cut the text yourself.")
     if len(ids) <= tokens:
-        return SelectedText(text=text, read=len(ids), tokens=len(ids), places=())
+        return [SelectedText(text=text, read=len(ids), tokens=len(ids), places=())] * len(questions)
+    chunks = RankedChunks(ids, CHUNK, CHUNK)
     # As in the text, where a space may stand before a word.
-    asked = tokenizer(f" {question}", add_special_tokens=False)["input_ids"]
-    spans = [(0, CHUNK), *RankedChunks(ids, CHUNK, CHUNK).best(asked, most=tokens // CHUNK - 1, before=len(ids))]
+    asked = [tokenizer(f" {question}", add_special_tokens=False)["input_ids"] for question in questions]
+    chosen = [chunks.best(words, most=tokens // CHUNK - 1, before=len(ids)) for words in asked]
+    return [_joined(text, starts, [(0, CHUNK), *spans]) for spans in chosen]
+
+
+def _joined(text: str, starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> SelectedText:
+    """Join spans of tokens, with a mark where something is left out between two."""
     parts = ""
     for number, (begin, end) in enumerate(spans):
         parts += LEFT_OUT if number and begin > spans[number - 1][1] else ""
-        parts += text[starts[begin] : starts[end] if end < len(ids) else len(text)]
-    return SelectedText(
-        text=parts,
-        read=sum(end - begin for begin, end in spans),
-        tokens=len(ids),
-        places=tuple(a for a, _ in spans[1:]),
-    )
+        parts += text[starts[begin] : starts[end] if end < len(starts) else len(text)]
+    read, places = sum(end - begin for begin, end in spans), tuple(begin for begin, _ in spans[1:])
+    return SelectedText(text=parts, read=read, tokens=len(starts), places=places)

@@ -14,7 +14,6 @@ import csv
 import random
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,9 +27,9 @@ from ctxext.cli.options import run_script
 from ctxext.core.patching import patch
 from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.serving.ask import UNSURE, ReadText
-from ctxext.serving.selected import select
+from ctxext.serving.selected import select, tokens_in
 from scripts.bench import machine, markdown_table
-from scripts.studies.unsure import DEFINITION, Lookup
+from scripts.studies.unsure import DEFINITION, Lookup, library
 
 TOKENS, AROUND, SIZES, NEW = 15_000, 1000, (1536, 4096), 12
 WHOLE = "whole"
@@ -59,10 +58,8 @@ class Packed(NamedTuple):
 def packed(tokenizer: Any) -> Iterator[Packed]:
     """Pack whole files, drawn with a fixed seed, into texts; a name that is defined twice is not asked for."""
     draw = random.Random(73)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
-    files = [file for file in files if not {"site-packages", "test", "tests"} & set(file.parts)]
     parts, size = list[str](), 0
-    for file in draw.sample(files, len(files)):
+    for file in library(draw):
         part = f"# {file.name}\n" + file.read_text(encoding="utf-8", errors="replace")
         count = len(tokenizer(part)["input_ids"])
         if not 1000 <= count <= 5000 or not any(DEFINITION.match(line) for line in part.splitlines()):
@@ -85,9 +82,7 @@ def _lookups(text: str, draw: random.Random) -> Iterator[tuple[Lookup, int]]:
 
 def around(tokenizer: Any, text: str, at: int) -> str:
     """Return 1,000 tokens of a text around a character, which stands at three quarters of them."""
-    starts = [
-        first for first, _ in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    ]
+    _, starts = tokens_in(tokenizer, text, "Take another checkpoint.")
     place = sum(first < at for first in starts)
     begin = max(0, min(place - AROUND * 3 // 4, len(starts) - AROUND))
     return text[starts[begin] : (starts[begin + AROUND] if begin + AROUND < len(starts) else len(text))]
@@ -176,7 +171,7 @@ def study(
                 for lookup, place in able:
                     for size in SIZES:
                         start = time.perf_counter()
-                        part = of(select(tokenizer, one.text, f"{lookup.name} =", size).text)
+                        part = of(select(tokenizer, one.text, [f"{lookup.name} ="], size)[0].text)
                         ask(part, lookup, at, place, f"selected {size}", time.perf_counter() - start)
                     ask(whole, lookup, at, place, WHOLE, spent)
             print(f"{len(finished(known))} of {number} look-ups", file=sys.stderr)

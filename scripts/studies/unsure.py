@@ -70,12 +70,17 @@ class Answer(NamedTuple):
         return (self.form, self.right) == ("said", "yes")
 
 
+def library(draw: random.Random) -> list[Path]:
+    """Return the files of the standard library, without tests, in an order that is drawn."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    files = [file for file in files if not {"site-packages", "test", "tests"} & set(file.parts)]
+    return draw.sample(files, len(files))
+
+
 def drawn() -> Iterator[Lookup]:
     """Draw constants of the standard library with a fixed seed, one of each file."""
     draw = random.Random(71)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
-    files = [file for file in files if not {"site-packages", "test", "tests"} & set(file.parts)]
-    for file in draw.sample(files, len(files)):
+    for file in library(draw):
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         places = [number for number, line in enumerate(lines) if DEFINITION.match(line)]
         if len(lines) >= LINES and places:

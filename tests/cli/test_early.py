@@ -90,6 +90,10 @@ OF_THE_RECIPE = {
 YARN = "-m yarn -f 2"
 OUTPUT = "give a file that ends in"
 MISSING = "Cannot read the text './no.txt'"
+# What typer itself says and does to a path, which its oldest version does otherwise.
+NEW_TYPER = hasattr(get_command(app).params[0], "type_descriptor")
+TOO_SMALL = "Input should be greater than or equal to 1" if NEW_TYPER else "0 is not in the range x>=1"
+MISSING_PATH = "Cannot read the text 'no.txt'" if NEW_TYPER else MISSING
 GOOD = {
     "output": "out",
     "extension": {"method": "yarn", "factor": 2},
@@ -182,8 +186,8 @@ MISTAKES = {
     "eval perplexity HERE --column text --split train": "--split, --column: only with --text",
     "lab run --task tezt": "Unknown task 'tezt'. Did you mean 'text'?",
     "lab run --only rop": "Unknown encoding or baseline 'rop'. Did you mean 'rope'?",
-    "lab run --seeds 0": "Invalid value for '--seeds'",
-    "lab run --workers 0": "Invalid value for '--workers'",
+    "lab run --seeds 0": TOO_SMALL,
+    "lab run --workers 0": TOO_SMALL,
     "lab run --preset fast": "'fast' is not one of",
     "lab run --text ./no.txt": MISSING,
     "lab run -o HERE/config.json": "HERE/config.json is a file and no directory",
@@ -207,7 +211,7 @@ MISTAKES = {
     "demo --method yran": "Did you mean 'yarn'?",
     "demo --factor 0.5": "factor must be a finite number, at least 1, found 0.5",
     "demo --model /no/where": "There is no checkpoint at /no/where",
-    "demo --text ./no.txt": "no.txt': No such file",
+    "demo --text ./no.txt": MISSING_PATH,
     "demo --output HERE/config.json": "HERE/config.json is a file and no directory",
 }
 

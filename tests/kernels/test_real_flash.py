@@ -27,7 +27,7 @@ def run(program: str, *arguments: str, paths: list[Path]) -> Any:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", program, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(done.stdout)
 
 

@@ -446,7 +446,7 @@ def test_a_selection_is_the_beginning_and_what_the_question_speaks_of() -> None:
     tokenizer = make_tokenizer(bos=False)
     fact, filler = "The captain of the brig was Ada Blackwood. ", "rain fell on the grey hills that day, and so on. "
     text = filler * 40 + fact + filler * 40
-    part = select(tokenizer, text, "Who was the captain of the brig?", 512)
+    (part,) = select(tokenizer, text, ["Who was the captain of the brig?"], 512)
     assert part.text.startswith(text[:128])
     assert "captain of the brig" in part.text
     assert (part.read, part.tokens, len(part.places)) == (512, len(text), 3)
@@ -456,16 +456,16 @@ def test_a_selection_is_the_beginning_and_what_the_question_speaks_of() -> None:
     ]
     assert part.text == pieces[0] + "".join(gap + piece for gap, piece in zip(gaps, pieces[1:], strict=True))
     assert re.match(r"512 of 3,963 tokens are read: the beginning, and 3 chunks from \d+ to \d+ % of", part.sentence)
-    whole = select(tokenizer, text, "Who?", len(text))
+    (whole,) = select(tokenizer, text, ["Who?"], len(text))
     assert (whole.text, whole.sentence) == (text, "All 3,963 tokens of the text are read.")
     with pytest.raises(InvalidParameterError, match=r"^select must be at least 256 tokens, found 255\.$"):
-        select(tokenizer, text, "Who?", 255)
+        select(tokenizer, text, ["Who?"], 255)
 
 
 @pytest.mark.slow
 def test_a_selection_is_answered_as_a_text_of_its_own() -> None:
     answering, tokenizer, text = trained_for(byte_model(), 600), make_tokenizer(bos=False), TEXT * 20
-    parts = [select(tokenizer, text, question, 256).text for question in QUESTIONS]
+    parts = [part.text for part in select(tokenizer, text, QUESTIONS, 256)]
     expected = [whole(answering, tokenizer, part, question) for part, question in zip(parts, QUESTIONS, strict=True)]
     assert ctxext.ask(answering, tokenizer, text, QUESTIONS, select=256, max_new_tokens=NEW) == expected
 
