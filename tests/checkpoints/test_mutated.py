@@ -28,7 +28,6 @@ CONFIGS = (
     "deepseek-ai/DeepSeek-V3",
     BLOOM,
 )
-SEEDS = range(300)
 SAMPLE = range(0, 300, 20)
 VALUES: list[Any] = [
     *(None, 0, -1, 1, 2, 3.5, -2.5, 1e30, 10**18, float("nan"), float("inf"), 128.0, True, False),
@@ -137,7 +136,7 @@ def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("hundred", [0, 100, 200])
-def test_three_hundred_damaged_configs(hundred: int, tmp_path: Path) -> None:
-    for seed in SEEDS[hundred : hundred + 100]:
+@pytest.mark.parametrize("hundred", [0, 100])
+def test_two_hundred_damaged_configs(hundred: int, tmp_path: Path) -> None:
+    for seed in range(hundred, hundred + 100):
         walk(seed, tmp_path / str(seed))

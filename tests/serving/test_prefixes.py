@@ -137,8 +137,8 @@ def test_a_step_more_than_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
-def test_two_hundred_conversations(method: str) -> None:
-    requests = list(conversations(2, 200))
+def test_a_hundred_conversations(method: str) -> None:
+    requests = list(conversations(2, 100))
     with served(method, keep=0) as anew, served(method, keep=None) as kept:
         assert answers(kept, requests)[0] == answers(anew, requests)[0]
 
