@@ -53,6 +53,7 @@ from ctxext.files import write_json
 from ctxext.measuring.provenance import command, git_state, machine, now, versions
 from ctxext.methods import method_class
 from ctxext.progress import saying_what_is_left_out
+from ctxext.texts.trained import RUN, record_of
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import in_fast_dtype, load_base, require_device, with_all_weights
@@ -188,6 +189,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "checkpoint": {"name": loaded.name, "sha256": loaded.sha256, "dtype": loaded.dtype_note},
         "extension": model.config.ctxext,
         "data": str(sequences),
+        "texts": record_of(data.train, data.split),
         "trained": trained,
         "loss": [entry for entry in trainer.state.log_history if "loss" in entry],
         "evaluation": {"before": before, "after": after},
@@ -202,7 +204,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     with saving(output):
         if table is None:
             tokenizer.save_pretrained(output / "adapter")
-        write_json(output / "run.json", report)
+        write_json(output / RUN, report)
         title = f"{loaded.name}, {settings.extension.method} to {description.target_length:,} tokens"
         gains = {"before": gain(before), "after": gain(after)}
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)

@@ -25,6 +25,7 @@ from ctxext.progress import saying_what_is_left_out, terminal
 from ctxext.quantities import LARGEST, parameters_said
 from ctxext.registry import method_names
 from ctxext.texts.documents import require_sources
+from ctxext.texts.trained import refuse_trained
 
 if TYPE_CHECKING:
     from ctxext.evaluation.report.page import Page
@@ -100,7 +101,7 @@ class StrictCommand(TyperCommand):
 
 
 def _refuse_files(given: Mapping[str, Any]) -> None:
-    """Refuse texts that are missing or too short, and files that no model is read from, before torch is imported."""
+    """Refuse texts that are missing, too short or trained on, and files of no model, before torch is imported."""
     if texts := given.get("text"):
         # LongLoRA's protocol reads on from text to text, and where no documents are counted, things are hidden in one.
         lengths = given.get("length") if "documents" in given and given.get("mode") != "longlora" else ()
@@ -111,6 +112,8 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
         return
     if {"device", "destination"} & given.keys():  # of commands that read weights, or copy them
         refuse_no_weights(Path(place))
+    if "documents" in given and "url" not in given:  # a server's answers are checked on any text
+        refuse_trained(place, given["text"] or (), given["split"])
     if file := gguf_at(place):
         from ctxext.checkpoints.gguf_file import GGUFFile
 

@@ -161,13 +161,12 @@ def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterato
             for path in filter(Path.is_file, folder.rglob("*")):
                 _refuse_pointer(path)
             data = _datasets().load_from_disk(str(folder))
-        yield from _rows(_split_of(data, split, folder.name), folder.name, column)
+        yield from _rows(*_split_of(data, split, folder.name), folder.name, column)
         return
     for path in files_of(folder, column, split).files:
         inside = path.relative_to(folder)
-        name = (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
         try:
-            yield from _read_file(path, column, name)
+            yield from _read_file(path, column, inside)
         except InvalidParameterError as error:
             if not is_pdf(path):
                 raise
@@ -227,18 +226,19 @@ def _why_no_rows(path: Path, column: str | None) -> InvalidParameterError | Unkn
     return None
 
 
-def _read_file(path: Path, column: str | None, name: str | None = None) -> Iterator[Document]:
+def _read_file(path: Path, column: str | None, inside: Path | None = None) -> Iterator[Document]:
+    """Yield the documents of a file; ``inside`` is its path in the folder that is read."""
     _refuse_pointer(path)
+    name = path.stem if inside is None else (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
     if is_pdf(path):
-        yield Document(name or path.stem, _normalised(pdf_text(path)))
-        return
-    if not _is_table(path, column):
+        yield Document(name, _normalised(pdf_text(path)))
+    elif _is_table(path, column):
+        yield from _rows(_table_rows(path), split_named(inside or Path(path.name)), path.name.split(".")[0], column)
+    else:
         try:
-            yield Document(name or path.stem, read_text(path))
+            yield Document(name, read_text(path))
         except OSError as error:
             raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
-        return
-    yield from _rows(_table_rows(path), path.name.split(".")[0], column)
 
 
 def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -330,7 +330,7 @@ def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Do
     name, _, config = source.partition(":")
     with _explained(source, " (there is no such file, so it was taken for a data set)"):
         data = _datasets().load_dataset(name, config or None, streaming=True)
-    yield from _rows(_split_of(data, split, source), name.rpartition("/")[2], column)
+    yield from _rows(*_split_of(data, split, source), name.rpartition("/")[2], column)
 
 
 @contextlib.contextmanager
@@ -354,9 +354,10 @@ def _explained(source: str, kind: str = "") -> Iterator[None]:
         raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {why}") from error
 
 
-def _split_of(data: Any, split: str | None, source: str) -> Iterable[Mapping[str, Any]]:
+def _split_of(data: Any, split: str | None, source: str) -> tuple[Iterable[Mapping[str, Any]], str | None]:
+    """Return the rows of the split to read, and its name."""
     chosen = _chosen_split(data if isinstance(data, dict) else (), split, source)
-    return map(_without_nulls, data if chosen is None else data[chosen])
+    return map(_without_nulls, data if chosen is None else data[chosen]), chosen
 
 
 def _chosen_split(known: Collection[str], split: str | None, source: str) -> str | None:
@@ -372,7 +373,8 @@ def _chosen_split(known: Collection[str], split: str | None, source: str) -> str
     return split or next(iter(known), None)
 
 
-def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) -> Iterator[Document]:
+def _rows(rows: Iterable[Mapping[str, Any]], split: str | None, source: str, column: str | None) -> Iterator[Document]:
+    """Yield a document for each row; its name tells the split that it is of."""
     chosen: str | None = None
     for number, row in enumerate(_readable(rows, source)):
         if not row:
@@ -381,6 +383,7 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
         value = row[chosen]
         names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
         name = names[0] if names else f"{source}[{number}]"
+        name += f" ({split})" if split and split not in name else ""
         if isinstance(value, list) or (chosen in CHAT_COLUMNS and isinstance(parsed(value), list)):
             messages = checked_messages(value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
             said = [_normalised(message.get("content") or "") for message in messages]

@@ -54,7 +54,7 @@ def test_text_files_folders_and_standard_input(folder: Path, monkeypatch: pytest
     assert list(read_documents([folder / "plain.txt"])) == [Document("plain", "first\ntext")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("a\r\né".encode())))
     assert list(read_documents(["-"])) == [Document("standard input", "a\né")]
-    assert [one.name for one in read_documents([folder / "split"], split="test")] == ["Two"]
+    assert [one.name for one in read_documents([folder / "split"], split="test")] == ["Two (test)"]
     assert list(read_documents([folder / "other.jsonl"], column="b")) == [Document("7", "y")]
 
 

@@ -1,0 +1,64 @@
+"""Texts that a checkpoint was trained on, which its run wrote down: a loss measured on them tells nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ctxext.errors import InvalidParameterError
+from ctxext.files import read_json
+from ctxext.texts.documents import installed_texts
+from ctxext.texts.folders import split_named
+
+RUN = "run.json"
+SAVED = re.compile(r"adapter|merged|model|checkpoint-\d+")  # folders of a run that hold a checkpoint
+
+
+def record_of(sources: Sequence[str], split: str | None) -> dict[str, Any]:
+    """Return what a run writes down of the texts that it reads: absolute paths, names on the hub, and the split."""
+    return {"sources": [_absolute(source) for source in sources], "split": split}
+
+
+def refuse_trained(checkpoint: str, sources: Sequence[str], split: str | None) -> None:
+    """Refuse texts that a checkpoint was trained on, as the ``run.json`` of its run tells.
+
+    Args:
+        checkpoint: Directory of a checkpoint or an adapter, or anything else, of which nothing is known.
+        sources: Sources of ``read_documents``; none stands for the installed plays.
+        split: Split of them that is read; None for the only one.
+
+    Raises:
+        InvalidParameterError: a source is one that was trained on, lies in its folder, or holds its file, and both are
+            read in the same split.
+    """
+    place = Path(checkpoint)
+    run = (place if not SAVED.fullmatch(place.name) else place.parent) / RUN
+    trained = read_json(run).get("texts") if run.is_file() else None
+    if not isinstance(trained, dict):
+        return
+    trained_split = trained.get("split")
+    for source in map(_absolute, sources or [str(path) for path in installed_texts()]):
+        for other in trained.get("sources", ()):
+            if _are_same(Path(source), split, Path(other), trained_split):
+                of = f", split {trained_split}" if trained_split else ""
+                raise InvalidParameterError(
+                    f"{checkpoint} was trained on {other}{of}, as {run} tells. A loss measured there tells nothing; "
+                    f"give another text or split."
+                )
+
+
+def _are_same(one: Path, split: str | None, other: Path, other_split: str | None) -> bool:
+    """Return whether two sources share texts, as far as their paths and splits tell."""
+    if one == other:
+        return split == other_split or None in (split, other_split)
+    for folder, of, file, name in ((one, split, other, other_split), (other, other_split, one, split)):
+        if file.is_relative_to(folder):
+            inside = name or split_named(file.relative_to(folder))
+            return of == inside or None in (of, inside)
+    return False
+
+
+def _absolute(source: str) -> str:
+    return str(Path(source).resolve()) if Path(source).exists() else source

@@ -1,0 +1,97 @@
+"""A loss is not measured on texts that the checkpoint was trained on, and names of texts tell their split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ctxext.cli.app import app
+from ctxext.errors import InvalidParameterError
+from ctxext.texts.documents import read_documents
+from ctxext.texts.trained import record_of, refuse_trained
+
+Trained = Callable[..., Path]
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """A run in a folder with ``books/train.jsonl`` and ``books/test.jsonl``; makes it, and returns its checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "test"):
+        (tmp_path / "books").mkdir(exist_ok=True)
+        row = json.dumps({"text": f"A text of the {split} set.", "title": "Moby Dick"})
+        (tmp_path / "books" / f"{split}.jsonl").write_text(row)
+
+    def make(*sources: str, split: str | None = None, folder: str = "merged") -> Path:
+        place = tmp_path / "run" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / "run.json").write_text(json.dumps({"texts": record_of(sources, split)}))
+        return place
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("learned", "learned_split", "measured", "split"),
+    [
+        ("books", "train", "books", "train"),
+        ("books", "train", "books/train.jsonl", None),
+        ("books/train.jsonl", None, "books", "train"),
+        ("books/test.jsonl", None, "books/../books/test.jsonl", None),
+        ("owner/name", None, "owner/name", "train"),
+        ("owner/name:config", "train", "owner/name:config", "train"),
+    ],
+)
+@pytest.mark.parametrize("folder", ["adapter", "merged", "checkpoint-40", "."])
+def test_texts_that_were_trained_on_are_refused(
+    learned: str, learned_split: str | None, measured: str, split: str | None, folder: str, trained: Trained
+) -> None:
+    place = trained(learned, split=learned_split, folder=folder)
+    with pytest.raises(InvalidParameterError, match=rf"was trained on .*{Path(learned).name}.*another text or split"):
+        refuse_trained(str(place), ["elsewhere.txt", measured], split)
+
+
+@pytest.mark.parametrize(
+    ("learned", "learned_split", "measured", "split"),
+    [
+        ("books", "train", "books", "test"),
+        ("books", "train", "books/test.jsonl", None),
+        ("books/train.jsonl", None, "books", "test"),
+        ("books/train.jsonl", None, "books/test.jsonl", None),
+        ("owner/name", "train", "owner/name", "test"),
+        ("owner/name", "train", "owner/other", "train"),
+    ],
+)
+def test_other_texts_are_measured(
+    learned: str, learned_split: str | None, measured: str, split: str | None, trained: Trained
+) -> None:
+    place = trained(learned, split=learned_split)
+    refuse_trained(str(place), [measured], split)
+    refuse_trained(str(place.parent.parent), [learned], learned_split)  # no run's own folder
+
+
+def test_a_file_of_another_program_says_nothing(trained: Trained) -> None:
+    place = trained("books", split="train")
+    (place.parent / "run.json").write_text('{"texts": 3}')
+    refuse_trained(str(place), ["books"], "train")
+
+
+@pytest.mark.parametrize("command", [["eval", "perplexity"], ["eval", "compare"], ["choose", "--target", "16"]])
+def test_commands_refuse_before_anything_is_loaded(command: list[str], trained: Trained) -> None:
+    place = trained("books", split="train")
+    (place / "config.json").write_text("{}")
+    (place / "model.safetensors").write_bytes(b"")
+    found = CliRunner().invoke(app, [*command, str(place), "--text", "books", "--split", "train"])
+    assert "was trained on" in " ".join(found.output.split())
+    assert found.exit_code == 1
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_names_of_rows_tell_their_split(split: str, trained: Trained) -> None:
+    trained("books")
+    named = [*read_documents(["books"], split=split), *read_documents([f"books/{split}.jsonl"])]
+    assert [document.name for document in named] == [f"Moby Dick ({split})"] * 2
