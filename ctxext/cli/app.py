@@ -113,6 +113,7 @@ def inspect(
         from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
         from ctxext.checkpoints.source import gguf_inside, read_tokenizer
         from ctxext.cli.show import repeats_in, show_inspection, show_repeats
+        from ctxext.texts.repeats import likeness_of
 
         place = Path(checkpoint)
         if is_adapter(place):
@@ -128,7 +129,7 @@ def inspect(
         tokenizer = read_tokenizer(folder, **where) if text else None
         repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
     if as_json:
-        told = [one._asdict() | {"verdict": one.verdict, "gain": one.gain} for one in repeats]
+        told = [one._asdict() | {"verdict": one.verdict, "gain": likeness_of(one.share).gain} for one in repeats]
         _print_json(asdict(inspection) | ({"texts": told} if text else {}))
         return
     said = (["--trained-length", str(trained_length)] if trained_length else []) + ["--trust-remote-code"] * trust

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,11 +9,36 @@ from ctxext.errors import InvalidParameterError
 
 STRING = 6
 """Tokens of a string that is looked for in the far part of a text."""
-FEW = 0.05
-"""The share of repeats below which most texts gained nothing."""
-# Least squares over the texts of docs/evidence/need.csv: the gain of Self-Extend by the share of repeats, its mean,
-# the sum of squares about that, and the deviation of the rest times Student's quantile of 95 percent.
-TEXTS, START, SLOPE, MEAN, SQUARES, WIDTH = 51, 0.02658, 1.31801, 0.08198, 0.93894, 0.33121
+KEPT = 3, 4
+"""The share of a window that a truncation holds before every token that it predicts; see ``tail_windows``."""
+
+
+class Likeness(NamedTuple):
+    """A class of texts that repeat about as much.
+
+    Args:
+        below: Share of repeats, above that of the class before.
+        texts: Number of texts of docs/evidence/need.csv that it rests on.
+        gain: Nats per token that twice the window gains on 95 percent of such texts, by their mean and deviation.
+        said: Words for what such a text has to gain.
+    """
+
+    below: float
+    texts: int
+    gain: tuple[float, float]
+    said: str
+
+
+CLASSES = (
+    Likeness(0.05, 27, (-0.06, 0.05), "little to gain"),
+    Likeness(0.2, 14, (-0.21, 0.44), "may gain"),
+    Likeness(1.0, 10, (-0.06, 1.13), "likely to gain"),
+)
+
+
+def likeness_of(share: float) -> Likeness:
+    """Return the class of texts of which this share repeats."""
+    return next((each for each in CLASSES if share < each.below), CLASSES[-1])
 
 
 class Repeats(NamedTuple):
@@ -31,19 +55,9 @@ class Repeats(NamedTuple):
     share: float
 
     @property
-    def gain(self) -> tuple[float, float, float]:
-        """The nats per token that twice the window is predicted to gain, and the interval of 95 percent of texts."""
-        expected = START + SLOPE * self.share
-        width = WIDTH * math.sqrt(1 + 1 / TEXTS + (self.share - MEAN) ** 2 / SQUARES)
-        return expected, expected - width, expected + width
-
-    @property
     def verdict(self) -> str:
         """The answer to whether a longer window pays, with the reason."""
-        said = f"{100 * self.share:.1f} % repeat from beyond the window"
-        if self.share < FEW:
-            return f"little to gain ({said}, below {100 * FEW:.0f} %)"
-        return f"{'likely to gain' if self.gain[1] > 0 else 'may gain'} ({said})"
+        return f"{likeness_of(self.share).said} ({100 * self.share:.1f} % repeat from afar)"
 
 
 def repeats_from_afar(ids: Sequence[int], window: int, last: int) -> list[bool]:
@@ -70,6 +84,11 @@ def far_repeats(ids: Sequence[int], window: int, last: int) -> float:
 
 
 def repeats_of(name: str, ids: Sequence[int], window: int) -> Repeats:
-    """Return the repeats of a text beyond a window of ``window`` tokens, see ``far_repeats``."""
+    """Return the repeats of a text in the tokens beyond a window: what a truncation to it would not hold."""
     beyond = max(0, len(ids) - window)
-    return Repeats(name, len(ids), beyond, far_repeats(ids, window, beyond) if beyond else 0.0)
+    return Repeats(name, len(ids), beyond, far_repeats(ids, kept(window), beyond) if beyond else 0.0)
+
+
+def kept(window: int) -> int:
+    """Return the tokens that a truncation to a window holds before every token that it predicts."""
+    return max(1, window * KEPT[0] // KEPT[1])

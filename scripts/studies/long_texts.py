@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -79,6 +79,18 @@ SOURCES = (
     Source("tables", "emoji", "unicode-data", "usr/share/unicode/emoji/emoji-test.txt"),
 )
 
+# Named before anything was measured on them, to test what docs/evidence/zero-shot.md predicts.
+NAMED = (
+    Source("documentation", "vim documentation", "vim-runtime", "usr/share/vim/vim*/doc/*.txt"),
+    Source("documentation", "perl manual", "perl-doc", "usr/share/perl/*/pod/*.pod"),
+    Source("logs of changes", "bash changes", "bash", "usr/share/doc/bash/CHANGES.gz"),
+    Source("tables", "public suffixes", "publicsuffix", "usr/share/publicsuffix/public_suffix_list.dat"),
+)
+NAMED_PYTHON = (
+    *("PIL", "scipy/optimize", "sympy/core", "openai/resources"),
+    *("fastapi", "networkx/drawing", "pydantic", "tornado"),
+)
+
 
 class Text(NamedTuple):
     """One row of the file."""
@@ -104,7 +116,7 @@ def joined(paths: list[Path], root: Path, most: int, comment: str) -> str:
     return "".join(parts)[:most]
 
 
-def code_texts(packages: list[str], most: int) -> Iterator[Text]:
+def code_texts(packages: Sequence[str], most: int) -> Iterator[Text]:
     """Yield the source of folders of site-packages.
 
     Raises:
@@ -122,11 +134,11 @@ def code_texts(packages: list[str], most: int) -> Iterator[Text]:
         yield Text(package, "source code", version, joined(files, root, most, "#"))
 
 
-def debian_texts(most: int) -> Iterator[Text]:
-    """Yield the texts of ``SOURCES``, each package downloaded once and unpacked."""
+def debian_texts(sources: Sequence[Source], most: int) -> Iterator[Text]:
+    """Yield the texts of Debian's packages, each downloaded once and unpacked."""
     with tempfile.TemporaryDirectory() as folder:
         roots: dict[str, tuple[Path, str]] = {}
-        for source in SOURCES:
+        for source in sources:
             if source.package not in roots:
                 command = ["apt-get", "download", "-o", "APT::Sandbox::User=root", "-qq", source.package]
                 subprocess.run(command, cwd=folder, check=True)
@@ -169,13 +181,18 @@ def repetitive(text: Text, tokens: int, tokenizer: Any, each: int) -> list[tuple
 def main(
     output: Annotated[Path, Option("--output", "-o", help="the parquet file")],
     python: Annotated[list[str], Option(help="folder below site-packages, such as transformers/generation")] = [],  # noqa: B006
+    named: Annotated[bool, Option("--named", help="the twelve that were named before they were measured")] = False,
     excerpt: Annotated[int, Option(min=0, help="tokens of the part that repeats most; 0 for all of a text")] = 0,
     each: Annotated[int, Option(min=1, help="such parts of a text, at most, which do not overlap")] = 1,
     keep: Annotated[int, Option(min=0, help="parts of all texts, those that repeat most; 0 for all")] = 0,
     characters: Annotated[int, Option(min=1, help="characters of a text, at most")] = 260_000,
 ) -> None:
     """Write one row (name, kind, package, text) a text, and print their sizes."""
-    texts = list(code_texts(python, characters)) if python else [*debian_texts(characters), *plays(characters)]
+    if named:
+        texts = [*code_texts(NAMED_PYTHON, characters), *debian_texts(NAMED, characters)]
+    else:
+        texts = list(code_texts(python, characters) if python else debian_texts(SOURCES, characters))
+        texts += [] if python else plays(characters)
     if excerpt:
         tokenizer = load_checkpoint(None).tokenizer
         parts = [part for text in texts for part in repetitive(text, excerpt, tokenizer, each)]

@@ -6,8 +6,8 @@
 Each study is a folder that ``zero_shot.py`` wrote at twice the trained window, with the file of its texts, and where
 the file has no column ``kind``, their kind; last, the tokens that were skipped. Two measures of need are taken before
 any extension: how much the unextended model gains at the end of a text from the last 2K tokens to the last 8K, and the
-share of those tokens that *repeat from afar*: they belong to a string of six tokens that stands more than a trained
-window before, and nowhere nearer. The second one needs no model.
+share of those tokens that *repeat from afar*: they belong to a string of six tokens that stands more than three
+quarters of a trained window before, and nowhere nearer. The second one needs no model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.cli.options import run_script
 from ctxext.evaluation.report.figures import COLOURS, DASHED, NOTE, draw_grid, saved_figure
 from ctxext.measuring.checkpoint import load_checkpoint
+from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.statistics import ENOUGH_DOCUMENTS, grouped_difference
-from ctxext.texts.repeats import far_repeats
+from ctxext.texts.repeats import CLASSES, far_repeats, kept
 from scripts.bench import markdown_table
 
 METHODS = {
@@ -82,7 +83,8 @@ def texts_of(study: Path, file: Path, kind: str | None, skip: int, tokenizer: An
             ids = tokenizer(rows[name]["text"][: 16 * (2 * window + skip)])["input_ids"][skip : skip + 2 * window]
             end = whole[name]
             gains = {method: end[best] - end[method] for method in METHODS if method in end}
-            found.append(Text(name, of_kind, end[cuts[0]] - end[cuts[3]], far_repeats(ids, window, quarter), gains))
+            repeats = far_repeats(ids, kept(window), quarter)
+            found.append(Text(name, of_kind, end[cuts[0]] - end[cuts[3]], repeats, gains))
     return found
 
 
@@ -126,25 +128,30 @@ PALETTE = ("#A3195B", "#0072B2", "#00855F", "#B87700", "#6F5BC8", "#7A5C45", "#1
 
 
 def draw(path: Path, texts: list[Text], window: int) -> None:
-    """Draw a point a text on the left, and the mean of each kind by two methods on the right."""
+    """Draw a point a text above, and the mean of each kind by two methods below."""
     kinds = sorted(dict.fromkeys(text.kind for text in texts), key=lambda kind: -kind_mean(texts, kind, SHOWN)[0])
     colours = dict(zip(kinds, PALETTE, strict=False))
-    title = "Where a longer window pays: SmolLM2-135M, 8K to 16K tokens, without training"
-    with saved_figure(path, (10.8, 4.8), title) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+    title = "A longer window pays where a text repeats itself from afar"
+    with saved_figure(path, (7.2, 8.6), title) as figure:
+        left, right = figure.subplots(2, 1)
+        begin = 0.0
+        for each in CLASSES:
+            across = [100 * begin + 1, 100 * each.below + 1]
+            left.fill_between(across, *each.gain, color=NOTE, alpha=0.14, lw=0, zorder=0)
+            begin = each.below
         for kind in kinds:
             of = [text for text in texts if text.kind == kind]
-            x, y = [100 * text.repeats for text in of], [text.gains[SHOWN] for text in of]
-            left.scatter(x, y, s=34, color=colours[kind], edgecolor="white", lw=0.6, zorder=3)
-        slope, start = statistics.linear_regression(
-            [text.repeats for text in texts], [text.gains[SHOWN] for text in texts]
-        )
-        edge = max(text.repeats for text in texts)
-        left.plot([0, 100 * edge], [start, start + slope * edge], color=NOTE, lw=1.2, zorder=1)
+            x, y = [100 * text.repeats + 1 for text in of], [text.gains[SHOWN] for text in of]
+            left.scatter(x, y, s=40, color=colours[kind], edgecolor="white", lw=0.6, zorder=3)
         left.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
-        left.set_xlabel("last tokens that repeat what stands more than 8K before, percent")
-        left.set_ylabel("gain over the best truncation, nats per token")
-        draw_grid(left, "A point is a text, read by Self-Extend")
+        left.set_xscale("log")
+        ticks = (0, 1, 2, 5, 10, 20, 50, 100)
+        left.set_xticks([tick + 1 for tick in ticks], [str(tick) for tick in ticks])
+        left.minorticks_off()
+        left.set_xlim(0.97, 101)
+        left.set_xlabel(f"last tokens that repeat what stands more than {tokens_label(kept(window))} before, percent")
+        left.set_ylabel("gain, nats per token")
+        draw_grid(left, "A point is a text, read by Self-Extend; grey: 95 % of texts like it")
         for place, kind in enumerate(kinds):
             for method, shift, marker in ((SHOWN, -0.14, "o"), ("yarn x2", 0.14, "D")):
                 if not any(text.kind == kind and method in text.gains for text in texts):
@@ -171,7 +178,7 @@ def draw(path: Path, texts: list[Text], window: int) -> None:
         right.set_yticks(range(len(kinds)), [f"{kind} ({counts[kind]})" for kind in kinds])
         right.set_ylim(len(kinds) - 0.4, -0.6)
         right.tick_params(axis="y", length=0)
-        right.set_xlabel("gain, nats per token; 95 % interval, or each text")
+        right.set_xlabel("gain over the best truncation, nats per token; 95 % interval, or each text")
         draw_grid(right, "By kind; filled: Self-Extend, diamond: YaRN", axis="x")
         for label, kind in zip(right.get_yticklabels(), kinds, strict=True):
             label.set_color(colours[kind])

@@ -94,8 +94,11 @@ def test_inspect_says_what_a_longer_window_has_to_offer_a_text(cli: Cli, llama: 
     make_tokenizer(bos=True).save_pretrained(bare)
     first, second, third, *rest = cli("inspect", bare, "--text", twice, "-t", short).stdout.splitlines()
     beyond = 600 - TRAINED
-    assert first == f"twice: likely to gain ({100 * 300 / beyond:.1f} % repeat from beyond the window)"
-    assert second.startswith("  predicted at twice the window: +1.")
+    assert first == f"twice: likely to gain ({100 * 300 / beyond:.1f} % repeat from afar)"
+    assert (
+        second
+        == "  twice the window gains between -0.06 and +1.13 nats per token on 95 % of texts like this (10 measured)"
+    )
     assert third.startswith("Within the window, where a longer one has nothing to offer and static scaling costs")
     assert third.endswith("1 of 2 texts.")
     assert f"  ctxext eval compare {bare} --text {twice} --text {short} --factor 2" in rest
