@@ -2,8 +2,8 @@
 
     python scripts/check_ceilings.py origin/main..HEAD
 
-The message of such a commit names the lines that fall ("-120 lines: ...") or the issue that allows the growth
-("issue 52"). A merge is compared with the parent whose ceiling is higher.
+The message of such a commit names the lines or tokens of code that fall ("-120 lines: ..."); the issue that asked for
+the growth does not suffice. A merge is compared with the parent whose ceiling is higher.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 HOUSE = "tests/test_house.py"
-REASON = re.compile(r"\bissue #?\d+|-\s?\d[\d,]* lines|\(-\d[\d,]*\)|\b[\d,]+ lines (fall|fell)", re.I)
+REASON = re.compile(r"-\s?\d[\d,]* (lines|tokens)|\(-\d[\d,]*\)|\b[\d,]+ (lines|tokens) (fall|fell)", re.I)
 
 
 def git(*arguments: str, folder: Path) -> str:
@@ -44,8 +44,8 @@ def unexplained(commits: str, folder: Path) -> list[str]:
         raised = [name for name in before if after.get(name, 0) > before[name]]
         if raised and not REASON.search(message):
             sentences.append(
-                f"{commit[:7]} raises the ceiling of {', '.join(raised)}. Name the lines that fall for it, or the "
-                f"issue that allows it, in the commit's message."
+                f"{commit[:7]} raises the ceiling of {', '.join(raised)}. Name the lines or the tokens of "
+                f"code that fall for it in the commit's message."
             )
     return sentences
 

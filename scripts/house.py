@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
@@ -31,22 +33,103 @@ RIDDLES = re.compile(
 )
 LOOK_UP = re.compile(r"(?<!def )(?<![.\w])(?:base_model|text_of)\(|Subject\.of\(|get_text_config\(")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-VERB = "ctxext.core.patching"
 # What a reader of the core opens: the mechanisms, the contract of methods, and three methods.
 CONTRACT = ("spec", *(f"methods.{name}" for name in ("base", "formulas", "parameters", "yarn", "ntk", "pi")))
-PERPLEXITY = "ctxext.cli.eval.perplexity"
-# What a reader opens to mend a defect of caches such as that of commit 4972ff95, padding on the right and two calls.
-CACHE_DEFECT = (
-    "docs/concepts/token.md",
-    *("ctxext/caches/held.py", "ctxext/attention/engines.py", "ctxext/attention/remap.py"),
-    *("ctxext/attention/positions.py", "ctxext/kernels/layout.py", "ctxext/kernels/pieces.py"),
-    "tests/contracts/test_remap_cache.py",
+# What a reader opens for each of five tasks.
+TASKS = {
+    "add a frequency method": (
+        *("docs/guides/extending.md", "ctxext/methods/base.py", "ctxext/methods/pi.py", "ctxext/spec.py"),
+        *("ctxext/methods/formulas.py", "ctxext/methods/parameters.py", "tests/methods/test_ntk.py"),
+    ),
+    "mend a defect of unpatch": (
+        *("ctxext/core/edits.py", "ctxext/core/patching.py", "ctxext/core/steps.py", "ctxext/core/override.py"),
+        *("tests/core/test_edits.py", "tests/test_patching.py"),
+    ),
+    "add a family": (
+        *("ctxext/core/architecture.py", "ctxext/core/edits.py", "ctxext/core/subject.py", "ctxext/core/steps.py"),
+        *("ctxext/spec.py", "ctxext/models/mpt.py", "ctxext/models/alibi.py", "ctxext/models/lookups.py"),
+        *("ctxext/attention/alibi.py", "tests/_models.py", "tests/contracts/test_architectures.py"),
+    ),
+    "mend a defect of caches": (  # such as that of commit 4972ff95, padding on the right and two calls
+        "docs/concepts/token.md",
+        *("ctxext/caches/held.py", "ctxext/attention/engines.py", "ctxext/attention/remap.py"),
+        *("ctxext/attention/positions.py", "ctxext/kernels/layout.py", "ctxext/kernels/pieces.py"),
+        "tests/contracts/test_remap_cache.py",
+    ),
+    "add a column to the perplexity report": (
+        *("ctxext/evaluation/perplexity.py", "ctxext/evaluation/perplexity_result.py"),
+        *("ctxext/evaluation/report/page.py", "ctxext/measuring/loss_table.py", "tests/evaluation/test_perplexity.py"),
+    ),
+}
+LONG = 25
+"""Lines of code from which on a function has a comment."""
+# Constructions that make English hard to read, counted in the whole source.
+STIFF = (
+    *(r"; (?:it|its|that|those|of|where|which|whose|what|who)\b", r"\bthose (?:of|that|in)\b"),
+    *(r"\b(?:its|their|whose) own\b", r"\bwhat (?:is|it|stays)\b", r"\bbeside\b", r"\b(?:is|are) no\b"),
+    *(r"\bthat of\b", r"\bof which\b", r"\bstands? (?:for|in|at)\b", r"\bin (?:the )?place of\b"),
 )
+# What Python loads for the first patch.
+FIRST_PATCH = """
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM
+import ctxext
+small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64, "num_hidden_layers": 1}
+ctxext.patch(LlamaForCausalLM(LlamaConfig(**small, max_position_embeddings=64)), "yarn", factor=4)
+files = [each.__file__ for name, each in sorted(sys.modules.items()) if name.split(".")[0] == "ctxext"]
+print("\\n".join(filter(None, files)))
+"""
 
 
 def lines(folder: Path, pattern: str = "*.py") -> int:
     """Count the lines of the files of ``folder`` and below whose names match ``pattern``."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob(pattern))
+
+
+def tokens(folder: Path) -> int:
+    """Count the tokens of code of a folder, without comments and docstrings, which lines alone do not weigh."""
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    total = 0
+    for path in folder.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        documented = (node for node in ast.walk(ast.parse(source)) if isinstance(node, Documented))
+        strings = {(node.body[0].lineno, node.body[0].col_offset) for node in documented if ast.get_docstring(node)}
+        found = tokenize.generate_tokens(io.StringIO(source).readline)
+        total += sum(each.type not in layout and each.start not in strings for each in found)
+    return total
+
+
+def loaded() -> list[Path]:
+    """Return the files of ctxext that Python has loaded after the first ``patch(llama, "yarn")`` of a process."""
+    done = subprocess.run([sys.executable, "-c", FIRST_PATCH], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+def bare_functions(folder: Path) -> list[str]:
+    """Return the functions of ``LONG`` and more lines of code without a comment, by file and name."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        comments = {
+            each.start[0]
+            for each in tokenize.generate_tokens(io.StringIO(source).readline)
+            if each.type == tokenize.COMMENT
+        }
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                inside = {line for part in body for line in range(part.lineno, (part.end_lineno or 0) + 1)}
+                code = sum(bool(source.splitlines()[line - 1].strip()) for line in inside - comments)
+                first = body[0].lineno if body else 0
+                if code >= LONG and not comments & set(range(first - 3, (node.end_lineno or 0) + 1)):
+                    found.append(f"{path.relative_to(folder)}:{node.name}")
+    return found
+
+
+def stiff(folder: Path) -> int:
+    """Count the constructions of ``STIFF``."""
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    return sum(len(re.findall(pattern, source, re.I)) for pattern in STIFF)
 
 
 def trees(folder: Path) -> Iterator[ast.Module]:
@@ -93,22 +176,9 @@ def imported(name: str) -> frozenset[str]:
     return frozenset(each for each in found if each.split(".")[0] == "ctxext")
 
 
-def closure(name: str) -> set[str]:
-    """Return the modules that a reader reaches from one by following imports, the face of the library left out.
-
-    Python loads more: the face imports by names that it puts together, and the first patch fills the list of steps.
-    """
-    seen, left = set(), {name}
-    while left:
-        module = left.pop()
-        seen.add(module)
-        left |= ((imported(module) | {module.rpartition(".")[0]}) & modules().keys()) - seen - {"ctxext"}
-    return seen
-
-
-def lines_of(names: Iterable[str]) -> int:
-    """Count the lines of modules."""
-    return sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in names)
+def lines_of(paths: Iterable[Path]) -> int:
+    """Count the lines of files."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def core() -> set[str]:
@@ -194,14 +264,15 @@ def widest_command() -> int:
 
 def measure() -> dict[str, int]:
     """Return every figure of the house by its name."""
-    walk, pulled, commanded = patch_walk(), closure(VERB), closure(PERPLEXITY)
+    walk, first = patch_walk(), loaded()
     return {
-        "lines of ctxext/": lines(PACKAGE),
-        "lines that importing the verb pulls in": lines_of(pulled),
-        "files that importing the verb pulls in": len(pulled),
-        "lines of the core": lines_of(core()),
+        "tokens of code": tokens(PACKAGE),
+        "lines that the first patch loads": lines_of(first),
+        "files that the first patch loads": len(first),
+        "lines of the core": lines_of(modules()[name] for name in core()),
         "files of the core": len(core()),
-        "lines that eval perplexity pulls in": lines_of(commanded),
+        "long functions without a comment": len(bare_functions(PACKAGE)),
+        "stiff constructions": stiff(PACKAGE),
         "arguments without a noun": len(args_without_a_noun(PACKAGE)),
         "classes of evaluation/": classes(PACKAGE / "evaluation"),
         "files that one patch enters": len({file for file, _ in walk}),
@@ -219,7 +290,8 @@ def measure() -> dict[str, int]:
         "look-ups of the base model and its text config": len(
             LOOK_UP.findall("".join(map(ast.unparse, trees(PACKAGE))))
         ),
-        "lines that a defect of caches makes read": sum(lines(ROOT, path) for path in CACHE_DEFECT),
+        **{f"lines to read: {task}": lines_of(ROOT / path for path in paths) for task, paths in TASKS.items()},
+        **{f"files to read: {task}": len(paths) for task, paths in TASKS.items()},
     }
 
 

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from typer import Typer
 from typer.testing import CliRunner, Result
 
 from ctxext.cli.app import app
+from ctxext.cli.options import StrictCommand
 
 ROOT = Path(__file__).parents[1]
 # What accelerate's configuration file would say.
@@ -39,9 +41,16 @@ app(sys.argv[2:])
 """
 
 
-def command(*arguments: object, code: int | None = None) -> Result:
+def script(main: Callable[..., None], *arguments: object, code: int | None = None) -> Result:
+    """``python SCRIPT ARGUMENTS`` in this process, of the script whose function is ``main``; see ``command``."""
+    alone = Typer()
+    alone.command(cls=StrictCommand)(main)
+    return command(*arguments, code=code, of=alone)
+
+
+def command(*arguments: object, code: int | None = None, of: Typer = app) -> Result:
     """``ctxext ARGUMENTS`` in this process, which ends with ``code`` if one is given; a traceback fails the test."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(of, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert code in (None, result.exit_code), result.output

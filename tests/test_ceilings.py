@@ -32,7 +32,8 @@ def commit(folder: Path, lines: int, message: str) -> None:
     [
         (101, "A new method", True),
         (101, "A new method, after 52 tries", True),
-        (101, "A new method (issue 52 allows 600 lines)", False),
+        (101, "A new method (issue 52 allows 600 lines)", True),
+        (101, "A new method; -900 tokens: the old search", False),
         (101, "A new method; -120 lines: the old search", False),
         (101, "A new method, and 120 lines fell with the old search", False),
         (100, "A new method", False),

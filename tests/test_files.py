@@ -16,7 +16,6 @@ import ctxext
 from ctxext.attention.heads import HeadScores
 from ctxext.checkpoints.source import read_tokenizer
 from ctxext.errors import CtxextError, InvalidParameterError
-from ctxext.evaluation.key_tokens import KeyTokens
 from ctxext.files import DAY, LEVELS, parse_json, read_json, read_json_as, whole_files
 from ctxext.measuring.journal import _parsed
 from ctxext.methods import choice_in
@@ -48,11 +47,10 @@ BAD = {
         lambda path: read_json_as(path, list, "a list"),
         HeadScores.read,
         choice_in,
-        KeyTokens.load,
         lambda path: parameter_of(f"short_factor=@{path}"),
         lambda path: ctxext.load(path.parent),
     ],
-    ids=["object", "list", "heads", "choice", "key tokens", "parameter", "config"],
+    ids=["object", "list", "heads", "choice", "parameter", "config"],
 )
 def test_json_that_nests_too_deep_is_a_sentence(read: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"

@@ -28,29 +28,34 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "lines of ctxext/": 54_868,
-    "lines that importing the verb pulls in": 4_321,
-    "files that importing the verb pulls in": 21,
+    "tokens of code": 364_544,
+    "lines that the first patch loads": 20_949,
+    "files that the first patch loads": 116,
     "lines of the core": 4_978,
     "files of the core": 22,
-    "lines that eval perplexity pulls in": 14_516,
+    "long functions without a comment": 61,
+    "stiff constructions": 1_019,
     "arguments without a noun": 0,
-    "classes of evaluation/": 60,
+    "classes of evaluation/": 53,
     "files that one patch enters": 26,
     "functions that one patch enters": 143,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
-    "lines of scripts/": 5_618,
-    "lines of tests/": 50_686,
-    "lines that a defect of caches makes read": 2_593,
+    "lines of scripts/": 5_690,
+    "lines of tests/": 50_695,
+    "lines to read: add a frequency method": 1_287,
+    "lines to read: mend a defect of unpatch": 1_495,
+    "lines to read: add a family": 1_710,
+    "lines to read: mend a defect of caches": 2_593,
+    "lines to read: add a column to the perplexity report": 1_438,
     "look-ups of the base model and its text config": 71,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.
 COUNTED_METHODS = 36
-ROOM = {"lines of ctxext/": 80, "lines of tests/": 80, "lines of JSON in ctxext/": 1}
+ROOM = {"tokens of code": 700, "lines of tests/": 80, "lines of JSON in ctxext/": 1}
 
 
 def imports() -> dict[str, frozenset[str]]:
@@ -130,6 +135,6 @@ def test_the_house_does_not_grow() -> None:
     over = [f"{name}: {figures[name]:,}, allowed {most[name]:,}" for name in most if figures[name] > most[name]]
     assert not over, (
         f"{'; '.join(over)}. Remove as much elsewhere, and measure again with `python scripts/house.py`. Or raise the "
-        "number in CEILINGS above, and give the reason in that commit's message (scripts/check_ceilings.py reads it): "
-        "the lines removed for it ('-120 lines: the old search'), or the issue that allows it ('issue 52')."
+        "number in CEILINGS above, and say in that commit's message what falls for it (scripts/check_ceilings.py reads "
+        "it): '-120 lines: the old search', or '-900 tokens: ...'."
     )

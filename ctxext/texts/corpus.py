@@ -7,6 +7,7 @@ across the seam between two texts is measured on something that nobody wrote.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -260,3 +261,9 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
         return [], []
     place = dressed.index(bare[0])
     return dressed[:place], dressed[place + len(bare) :]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return the first 12 hexadecimal digits of a hash of a tokenizer's vocabulary."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return digest(vocabulary)

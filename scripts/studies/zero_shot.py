@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, ending_on_interrupt
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.key_tokens import ALPHA, BETA
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
 from ctxext.measuring.forward import turning_point
@@ -45,6 +44,7 @@ from ctxext.measuring.truncation import UNPATCHED, best_window, tail_windows
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table
+from scripts.studies.key_tokens import ALPHA, BETA
 
 # Nats: a pass over a longer text multiplies other shapes, so that equal mathematics rounds otherwise.
 ROUNDING = 1e-4

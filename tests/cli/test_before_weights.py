@@ -26,13 +26,12 @@ ASKED = ("passkey", "ruler", "retrieval")  # by questions about a text
 # HERE is a Llama, EXTENDED it after `ctxext patch`, BERT an encoder.
 # BARE is HERE without a tokenizer. SHORT is a text, ONE has one token, LONG eight windows.
 MISTAKES = {
-    **{f"eval {name} HERE {BAD}": REFUSED for name in (*ASKED, "perplexity", "longppl -t LONG")},
-    **{f"eval {name} HERE {GOOD} {FAR}": BEYOND for name in (*ASKED, "perplexity", "longppl -t LONG")},
-    **{f"eval {name} HERE {GOOD} -t SHORT": TOO_SHORT for name in ("perplexity", "compare -o OUT", "longppl")},
+    **{f"eval {name} HERE {BAD}": REFUSED for name in (*ASKED, "perplexity")},
+    **{f"eval {name} HERE {GOOD} {FAR}": BEYOND for name in (*ASKED, "perplexity")},
+    **{f"eval {name} HERE {GOOD} -t SHORT": TOO_SHORT for name in ("perplexity", "compare -o OUT")},
     **{f"eval {name} EXTENDED --reference EXTENDED": "is extended itself" for name in (*ASKED, "perplexity -t LONG")},
     f"eval perplexity HERE {GOOD} -t LONG --memory 1MiB": "found --memory",
     f"eval perplexity HERE {GOOD} -t LONG --tokens 9": "--tokens is for windows that slide",
-    "eval longppl HERE -t LONG": "Nothing is extended",
     "eval masked BERT -m yarn -f 2": "yarn",
     "eval masked BERT -m pi -f 2 -t SHORT": TOO_SHORT,
     "eval masked BERT -m pi -f 2 -l 4096": "4,096 tokens",

@@ -173,8 +173,6 @@ MISTAKES = {
     "eval passkey HERE -t ./no.txt": MISSING,
     "eval passkey HERE -o nowhere/keys.json": "there is no directory nowhere",
     "eval ruler HERE --task vx": "Unknown RULER task 'vx'",
-    "eval longppl HERE -t ./no.txt": MISSING,
-    "eval longppl HERE -o x.csv": OUTPUT,
     "eval masked HERE -t ./no.txt": MISSING,
     "eval masked HERE --dtype fp33": "'fp33' is not one of",
     "eval retrieval HERE --task round": "Unknown retrieval task 'round'. Did you mean 'rounds'?",

@@ -170,7 +170,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "eval perplexity table": ["eval", "perplexity", tiny, "--text", str(place / "table.parquet")],
         "eval perplexity gguf": ["eval", "perplexity", str(place / "model.gguf"), *text],
         "eval perplexity play": ["eval", "perplexity", tiny],
-        "eval longppl": ["eval", "longppl", tiny, *text, *once, "--alpha=1e-9", "--beta=-99"],
         "eval passkey": ["eval", "passkey", tiny, *once, "--length", "400", "--depth", "0.5"],
         "eval retrieval": ["eval", "retrieval", tiny, *once, *few, "--task", "rounds", "--length", "512"],
         "eval ruler": ["eval", "ruler", tiny, *once, "--samples", "1", "--task", "cwe", "--length", "512"],
@@ -182,7 +181,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 WORKING = [
     *("inspect", "inspect adapter", "patch", "export", "plan", "choose", "heads", "methods", "lab methods"),
-    *("show numbers", "ask", "eval perplexity", "eval longppl", "eval masked", "eval passkey", "eval retrieval"),
+    *("show numbers", "ask", "eval perplexity", "eval masked", "eval passkey", "eval retrieval"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Key tokens against a transcription of the authors' loop, and LongPPL against plain forward passes."""
+"""``scripts/studies/longppl.py``: key tokens against the authors' loop, transcribed, losses against plain passes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.evaluation import key_tokens, longppl
-from ctxext.evaluation.key_tokens import KeyTokens, ending, prepare_search
-from ctxext.evaluation.longppl import LongPplResult
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.loss import truncated_loss
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
-from tests._programs import command
+from scripts.studies import longppl
+from scripts.studies.key_tokens import KeyTokens, ending, prepare_search
+from scripts.studies.longppl import LongPplResult
+from tests._programs import script
 
 TRAINED = 512
 Step = Callable[[str, float], None]
@@ -282,11 +282,11 @@ def test_the_command(
     for document in TEXTS:
         (tmp_path / f"{document.name}.txt").write_text(document.text, encoding="utf-8")
     names = [f"longppl.{kind}" for kind in ("json", "md", "png")]
-    given = ["eval", "longppl", tmp_path / "tiny", "--dtype", "fp32", "-m", "pi", "-m", "yarn ramp=turns", "-l", 900]
+    given = [tmp_path / "tiny", "--dtype", "fp32", "-m", "pi", "-m", "yarn ramp=turns", "-l", 900]
     given += ["-t", tmp_path / "one.txt", "-t", tmp_path / "two.txt", "--keys", tmp_path / "keys.json"]
     given += ["--short", 96, "--stride", 32, "--alpha", 0.5, "--beta", -6]
 
-    shown = command(*given, *(part for name in names for part in ("-o", tmp_path / name)), code=0)
+    shown = script(longppl.main, *given, *(part for name in names for part in ("-o", tmp_path / name)), code=0)
     saved = json.loads((tmp_path / "longppl.json").read_text(encoding="utf-8"))
     report = LongPplResult.from_dict(saved)
     texts = corpus_of(TEXTS, bos_tokenizer, tokens=901)
@@ -307,13 +307,13 @@ def test_the_command(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("key tokens were found before")
 
-    monkeypatch.setattr(key_tokens, "prepare_search", never)
-    again = command(*given, "--json", code=0)
+    monkeypatch.setattr(longppl, "prepare_search", never)
+    again = script(longppl.main, *given, "--json", code=0)
     printed = json.loads(again.stdout)["readings"]
     assert [one["scores"] for one in printed] == [one["scores"] for one in saved["readings"]]
     assert re.search(r"\d+ key tokens out of .*keys\.json, found by tiny", again.stderr)
     given[given.index("--alpha") + 1] = 1
-    other = command(*given, code=1)
+    other = script(longppl.main, *given, code=1)
     assert "holds key tokens found with alpha=0.5, and alpha=1.0 is asked for" in other.stderr
 
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.key_tokens import tokenizer_digest
 from ctxext.evaluation.ruler.tasks import choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
 from ctxext.measuring.forward import SMALL_MODEL, Progress, ticking
 from ctxext.measuring.survey import Trial
-from ctxext.texts.corpus import special_prefix
+from ctxext.texts.corpus import special_prefix, tokenizer_digest
 from ctxext.texts.documents import Document
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.

@@ -14,16 +14,14 @@ Source: Fang et al., arXiv:2410.23771, section 4.1 and appendix A.1; PKU-ML/Long
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ctxext.core import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.files import digest, parse_json
+from ctxext.files import parse_json
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import turning_point
 from ctxext.measuring.journal import Journal
@@ -32,7 +30,7 @@ from ctxext.measuring.provenance import Report
 from ctxext.measuring.readings import Reader, Reading, Readings
 from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
 from ctxext.measuring.truncation import UNPATCHED
-from ctxext.texts.corpus import Corpus, TokenisedDocument
+from ctxext.texts.corpus import Corpus, TokenisedDocument, tokenizer_digest
 
 # The thresholds of the paper.
 ALPHA, BETA = 2.0, -2.0
@@ -241,12 +239,6 @@ def ending(document: TokenisedDocument, length: int) -> TokenisedDocument:
             f"The text {document.name!r} has {document.tokens:,} tokens; this length needs {length + 1:,}."
         )
     return document.take(length + 1, skip=document.tokens - length - 1)
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Return the first 12 hexadecimal digits of a hash of a tokenizer's vocabulary."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
-    return digest(vocabulary)
 
 
 def _sizes(trained: int | None, window: int | None, short: int | None, stride: int | None) -> tuple[int, int, int]:
