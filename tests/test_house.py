@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 364_544,
+    "tokens of code": 364_608,
     "lines that the first patch loads": 20_949,
     "files that the first patch loads": 116,
     "lines of the core": 4_978,
@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_690,
-    "lines of tests/": 50_695,
+    "lines of tests/": 50_760,
     "lines to read: add a frequency method": 1_287,
     "lines to read: mend a defect of unpatch": 1_495,
     "lines to read: add a family": 1_710,

@@ -32,6 +32,7 @@ from ctxext.core.saved import (
 from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.files import digest
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.mistakes import refuse_gguf
 from ctxext.models.drafts import about_drafts, draft_heads
@@ -115,7 +116,8 @@ def with_start(made: Export, checkpoint: str) -> Export:
     """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it."""
     file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
     file = checkpoint if checkpoint.endswith(".gguf") else file
-    runtime = RUNTIMES[made.target]
+    runtime, config = RUNTIMES[made.target], Path(checkpoint) / "config.json"
+    made = replace(made, config_sha256=digest(config.read_bytes()) if config.is_file() else "")
     return replace(made, start=(*made.start, checkpoint) if made.start else runtime.start(checkpoint, file))
 
 

@@ -46,6 +46,8 @@ class Export:
         start: the command that serves the checkpoint without an extension, word by word; as a runtime returns it, the
             words before the checkpoint, or none for its usual ones.
         first: the command that writes the checkpoint to be served, word by word; none where it exists.
+        config_sha256: first 12 hexadecimal digits of the hash of the ``config.json`` that the flags were computed for,
+            empty without such a file.
     """
 
     target: str
@@ -56,6 +58,7 @@ class Export:
     file: str | None = None
     start: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+    config_sha256: str = ""
 
     @property
     def command(self) -> str:
@@ -71,7 +74,9 @@ class Export:
     def __str__(self) -> str:
         same = "the same positions as in transformers" if self.exact else "not the same positions, or not proven"
         wrote = [f"wrote {self.file}"] if self.file is not None else []
-        return "\n  ".join([self.command, *wrote, same, *(f"- {note}" for note in self.notes)])
+        read = f"computed for the config.json of SHA-256 {self.config_sha256}...; export again when it changes"
+        notes = (*self.notes, read) if self.config_sha256 else self.notes
+        return "\n  ".join([self.command, *wrote, same, *(f"- {note}" for note in notes)])
 
     @property
     def told(self) -> str:

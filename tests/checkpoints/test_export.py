@@ -6,9 +6,11 @@ llama_cpp_python 0.3.36 vendors (conversion/base.py, src/llama-context.cpp, ggml
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shlex
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -575,3 +577,15 @@ def test_what_no_field_says_to_others_is_refused(to: str, saved: bool, tmp_path:
         ctxext.save(model, tmp_path / "long")
     with pytest.raises(IncompatibleError, match="Only ctxext reads 'self_extend' from the config of this phi3"):
         export(tmp_path / "long" if saved else model, to=to)
+
+
+def test_the_config_that_flags_are_for_is_named(llama: Path, tmp_path: Path) -> None:
+    """A config whose native length its vendor raised made the flags of yesterday wrong."""
+    place = shutil.copytree(llama, tmp_path / "llama")
+    yesterday, config = export(place, to="vllm", method="yarn", factor=2), (place / "config.json").read_bytes()
+    assert f"of SHA-256 {hashlib.sha256(config).hexdigest()[:12]}..." in str(yesterday)
+    (place / "config.json").write_bytes(config + b"\n")
+    assert export(place, to="vllm", method="yarn", factor=2).config_sha256 != yesterday.config_sha256
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    ctxext.patch(model, "yarn", factor=2)
+    assert export(model, to="vllm").config_sha256 == ""
