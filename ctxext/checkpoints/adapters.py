@@ -1,4 +1,4 @@
-"""PEFT adapters: their directory holds no config of the base model, so the extension is written beside them."""
+"""PEFT adapters: their directory holds no config of the base model, so the extension is a file next to them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ EXTENSION_FILE = "ctxext_config.json"
 WHOLE_WEIGHTS = ("model*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
 ENCODING_FILE = "ctxext_encoding.safetensors"
 
-# PEFT has no field for what the base model must be. It does refuse a type of adapter that it does not know and quotes
-# it, so this sentence stands in its place; and in that of LoRA's initialisation, for programs that read no type.
+# PEFT has no field for requirements on the base model. But it refuses an unknown type of adapter, and quotes the type:
+# so this sentence replaces the type. It also replaces LoRA's initialisation, for programs that read no type.
 GUARD = "this adapter needs its base model extended by ctxext"
 SENTENCE = (
     f"{GUARD}: load it with ctxext.load(path), or onto a model that is extended already with ctxext.load(path, "
@@ -50,7 +50,7 @@ HOOK = "ctxext_adapters"
 def is_adapter(directory: str | os.PathLike[str]) -> bool:
     """Return whether a local directory holds a PEFT adapter and not a whole model.
 
-    A config of the base model beside the adapter, which axolotl writes, makes it no whole model.
+    axolotl also writes the config of the base model there, which does not make it a whole model.
 
     Raises:
         CheckpointError: if it holds both: transformers would add the adapter to the model, and one that is merged
@@ -87,13 +87,13 @@ def base_of(directory: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter in a directory, with the extension and the weights that were saved beside it.
+    """An adapter in a directory, with the extension and the weights that were saved with it.
 
     Args:
         extension: the extension of its model; empty for none.
         config: its PEFT config, as it was before it was marked.
         encoding: weights of the model's encoding that the adapter's own file lacks, by name; None if none were saved.
-        trained: the names of those of these weights that were trained with the adapter.
+        trained: names of the weights in ``encoding`` that were trained with the adapter.
     """
 
     directory: Path
@@ -133,20 +133,20 @@ class ExtendedSave:
     model: Any
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save the adapters; the arguments are those of PEFT's own method."""
+        """Save the adapters, with the arguments of PEFT's method."""
         save_adapters(self.model, Path(save_directory), *args, **kwargs)
 
 
 @dataclass(eq=False)
 class ExtendedAdapter:
-    """Replacement of ``save_pretrained`` of an adapter's PEFT config, which writes the extension beside the config.
+    """Replacement of ``save_pretrained`` of an adapter's PEFT config, which writes the extension next to the config.
 
     Every way of saving an adapter calls this method: PEFT's, transformers' own, the Trainer's and TRL's.
 
     Args:
         base: its base model, which may be extended or plain at the time of saving.
-        lent: another config, which gets its own method back when this one is saved.
-        once: True if this config gets its own method back after the first call.
+        lent: another config, whose original method is restored when this config is saved.
+        once: True if this config's original method is restored after the first call.
     """
 
     adapter: Any
@@ -160,7 +160,7 @@ class ExtendedAdapter:
         return vars(self) | {"base": None, "lent": None}
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save the config; the arguments are those of PEFT's own method."""
+        """Save the config, with the arguments of PEFT's method."""
         for config in (self.adapter if self.once else None, self.lent):
             if config is not None:
                 vars(config).pop("save_pretrained", None)
@@ -175,7 +175,7 @@ class ExtendedAdapter:
 
 def _name_base(directory: Path, base: Any) -> None:
     """Name the base model in the model card that PEFT has written, where its config has a sentence now."""
-    for place in (directory, directory.parent):  # that of an adapter with a name is in the folder above
+    for place in (directory, directory.parent):  # the card of an adapter with a name is in the folder above
         path = place / "README.md"
         if path.is_file():
             card = ModelCard.load(path)
@@ -187,7 +187,7 @@ def _name_base(directory: Path, base: Any) -> None:
 def keep_extension(subject: Subject, edits: Edits) -> None:
     """Save every adapter of a model, those to come included, with its extension from now on.
 
-    Adapters that put layers into the base model are found on it, whoever adds and saves them. Those that only put
+    Adapters that put layers into the base model are found on it, whoever adds and saves them. Adapters that only put
     virtual tokens before the text leave no trace there: they are found where their PEFT model is among the wrappers.
     """
     base = subject.model
@@ -231,9 +231,9 @@ def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
 
 
 def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> None:
-    """Give a model its own copies of its adapters' PEFT configs, which save the extension.
+    """Give a model separate copies of its adapters' PEFT configs, which save the extension.
 
-    One PEFT config may serve several models, plain ones too, so the model gets an object of its own.
+    One PEFT config may serve several models, plain ones too, so the model's copy is a new object.
 
     The PEFT record of configs, by name, is ``adapters``; nothing is done for anything else. With ``saving``, PEFT may
     have taken an old config out of the record to save it next: that one carries the extension too, once.
@@ -252,7 +252,7 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
 
 
 def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> None:
-    """Save the adapters of a model as its class does, and put the extension of their base beside each."""
+    """Save the adapters of a model as its class does, and put the extension of their base next to each."""
     places = [directory if name == "default" else directory / name for name in model.peft_config]
     if isinstance(model, PreTrainedModel):  # transformers' own adapters: the active one, not in a folder of its name
         places = [directory]
@@ -268,7 +268,7 @@ def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> Non
 
 
 def encoding_digest(subject: Subject) -> str | None:
-    """Digest the weights of the encodings on a model that are saved beside its adapters; None where there are none."""
+    """Digest the weights of encodings that are saved next to a model's adapters; None where there are none."""
     adapters = {name for holder in subject.chain for name in getattr(holder, "peft_config", None) or ()}
     weights: dict[str, Tensor] = {}
     for name in adapters:
@@ -281,7 +281,7 @@ def encoding_digest(subject: Subject) -> str | None:
 
 
 def _encoding_beside(base: Any, adapter: str) -> dict[str, Tensor]:
-    """Return the weights of encodings that go into a file beside an adapter, since it has no copies of them.
+    """Return the weights of encodings to save next to an adapter, which has no copies of them.
 
     Raises:
         IncompatibleError: if this process does not hold them whole.
@@ -300,7 +300,7 @@ def _encoding_beside(base: Any, adapter: str) -> dict[str, Tensor]:
 def _save_marked(
     adapter: Any, directory: Path, extension: dict[str, Any], encoding: dict[str, Tensor], **kwargs: Any
 ) -> None:
-    """Write an adapter's PEFT config so that loading it without ctxext fails clearly, and the extension beside it."""
+    """Write an adapter's PEFT config so that loading it without ctxext fails clearly, and the extension next to it."""
     with tempfile.TemporaryDirectory() as plain:
         type(adapter).save_pretrained(adapter, plain, **kwargs)
         values = json.loads((Path(plain) / ADAPTER_FILE).read_text(encoding="utf-8"))
@@ -329,7 +329,7 @@ def _is_guarded(value: object) -> bool:
 
 
 def read_beside(path: Path) -> dict[str, Any]:
-    """Read the file that ctxext writes beside an adapter.
+    """Read the file that ctxext writes next to an adapter.
 
     Raises:
         CheckpointError: if it holds anything else.
@@ -344,7 +344,7 @@ def read_beside(path: Path) -> dict[str, Any]:
 
 
 def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
-    """Read the extension beside the weights of an adapter, or else the one in the config of its base.
+    """Read the extension from the file next to an adapter's weights, or else from the config of its base.
 
     With ``plain``, an adapter of a plain model is accepted too.
 
@@ -380,6 +380,7 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
             f"{directory / ADAPTER_FILE} is not the one that {EXTENSION_FILE} was written for: saving was interrupted, "
             f"or another adapter was saved over it. Save the adapter again with ctxext.save."
         )
+    # PEFT reads a config from a directory and refuses this one, so a copy gets back the fields that were marked.
     with tempfile.TemporaryDirectory() as restored:
         (Path(restored) / ADAPTER_FILE).write_text(json.dumps(adapter | saved["guarded"]), encoding="utf-8")
         config = PeftConfig.from_pretrained(restored)
@@ -422,14 +423,14 @@ def put_adapter(
     """Put a saved adapter, and the encoding that was saved with it, on a model that is extended alike.
 
     A PEFT model gets one more adapter. ``drawn`` says that the encoding of ``model`` was drawn at random, and belongs
-    to no adapter yet. Without ``edits``, the extension of ``model`` undoes what is set here.
+    to no adapter yet. Without ``edits``, changes made here are undone with the extension of ``model``.
 
     Returns:
         A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.
 
     Raises:
         CheckpointError: if the model is extended otherwise than the one that the adapter was trained on; or if the
-            encoding was not saved with the adapter, or differs from that of the model's adapters.
+            encoding was not saved with the adapter, or differs from the encoding of the model's adapters.
         InvalidParameterError: if the model has an adapter of this name.
     """
     from peft import PeftMixedModel, PeftModel
@@ -462,6 +463,7 @@ def put_adapter(
             f"The encoding saved with the adapter in {adapter.directory} has other weights than this model, whose own "
             f"adapters need them. Load it onto a model of its own."
         )
+    # PEFT changes the model before it reads the weights, so sizes are compared first.
     _require_sizes(base, adapter.directory)
     if adapted is None:
         outer = PeftModel.from_pretrained(
@@ -472,6 +474,7 @@ def put_adapter(
         outer = model
         _add_adapter(adapted, adapter, name, **arguments)
     reader = outer if adapted is None else adapted
+    # Only now do the names of PEFT's layers exist to compare with the file's; a bad adapter is taken out again.
     if (unreached := _unreached(reader, adapter.directory, name)) is not None:
         (reader.unload if adapted is None else functools.partial(reader.delete_adapter, name))()
         raise CheckpointError(
@@ -488,10 +491,10 @@ def put_adapter(
 
 def _require_sizes(base: nn.Module, directory: Path) -> None:
     """Refuse an adapter that holds whole weights of other sizes than a model's, before PEFT changes the model."""
-    # ZeRO-3 leaves no numbers in a weight, and keeps its size beside it.
+    # ZeRO-3 leaves no numbers in a weight, and keeps its size in ``ds_shape``.
     sizes = {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in base.named_parameters()}
     with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
-        for key in file.keys():  # noqa: SIM118 - the file is no dict
+        for key in file.keys():  # noqa: SIM118 - the file is not a dict
             name, found = key.removeprefix("base_model.model."), file.get_slice(key).get_shape()
             if sizes.get(name, found) != found:
                 raise CheckpointError(
@@ -521,7 +524,7 @@ def _unreached(adapted: Any, directory: Path, name: str) -> str | None:
 
 
 def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: bool = False, **arguments: Any) -> None:
-    """Give a PEFT model one more adapter, as its own ``load_adapter`` does with an unmarked one."""
+    """Give a PEFT model one more adapter, as PEFT's ``load_adapter`` does with an unmarked adapter."""
     adapter.config.inference_mode = not is_trainable
     low_memory = {key: value for key, value in arguments.items() if key == "low_cpu_mem_usage"}
     model.add_adapter(name, adapter.config, **low_memory)

@@ -39,9 +39,9 @@ def write_card(
     """Say in the model card of a directory how its model is extended, what was measured, and how to load and serve it.
 
     Args:
-        directory: a card that lies there keeps all but the marked section; its metadata are added to.
-        trusted: True if a module beside the weights lets transformers load it where code is trusted.
-        cuts: the limits in files beside the weights that still cut texts, a sentence each.
+        directory: folder of the card. An existing card keeps all but the marked section, and gains metadata.
+        trusted: True if a module next to the weights lets transformers load the model where code is trusted.
+        cuts: the limits in files next to the weights that still cut texts, a sentence each.
 
     Raises:
         CheckpointError: the metadata of the card cannot be read.
@@ -72,7 +72,7 @@ def write_card(
 
 
 def _read(path: Path) -> RepoCard:
-    """Read a card; its metadata as they stand, since a table of results that the hub rejects is not ours to drop."""
+    """Read a card with its metadata unchanged: ctxext does not drop a table of results that the hub rejects."""
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return RepoCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}")

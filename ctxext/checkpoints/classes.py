@@ -93,7 +93,7 @@ def config_of(config: Any, chosen: Any) -> Any:
     elif type(config) in mapping:
         expected = mapping[type(config)].config_class
     else:
-        return config  # from_pretrained says what it takes
+        return config  # from_pretrained lists the configs that the class takes
     if text is config or expected is None or isinstance(config, expected) or not isinstance(text, expected):
         return config
     part = copy.deepcopy(text)

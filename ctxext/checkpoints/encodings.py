@@ -18,7 +18,7 @@ def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, 
     """Return the weights of the encodings on a model, by their names in its ``state_dict`` as if it had no adapters.
 
     Args:
-        adapter: leave out the encodings of which this adapter holds a copy of its own (``modules_to_save``).
+        adapter: name of an adapter; the encodings that it holds copies of (``modules_to_save``) are left out.
     """
     weights: dict[str, Tensor] = {}
     copied = {name for name, _, holder in _encodings(model) if holder is not None and holder == adapter}

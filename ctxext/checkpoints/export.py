@@ -77,8 +77,8 @@ def export(
         UnknownNameError: for another target.
         IncompatibleError: the target cannot run this extension; the message names the reason.
         PatchStateError: the checkpoint is not extended and no method is given.
-        CheckpointError: there is no such checkpoint, or it is an adapter, or its config contradicts itself; or the GGUF
-            file is of another model, or its copy cannot be written.
+        CheckpointError: nothing at ``checkpoint``, an adapter, or a config that contradicts itself; or the GGUF file is
+            of another model, or its copy cannot be written.
         InvalidParameterError: a GGUF file for another runtime.
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
@@ -198,7 +198,7 @@ def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = F
 def exports_of(
     config: Any, place: str, *, guarded: bool = False, served: Any = None, targets: Iterable[str] = ()
 ) -> dict[str, Export | str]:
-    """Export the extension that ``config`` holds to every runtime; where one cannot serve it, return the reason.
+    """Export the extension that ``config`` holds to every runtime, or return the reason why a runtime cannot serve it.
 
     ``served`` is the config in the files, where it is another one and the runtime needs no copy with this one.
     """
@@ -246,10 +246,10 @@ def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
 
 
 def require_consistent(config: Any, trust_remote_code: bool = False) -> None:
-    """Require that the fields that runtimes read are those that the saved extension writes.
+    """Require that the fields for other runtimes agree with the saved extension.
 
     Raises:
-        CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
+        CheckpointError: a field of the config has another value than its ``ctxext`` entry would write.
     """
     saved = saved_extension(config, f"this {config.model_type}")
     if saved is None or saved_sides(saved):

@@ -33,7 +33,7 @@ class GGUFFile:
     """A GGUF file that was opened for reading. Its weights are looked at only when they are copied.
 
     Raises:
-        CheckpointError: there is no such file, it is not GGUF, cut short or one of several files, or the package that
+        CheckpointError: a file that does not exist, is not GGUF, is cut short or is one of several; or the package that
             reads it is missing.
     """
 
@@ -73,7 +73,7 @@ class GGUFFile:
             return self._reader if Path(path) == self.path else opened(path, *mode)
 
         opened, names = gguf.GGUFReader, gguf.get_tensor_name_map
-        setattr(gguf, "GGUFReader", reader)  # noqa: B010 - to mypy a class is no variable
+        setattr(gguf, "GGUFReader", reader)  # noqa: B010 - to mypy a class is not a variable
         gguf.get_tensor_name_map = functools.cache(names)
         try:
             yield
@@ -99,10 +99,10 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} cannot be read as GGUF: {key} is no text ({error}).") from error
 
     def number(self, key: str, default: int | float) -> int | float:
-        """Return the value of a key that stands for a number.
+        """Return the number under a key, or ``default`` where the file lacks the key.
 
         Raises:
-            CheckpointError: the value is no number.
+            CheckpointError: the value is not a number.
         """
         value = self.get(key, default)
         if not isinstance(value, int | float):
@@ -147,7 +147,7 @@ class GGUFFile:
         """Write a copy with other keys and at most one other tensor; the copy appears when it is whole, or not at all.
 
         Args:
-            keys: values by key; they replace those of the file, or are added.
+            keys: values by key, which replace the file's or are added.
             drop: Function that returns True for a key to leave out, unless it is among ``keys``.
             tensor: a name and float32 numbers, which replace as many or are added; None to keep all tensors.
 

@@ -3,8 +3,8 @@
 transformers reads the base of a GGUF file, for most architectures, and neither its scaling keys nor its tensors of
 divisors: a Llama 3.1 would be loaded with plain positions. llama.cpp reads them as follows (ggml-org/llama.cpp,
 src/llama-model.cpp and src/llama-graph.cpp): the type is ``linear`` where none is said, ``attn_factor`` multiplies cos
-and sin, ``yarn`` multiplies them by 0.1 ln(factor) + 1 beside that, and a tensor divides each frequency whatever the
-type is.
+and sin, ``yarn`` multiplies them by 0.1 ln(factor) + 1 on top of that, and a tensor divides each frequency whatever
+the type is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OF_YARN = frozenset({"yarn_beta_fast", "yarn_beta_slow"})
 def read_positions(text: Any, file: GGUFFile) -> None:
     """Write the rotation that a GGUF file says into the text config that transformers made of the same file.
 
-    Layers with a sliding window of their own frequencies keep them, as in llama.cpp.
+    Layers with a sliding window keep their frequencies where these are separate, as in llama.cpp.
 
     Raises:
         CheckpointError: the file says positions that no config of stock transformers can hold, or its numbers
@@ -77,6 +77,7 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
         raise _unreadable(file, f"says {scaling}type={kind!r}")
     length = int(file.number(prefix.removesuffix("rope.") + "context_length", 0))
     original = int(file.number(scaling + "original_context_length", length))
+    # As in llama.cpp: ``scale_linear`` is the older name of the factor, and a factor of 0 scales nothing.
     factor = float(file.number(scaling + "factor", file.number(prefix + "scale_linear", 1.0))) or 1.0
     scale = float(file.number(scaling + "attn_factor", 1.0))
     factor = 1.0 if kind == "none" else factor
@@ -91,6 +92,7 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
         return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
     if DIVISORS in tables and len(tables) > 1:
         raise _unreadable(file, f"holds {' and '.join(tables)}, which divide the same frequencies")
+    # longrope is the one rope type of transformers that holds any divisors, and any factor on cos and sin.
     plain = tables.get(DIVISORS, np.ones(width // 2))
     short, long = (np.multiply(tables.get(name, plain), factor) for name in (SHORT, LONG))
     return {

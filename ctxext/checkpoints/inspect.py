@@ -331,6 +331,7 @@ def _positions(subject: Subject, trained_length: int) -> tuple[tuple[Positions, 
         if isinstance(architecture, Sinusoids):
             names = " and ".join(table.name for table in architecture.tables(subject))
             return (), f"none: it adds sinusoids to its input, from {names}", architecture.spec(subject)
+        # Only rotations have sites: for the kinds above, the search would fail with a less precise reason.
         sites = find_sites(subject, trained_length, scaled=True)
         for site in sites:
             kind = str(site.rope_dict(text).get("rope_type", "default"))

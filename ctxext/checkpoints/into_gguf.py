@@ -58,7 +58,7 @@ def write_into_gguf(
 
 
 def _refuse_tensors(file: GGUFFile, extended: ExtensionInConfig) -> None:
-    """Refuse a file in which a tensor would divide beside the keys."""
+    """Refuse a file with a tensor of divisors, which would act on top of the keys."""
     if scaling := [name for name in file.tensors if name.startswith(SCALING_TENSORS)]:
         raise CheckpointError(
             f"{file.path} holds {scaling[0]}, which scales positions beside the keys of {extended.method}. Give the "
@@ -91,7 +91,7 @@ def _frequencies(text: Any, rope: dict[str, Any], length: int) -> Float[np.ndarr
 def _refuse_other_model(
     file: GGUFFile, architecture: str, extended: ExtensionInConfig, before: Any, rotary_dim: int
 ) -> None:
-    """Refuse a file that is not a whole model, or whose numbers are not those of the checkpoint."""
+    """Refuse a file that is not a whole model, or whose numbers differ from the checkpoint's."""
     text = extended.text
     numbers = {
         "block_count": [text.num_hidden_layers],
@@ -124,7 +124,7 @@ def _is_close(value: Any, wanted: Any) -> bool:
 
 
 def _refuse_other_scaling(file: GGUFFile, known: list[Float[np.ndarray, " half"]]) -> None:
-    """Refuse a file with divisors of its own that are neither the checkpoint's before the extension nor after it."""
+    """Refuse a file whose divisors are neither the checkpoint's before the extension nor after it."""
     divisors = file.tensor(DIVISORS)
     if divisors is None:
         return

@@ -1,4 +1,4 @@
-"""Limits of the length of texts, on a live model and in files beside its config: of tokenizers, generate, pipelines."""
+"""Limits of the length of texts, on a live model and in files next to its config (tokenizers, generate, pipelines)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ctxext.errors import InvalidParameterError
 from ctxext.files import read_json
 from ctxext.spec import Description, Extension
 
-# Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'. The
-# first is a bound of the tokenizer, whose value means the window; the others may hold a choice that is not the window.
+# Fields that may hold the window in files next to a model's config: the tokenizer's, generate's, and
+# sentence-transformers'. The first is a bound of the tokenizer, whose value means the window; the others may hold a
+# choice that is not the window.
 BOUND = ("tokenizer_config.json", ("model_max_length",))
 FIELDS = (
     BOUND,
@@ -29,7 +30,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of texts in a file beside a model.
+    """A limit of texts in a file next to a model.
 
     Args:
         is_bound: True if the value can mean nothing but the window; other limits may be choices of a user.
@@ -58,13 +59,13 @@ def limits_in(path: Path) -> list[Limit]:
 
 
 def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> tuple[list[str], list[str]]:
-    """Copy a file from beside a model; a limit that was the old window becomes the new one.
+    """Copy a file that lies next to a model, and raise a limit in it from the old window to the new one.
 
     A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice that has
     nothing to do with the window, and then stay as they are.
 
     Returns:
-        What was changed, a line each; and what stays although texts are cut there, a line each.
+        The changes, a line each; and the limits that still cut texts, a line each.
     """
     if place != path:
         shutil.copyfile(path, place)
@@ -83,7 +84,7 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
 
 
 def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
-    """Raise what limits the length of texts in the files beside a model.
+    """Raise the limits of the length of texts in the files next to a model.
 
     Files in ``old`` stay as they are. A file that lies in ``new`` already is raised itself.
     """

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
-# Arguments of from_pretrained that are no fields, though configs have some of them.
+# Arguments of from_pretrained that are not fields, though configs have some of them.
 NO_FIELDS = (
     *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "quantization_config"),
     *("trust_remote_code", "code_revision"),
@@ -90,7 +90,7 @@ REPORT: ContextVar[dict[str, Any]] = ContextVar("ctxext_loading_report")
 
 
 def _reporting(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loading report beside the model where it is wanted."""
+    """Return ``verb`` with an option to return the loading report next to the model."""
 
     @functools.wraps(verb)
     def reporting(*args: Any, output_loading_info: bool = False, **given: Any) -> Any:
@@ -154,7 +154,7 @@ def load(
         attention: See ``ctxext.patch``.
         base: for an adapter, the base checkpoint if it has moved; or a model in memory with the same extension, to
             which the adapter is added (an additional one, if it is a PEFT model already). Weights of an encoding that
-            were saved with the adapter replace those in memory. With a method that has a parameter of this name
+            were saved with the adapter replace the ones in memory. With a method that has a parameter of this name
             (``abf``), that parameter.
         auto_class: the class to load with, or its name in transformers, such as ``"AutoModelForCausalLM"``; default
             is the class that the checkpoint was saved from (``architectures`` in its config), so that a classifier
@@ -177,6 +177,7 @@ def load(
     parameters = {field.name for kind in known_methods().values() for field in fields(kind)}
     of_method = {name: loading.pop(name) for name in list(loading) if name in parameters}
     known = method_class(method) if isinstance(method, str) else None
+    # ``base`` also names a parameter of some methods (abf): with one of these it is the parameter.
     if base is not None and known is not None and "base" in {field.name for field in fields(known)}:
         of_method["base"], base = base, None
     arguments = ExtensionArguments(
@@ -211,7 +212,7 @@ def _extended(
     loading: dict[str, Any],
     auto_class: Any,
 ) -> PreTrainedModel:
-    """Load a checkpoint with a new extension, in the place of the one that it was saved with."""
+    """Load a checkpoint with a new extension instead of the saved one."""
     written = config = _read_config(place, loading)
     saved = saved_extension(config, place)
     if saved is not None:
@@ -261,6 +262,7 @@ def load_saved(
     if saved_extension(config, place) is not None:
         complete = plain_class is not None
         model = _read_model(place, config, loading, auto_class, restored=True, complete=complete)
+        # Extending names the model as one in memory only, but this extension is in the checkpoint too.
         leads_to_it = model.config._name_or_path
         attached(model, place, attention)
         model.config._name_or_path = leads_to_it
@@ -310,7 +312,7 @@ def reads_weights(method: Any, parameters: dict[str, Any] | None = None) -> bool
 def _buildable(extended: Any, config: Any) -> Any:
     """Remove from an extended config the fields that are for live models, or for code that must refuse the config."""
     extended._name_or_path = config._name_or_path
-    extended._attn_implementation = config._attn_implementation_internal  # and that of its parts
+    extended._attn_implementation = config._attn_implementation_internal  # and its parts'
     for text in extended_texts(extended):
         drop_old_form(text)
     without_guard(extended)
@@ -362,7 +364,7 @@ def _read_model(
     restored: bool = False,
     complete: bool = False,
 ) -> PreTrainedModel:
-    """Load the weights into the model of ``config``, with those of an encoding if they were saved with it.
+    """Load the weights into the model of ``config``, and the weights of an encoding if they were saved.
 
     A class that was asked for may have a head that is new, unless the weights must be ``complete``.
 
@@ -547,7 +549,7 @@ def _load_base(
     restored = carried is not None and not differences(saved, carried)
     if restored:
         model: PreTrainedModel = load_saved(place, attention=attention, **loading)
-    elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
+    elif carried is None or named:  # trained on the weights of that base, with the adapter's extension
         model = _extended(place, arguments_of(saved, attention), loading, loading.pop("auto_class", None))
     else:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Load a saved checkpoint in programs that only take its path, where they trust the code beside it.
+"""Load a saved checkpoint in programs that only take its path, where they trust the code next to it.
 
 ``ctxext.save(..., remote_code=True)`` writes ``REMOTE_CODE`` into the directory and names its classes in the config.
-With ``trust_remote_code=True``, transformers calls their ``from_pretrained`` in place of its own.
+With ``trust_remote_code=True``, transformers calls ``from_pretrained`` of these classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OF_AUTO_CLASSES = ("trust_remote_code", "code_revision", "adapter_kwargs", "name
 
 
 class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Config that reads what plain transformers refuses; what it returns is of the model's own class."""
+    """Config that reads checkpoints that plain transformers refuses, and returns a config of the model's class."""
 
     @classmethod
     def from_pretrained(cls, place: Any, **arguments: Any) -> Any:
@@ -50,7 +50,7 @@ class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class RemoteModel(PreTrainedModel):  # type: ignore[misc]
-    """Model that is loaded by ctxext; what it returns is of the class that was saved, or of another that was asked."""
+    """Model that is loaded by ctxext, and returned in the class that was saved or in another that was asked for."""
 
     @classmethod
     def from_pretrained(cls, place: Any, *_: Any, config: Any = None, **arguments: Any) -> Any:
@@ -64,13 +64,13 @@ class RemoteModel(PreTrainedModel):  # type: ignore[misc]
 
 
 def _built(name: str, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], ...]:
-    """Return the classes of which an auto class of transformers builds models of a config; none for other names."""
+    """Return the classes that an auto class of transformers builds from a config; none for other names."""
     kinds = getattr(getattr(transformers, name), "_model_mapping", {}).get(type(config), ())
     return tuple(kinds) if isinstance(kinds, tuple | list) else (kinds,)
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
-    """Return the classes of transformers that load a model, each with the one beside the checkpoint.
+    """Return the classes of transformers that load a model, each with its replacement in the checkpoint's module.
 
     Raises:
         IncompatibleError: no ``AutoModel`` of transformers loads it.

@@ -78,7 +78,7 @@ def save(
             files are then unchanged. Or if the upload fails.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
-            for ``remote_code`` beside an adapter.
+            for ``remote_code`` with an adapter.
     """
     subject = Subject.of(model)
     inner, extension = subject.model, subject.saved
@@ -156,7 +156,7 @@ def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:
 
 @own_defaults()
 def _require_unchanged(subject: Subject) -> None:
-    """Raise ``PatchStateError`` where the positions of an extended model are no longer those that its config says."""
+    """Raise ``PatchStateError`` where the positions of an extended model no longer agree with its config."""
     for name, side in saved_sides(subject.config.ctxext).items() or [("", subject.config.ctxext)]:
         part = subject.sides[name] if name else subject
         architecture = find_architecture(part)

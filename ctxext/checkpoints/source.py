@@ -43,10 +43,10 @@ from ctxext.rope_types import GUARD
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
 WHOLE = "model.safetensors"  # which transformers prefers to an index
-# What save_pretrained calls one file of several; those of a variant (model.fp16-...) have an index of another name.
+# Name that save_pretrained gives to one file of several. A variant (model.fp16-...) has an index of another name.
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
-# Module beside a checkpoint by which programs that take a path load it: see ``remote.py``.
+# Module in a checkpoint through which programs that take a path load it: see ``remote.py``.
 REMOTE_MODULE = "ctxext_remote"
 
 
@@ -79,7 +79,7 @@ def read_any_config(
     """Read the config of any model, also one that ctxext saved so that stock code refuses it.
 
     Of a GGUF file (``gguf_file`` in ``location``) it holds the positions that the file says, which transformers by
-    itself reads in part. Of ``fields``, those that the config has replace its own, as in ``from_pretrained``.
+    itself reads in part. Values in ``fields`` replace fields that the config has, as in ``from_pretrained``.
 
     Raises:
         CheckpointError: unreadable, unknown to transformers, damaged, in need of remote code that was not allowed, or
@@ -117,7 +117,7 @@ def read_any_config(
     except (OSError, *UNFIT) as error:
         named = Path(place, location.get("gguf_file") or "") if Path(place).exists() else place
         raise CheckpointError(_misplaced(place, raw, error) or _unreadable(named, error)) from error
-    if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # what is loaded here needs no such code
+    if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # ctxext itself loads without this code
         del config.auto_map
     check_config(config, os.fspath(place))
     if "ctxext" in raw:
@@ -128,7 +128,7 @@ def read_any_config(
 
 
 def quantised_beside(place: str | os.PathLike[str], config: Any) -> dict[str, Any] | None:
-    """Return what a file beside config.json says of quantised weights (GPTQ, AWQ, ModelOpt); None if config.json does.
+    """Return the entry on quantised weights in another file (GPTQ, AWQ, ModelOpt); None if config.json has one.
 
     transformers reads none of these files; programs that serve quantised weights do.
     """
@@ -170,7 +170,7 @@ def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> boo
 
 
 def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseException) -> str | None:
-    """Explain a rope block beside the text part, where transformers fails for want of a length; None otherwise."""
+    """Explain a rope block next to the text part, where transformers fails for want of a length; None otherwise."""
     blocks = [name for name in ("rope_scaling", "rope_parameters") if isinstance(raw.get(name), dict)]
     parts = [name for name in ("text_config", "llm_config", "language_config") if isinstance(raw.get(name), dict)]
     if not (blocks and parts and isinstance(error, AttributeError)):
@@ -182,7 +182,7 @@ def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseEx
 
 
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
-    """Explain why a config could not be read; a name that is no directory may be a directory's name misspelt."""
+    """Explain why a config could not be read; a name may be the misspelt name of a directory."""
     if Path(place).exists():
         return (
             f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}{unwritable(error)}"
@@ -194,7 +194,7 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
     """Refuse a local path that holds no checkpoint; a name on the hub passes.
 
     Raises:
-        CheckpointError: with what is missing.
+        CheckpointError: nothing at the path, a file, or a directory without config.json.
     """
     place = os.fspath(path)
     local = Path(place)
@@ -211,7 +211,7 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
 def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name a GGUF file as transformers does, by its directory and file; leave any other path as it is.
 
-    What is already said in ``loading``, the arguments of ``from_pretrained``, holds.
+    Values that ``loading``, the arguments of ``from_pretrained``, already has are kept.
     """
     loading = {name: value for name, value in loading.items() if name != "subfolder" or value is not None}
     file = gguf_at(path)
@@ -227,7 +227,7 @@ def fetched(source: Path) -> Path:
     """Return the directory or file of a checkpoint; one of the hub is downloaded into its cache.
 
     Raises:
-        CheckpointError: there is no such directory, and the hub gives none of this name.
+        CheckpointError: neither this machine nor the hub has a checkpoint of this name.
     """
     refuse_missing(str(source))
     if source.exists():
@@ -239,7 +239,7 @@ def fetched(source: Path) -> Path:
 
 
 def refuse_source(source: Path) -> None:
-    """Refuse what is not the directory of a whole model.
+    """Refuse a path that is not the directory of a whole model.
 
     Raises:
         CheckpointError: with what was found instead and what to do.
@@ -315,7 +315,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
     indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
     named = {file for index in indices for file in _check_index(source, index, tensors)}
     unnamed = sorted(name for name in tensors.keys() - named if SHARD.fullmatch(name))
-    if unnamed:  # nothing but an index tells how many there are, and what is in them
+    if unnamed:  # nothing but an index tells how many files there are, and their content
         other_names = ", ".join(index.name for index in indices) or "no *.safetensors.index.json"
         raise CheckpointError(
             f"{source} is incomplete, or two checkpoints in one: {unnamed[0]} is one of several files, and no index "
@@ -348,6 +348,7 @@ def _check_index(source: Path, index: Path, tensors: dict[str, dict[str, torch.T
             f"not ({len(absent)} such tensors). Download both again."
         )
     files = dict[str, str]()
+    # An unnamed model.safetensors counts too: transformers would read it instead of the files of the index.
     for file in sorted({*weight_map.values(), WHOLE} & tensors.keys()):
         for name in tensors[file]:
             if name in files:
@@ -367,7 +368,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     kinds = {True: torch.float32, False: torch.int64}
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is not a dict
             return {
                 name: torch.empty(part.get_shape(), dtype=kinds["F" in part.get_dtype()], device="meta")
                 for name, part in slices.items()

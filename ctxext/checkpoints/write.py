@@ -1,4 +1,4 @@
-"""Extend a checkpoint on disk: a new config beside the same weights, which are copied and never loaded."""
+"""Extend a checkpoint on disk: a new config with the same weights, which are copied and never loaded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from ctxext.spec import Description
 
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
 FICLONE = 0x40049409
-# What it answers where that is impossible, rather than wrong.
+# Errors that mean that the files cannot share blocks, so that a plain copy follows; any other error is raised.
 CANNOT_CLONE = frozenset({errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EINVAL, errno.EPERM})
 
 
@@ -76,7 +76,7 @@ class Written:
         unpacked: True if the weights were dequantised out of a GGUF file.
         limits: Limits in small files that still cut texts below the new window, since it was not the old one.
         left_out: names in the source that do not belong to the extended checkpoint.
-        draft: The result for the draft beside it.
+        draft: The result for the draft, which lies next to it.
     """
 
     directory: Path
@@ -106,7 +106,7 @@ def patch_checkpoint(
 ) -> Written:
     """Write an extended copy of a checkpoint directory, without loading its weights where they stay as they are.
 
-    ``destination`` appears at the end, whole, or not at all: the work happens in a hidden directory beside it.
+    ``destination`` appears at the end, whole, or not at all: the work happens in a hidden directory next to it.
 
     Args:
         source: a directory with config.json and safetensors weights, a name on the hub, or a ``.gguf`` file, whose
@@ -190,7 +190,7 @@ def patch_with_draft(
 ) -> Written:
     """Write extended copies of a checkpoint and of its draft, an EAGLE head or a small model, to the same length.
 
-    The draft's copy is beside the checkpoint's, with ``-draft`` behind its name. All else is as for
+    The draft's copy lies next to the checkpoint's, with ``-draft`` behind its name. All else is as for
     ``patch_checkpoint``, for both.
 
     Raises:
@@ -259,7 +259,7 @@ def _refuse_unfit(source: Path, config: Any, contents: Contents, trust_remote_co
     """Refuse weights that the model of the config could not be loaded with, by loading it on the meta device.
 
     transformers alone knows which names and layouts it translates. Quantised weights need the packages of their
-    programs. The steps are those of ``from_pretrained``, which itself needs accelerate where a device is named.
+    programs. The steps are as in ``from_pretrained``, which itself needs accelerate where a device is named.
     """
     quantised = {"quantization_config", "compression_config"} & vars(config).keys()
     if not quantised and not quantised_beside(source, config):
@@ -291,7 +291,7 @@ def _write_weights(
     arguments: dict[str, Any],
     trust_remote_code: bool,
 ) -> None:
-    """Load the weights, extend them and write them, with an index of their own where they need one."""
+    """Load the weights, extend them and write them, with a new index where they fill several files."""
     loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     load(source, method, **arguments, **loading).save_pretrained(target)
     contents.others = [path for path in contents.others if not path.name.endswith(".safetensors.index.json")]
