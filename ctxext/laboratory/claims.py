@@ -25,7 +25,7 @@ class Claim:
 
     Args:
         worse: name of the other reading; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone,
-            ``EVERY_OTHER`` for each of all encodings that are no kin of the better one (their names begin otherwise).
+            ``EVERY_OTHER`` for every encoding that is not related to the better one (their names begin differently).
     """
 
     says: str

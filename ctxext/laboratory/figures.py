@@ -46,6 +46,7 @@ def _by_position(result: LabResult) -> Figure:
     panels: list[Panel] = []
     for title, belongs in groups.items():
         group = list(filter(belongs, readings))
+        # More readings than colours go into several panels of about the same size.
         count = math.ceil(len(group) / len(HUES))
         for place in range(count):
             part = group[place * len(group) // count : (place + 1) * len(group) // count]

@@ -87,7 +87,7 @@ def _learned(result: LabResult, reading: LabReading) -> str:
 
 
 def classic_table(result: LabResult) -> TextTable:
-    """Return the table that textbooks and documents have, beside the published order."""
+    """Return the table that textbooks and documents have, together with the published order."""
     wanted = ("sinusoidal", "learned", "t5_bias", ROPE, f"{ROPE} + pi", f"{ROPE} + ntk", f"{ROPE} + yarn", "alibi")
     readings = [reading for name in wanted if (reading := result.find(TEXT, name)) is not None]
     known = [reading for reading in readings if reading.name in PUBLISHED]
@@ -179,7 +179,7 @@ def _readings_table(
     cells: Callable[[LabReading], Sequence[str]],
     caption: str,
 ) -> TextTable:
-    """Return a table with a row per reading; those of extensions, which were not trained, are set back."""
+    """Return a table with a row per reading. Rows of extensions, which were not trained, look like references."""
     return TextTable(
         header=header,
         rows=[(name_of(reading), *cells(reading)) for reading in readings],

@@ -76,7 +76,7 @@ class LabReading:
 
 @dataclass(frozen=True, kw_only=True)
 class LabResult(Report):
-    """Everything that was measured, and what it was measured on."""
+    """All readings of the laboratory, with the settings and the text that they were measured on."""
 
     TITLE: ClassVar[str] = "a result of the laboratory"
     KIND: ClassVar[str | None] = "laboratory"

@@ -118,7 +118,7 @@ class LabJob(Job):
 
     @classmethod
     def of(cls, task: str, subject: Variant, seed: int, settings: LabSettings, text: ByteText | None = None) -> LabJob:
-        """Lay out a job; its key and its cost, in tokens of training, follow from the arguments."""
+        """Lay out a job. The arguments determine its key and its cost, in tokens of training."""
         identity = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
         identity["text_sha256"] = "" if text is None else text.sha256
         content = json.dumps([__version__, identity], sort_keys=True)
@@ -143,7 +143,7 @@ class LabJob(Job):
         Such small models get no faster by more threads, and two jobs then do not disturb each other.
 
         Raises:
-            IncompatibleError: a loss or a share is no number.
+            IncompatibleError: a loss or a share is NaN or infinite.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -275,12 +275,12 @@ class Laboratory(Survey[LabJob]):
     """The survey of all jobs."""
 
     made_by: str = "ctxext lab"
-    checkpoint: Any = None  # every job trains its own
+    checkpoint: Any = None  # every job trains a model
     workers: int = 2
     preset: str = "quick"
 
     def run(self, progress: Progress = lambda *_: None) -> LabResult:
-        """Measure what is pending, and put everything together; arguments and errors as for ``measure``."""
+        """Measure the pending jobs, and put everything together; arguments and errors as for ``measure``."""
         self.measure(self.begin(), progress=progress)
         return self.result()
 
@@ -289,7 +289,7 @@ class Laboratory(Survey[LabJob]):
 
         Raises:
             ResultsError: the journal cannot be written, or a process was killed.
-            IncompatibleError: a loss or a share is no number.
+            IncompatibleError: a loss or a share is NaN or infinite.
         """
         for job, answer in self._answers(sorted(jobs, key=lambda job: (job.seed, -job.cost))):
             self.journal.keep({"key": job.key, "cell": job.name, "date": now(), **answer.values})
@@ -420,6 +420,7 @@ def prepare(
         for seed in range(count)
     ]
     journal = Journal(None if output is None else output / JOURNAL)
+    # The folder is made only here: an argument that is refused leaves nothing behind.
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     return Laboratory(jobs=jobs, journal=journal, workers=workers, preset=preset)

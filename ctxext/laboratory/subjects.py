@@ -1,4 +1,4 @@
-"""Models to compare: one small Llama with each encoding in the place of its rotation, and models that need none."""
+"""Models to compare: one small Llama with each encoding instead of its rotation, and models that need none."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _encodings() -> Iterator[Variant]:
             yield Variant(name, "encoding", is_slow=kind.form == "added")
         elif issubclass(kind, RopeMethod) and kind.needs_training:
             yield Variant(name, "encoding", is_slow=True)
-        elif issubclass(kind, BiasMethod) and not issubclass(kind, RopeMethod):  # pi, say, stretches what is there
+        elif issubclass(kind, BiasMethod) and not issubclass(kind, RopeMethod):  # pi, say, only stretches positions
             yield Variant(name, "encoding")
 
 
@@ -103,7 +103,7 @@ def _recurrent(name: str, width: int, body: Body, vocabulary: int, trained: int)
         gates: dict[str, Any] = {"intermediate_size": 3 * width, "lru_width": width}
         return transformers.RecurrentGemmaConfig(**sizes, **split, **gates, attention_window_size=window)
     if name == "minimax":
-        # Its lightning attention alone: linear attention that a head forgets at a rate of its own. It stands for
+        # Its lightning attention alone: linear attention that each head forgets at a different rate. It represents
         # RetNet, which transformers does not have: both multiply keys of the past by a fixed power of a number per head
         # and know no softmax. What RetNet has besides, a rotation of queries and keys and another gate, is left out. So
         # are the layers with softmax that MiniMax puts between: they would bring rotation.

@@ -101,7 +101,7 @@ class Permutations(LabTask):
 
 
 class FlipFlop(LabTask):
-    """A memory of one bit: most of what is read has to be ignored, and what was last written is asked for."""
+    """A memory of one bit: most of the input has to be ignored, and the bit that was last written is asked for."""
 
     name = "flipflop"
     asks = "where the memory is read, the bit that was last written; four of five bits are to be ignored"
@@ -188,7 +188,7 @@ class ByteText:
 def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteText:
     """Split documents: every fifth is tested on, or, where there are fewer than five, the last fifth of each.
 
-    The windows to test on are spread evenly over what is held out.
+    The windows to test on are spread evenly over the held-out text.
 
     Raises:
         InvalidParameterError: there is too little text.

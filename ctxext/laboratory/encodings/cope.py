@@ -18,7 +18,7 @@ class CoPE(EncodingMethod):
     """Let each query count the tokens that its gate opens for, from itself back to the key, as the key's position.
 
     Pick it for tasks in which distance is counted in words, sentences or items rather than tokens: the paper's models
-    count, copy and find the last of something where rotation cannot. What is lost: the score of a pair depends on all
+    count, copy and find the last of something where rotation cannot. The cost: the score of a pair depends on all
     keys between the two, so scores are computed once more before attention, for some queries at a time, and no fused
     kernel can do it. Counts above ``places - 1`` are one. The model needs training.
 

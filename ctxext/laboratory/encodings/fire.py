@@ -19,7 +19,7 @@ class FIRE(EncodingMethod):
 
     Pick it to train a model on short texts and read long ones where cost matters less than quality: whatever the length
     of a text, the function is asked between 0 and 1 only, so no distance is out of its range, and in the paper it reads
-    beyond its training better than T5, KERPLE, ALiBi and rotation. What is lost: a small network runs for every pair of
+    beyond its training better than T5, KERPLE, ALiBi and rotation. The cost: a small network runs for every pair of
     tokens of every layer, some queries at a time, which makes it the slowest of the encodings by position. The model
     needs training.
 
@@ -31,9 +31,9 @@ class FIRE(EncodingMethod):
             a learned number that begins at 1. At least 1; 0 for a quarter of the trained length.
 
     Source: Li et al., arXiv:2310.04418. The authors released no code; the function, its logarithms, its threshold and
-        the beginnings of all weights are those of code in use, mcleish7/arithmetic@86022a5,
-        cramming/architectures/embeddings.py, which begins the threshold at 512 tokens. Here each layer has a network of
-        its own; the text of the paper, which may let them share one, was not at hand.
+        the first values of all weights are taken from code in use, mcleish7/arithmetic@86022a5,
+        cramming/architectures/embeddings.py, which begins the threshold at 512 tokens. Here each layer has a separate
+        network; the text of the paper, which may let them share one, was not at hand.
     """
 
     name: ClassVar[str] = "fire"

@@ -15,15 +15,15 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, Enco
 
 @dataclass(frozen=True, kw_only=True)
 class FoX(EncodingMethod):
-    """Let each token say, per head, how much of all that came before it is forgotten, in the place of rotation.
+    """Let each token say, per head, how much of all that came before it is forgotten, instead of rotation.
 
     Pick it to train a model whose attention to the past depends on the text: a head may forget at the end of a sentence
-    and keep all else. What is added to a score is the sum of the logarithms of the gates between key and query, so it
-    rides on fused attention kernels, also in 16 bits; only while it is trained do they compute in float32, since sums
-    of 16-bit gradients would be mostly rounding. What is lost: a cache keeps a few more numbers with each key, and
-    gates begin half open, so that a model that was trained with rotation begins by seeing a few tokens only. Of the
-    paper's architecture this is the forgetting gate; its "Pro" block (output gate, norms, shifted keys and values) is
-    not about positions. The model needs training.
+    and keep all else. Each score gets the sum of the logarithms of the gates between key and query, so the method
+    works with fused attention kernels, also in 16 bits; only in training do they compute in float32, since sums of
+    16-bit gradients would be mostly rounding. The cost: a cache keeps a few more numbers with each key, and gates begin
+    half open, so that a model that was trained with rotation begins by seeing a few tokens only. Of the paper's
+    architecture this is the forgetting gate. The "Pro" block (output gate, norms, shifted keys and values) is left out,
+    since it is not about positions. The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
@@ -31,8 +31,8 @@ class FoX(EncodingMethod):
 
     Source: Lin et al., arXiv:2503.02130. Authors' code: zhixuan-lin/forgetting-transformer@883f260,
         src/forgetting_transformer/model/forgetting_transformer/modeling_forgetting_transformer.py,
-        ForgettingAttentionLayer: each layer's own, one gate a query head, weights drawn like those of other layers, a
-        bias that begins at 0.
+        ForgettingAttentionLayer: separate gates in each layer, one a query head, with weights drawn as in other layers
+        and a bias that begins at 0.
     """
 
     name: ClassVar[str] = "fox"
@@ -74,8 +74,8 @@ class _Forgotten(PairScore):
     def places(self) -> tuple[Tensor, Tensor]:
         """Sum up what has been forgotten so far, from the first key on.
 
-        Of tokens of one document only differences count. In float64: what two tokens far into a text differ by is
-        small beside what was forgotten before both.
+        Of tokens of one document only differences count. In float64: the difference between two tokens far into a text
+        is small compared with the sum before both.
         """
         keys = self.carried.without_padding(self.carried.keys).double().cumsum(2)
         return self.carried.of_queries(keys)[..., 0], keys[..., 0]

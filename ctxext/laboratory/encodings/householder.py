@@ -1,7 +1,7 @@
 """Products of Householder-like transitions between two tokens, a chunk of tokens at a time.
 
 Every token ``t`` has a transition ``H_t = I - beta_t w_t w_t^T``, and a query at ``i`` meets the key at ``j`` through
-all transitions behind the key, up to its own::
+all transitions behind the key, up to the query's::
 
     q_i^T H_i H_{i-1} ... H_{j+1} k_j
 
@@ -25,7 +25,7 @@ from torch import Tensor
 class Transitions:
     """The transitions of a row of tokens, made ready once for all queries.
 
-    What is kept is linear in the number of tokens: beside each token's own numbers, ``size`` of them for its chunk.
+    Memory is linear in the number of tokens: each token's own numbers, and ``size`` more for its chunk.
 
     Args:
         k: keys, float32 or float64.

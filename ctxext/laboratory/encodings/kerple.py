@@ -17,10 +17,10 @@ LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class KERPLE(EncodingMethod):
-    """Lower each score by ``p ln(1 + a distance)``, with a learned p and a of each head, in the place of rotation.
+    """Lower each score by ``p ln(1 + a distance)``, with a learned p and a of each head, instead of rotation.
 
     Pick it to train a model on short texts and read long ones: like ALiBi it holds its loss beyond the trained length,
-    but its scores fall ever more slowly, so that far tokens are not lost, and each head learns how fast. What is lost:
+    but its scores fall ever more slowly, so that far tokens are not lost, and each head learns how fast. The cost:
     scores of pairs are written out for some queries at a time, which ALiBi's need not be. The model needs training.
 
     Args:
@@ -52,7 +52,7 @@ class _Logarithms(Encoding):
 
 
 def _at_least(weight: Float[Tensor, " heads"]) -> Float[Tensor, " heads"]:
-    """Not below ``LEAST``. The gradient is that of the weight itself, so that one that got lower finds back."""
+    """Return the weight, at least ``LEAST``. The gradient ignores the bound, so that a lower weight can rise again."""
     return weight + (weight.clamp(min=LEAST) - weight).detach()
 
 

@@ -16,12 +16,12 @@ from ctxext.methods.parameters import checked_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(EncodingMethod):
-    """Add a learned vector for each position to what the first layer reads, in the place of rotation.
+    """Add a learned vector for each position to what the first layer reads, instead of rotation.
 
-    Pick it as a baseline, or to see what the methods for learned tables (tile, hierarchical ...) start from. What is
-    lost: there is a vector for every position up to the target length and none beyond, those that no text of the
-    training reached are noise, and it takes many more steps than relative encodings until the order of tokens is used
-    at all. The model needs training.
+    Pick it as a baseline, or to see what the methods for learned tables (tile, hierarchical ...) start from. The cost:
+    there is a vector for every position up to the target length and none beyond, vectors that no text of the training
+    reached are noise, and it takes many more steps than relative encodings until the order of tokens is used at all.
+    The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. There are ``target_length`` vectors.

@@ -22,17 +22,17 @@ WIDTH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PaTH(EncodingMethod):
-    """Let every token between key and query transform the query on its way, in the place of rotation.
+    """Let every token between key and query transform the query on its way, instead of rotation.
 
     Pick it for tasks that follow a state through a text: with these transitions a model of a few layers learns parity
     and reads it far beyond its training, which no encoding that knows distances alone does. A transition is
     ``I - beta w w^T``: it shrinks, erases or reflects one direction. The direction is a low-rank projection of the
     layer's states, mixed with the two tokens before it, of length 1; both it and the strength are of each token and
-    key head. It begins as no positions at all: strengths begin near 0, where a transition changes nothing. What is
-    lost: scores are computed chunk by chunk in plain torch, without fused kernels, at several times the cost of plain
-    attention, and each decoded token goes back over the whole text; a cache keeps, beside keys and values, as many
-    numbers again as a key has, and one. Models with a sliding window are refused, since its cache drops the tokens that
-    directions are mixed from. The model needs training.
+    key head. It begins as no positions at all: strengths begin near 0, where a transition changes nothing. The cost:
+    scores are computed chunk by chunk in plain torch, without fused kernels, at several times the cost of plain
+    attention, and each decoded token goes back over the whole text; a cache keeps, next to keys and values, as many
+    numbers again as a key has, and one more. Models with a sliding window are refused, since its cache drops the tokens
+    that directions are mixed from. The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
@@ -63,7 +63,7 @@ class PaTH(EncodingMethod):
 
 
 class _TransitionsOfTokens(Encoding):
-    """Weights that make a layer's transitions; with gates of query heads beside them where it also forgets."""
+    """Weights that make a layer's transitions, and gates of query heads where it also forgets."""
 
     def __init__(self, spec: EncodingSpec, rank: int, strength: float, *, forgets: bool) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Transformed(PairScore):
 
     def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
         asking, at = self.pairs.q[:, :, queries].to(self.pairs.dtype), self.at[:, queries]
-        # A query stands at least as far from the last key as from the last query.
+        # No query here sees a key from ``stop`` on: the last query is the last key, or lies before it.
         stop = self.pairs.k.shape[2] - self.pairs.q.shape[2] + min(queries.stop or at.shape[1], self.pairs.q.shape[2])
         change = self.transitions.change(asking, at, stop)
         if self.forgotten is not None:
@@ -132,7 +132,7 @@ def _mixed(
     mix: Float[Tensor, "kv_heads head_dim width"],
     pairs: Pairs,
 ) -> Float[Tensor, "batch kv_heads key head_dim"]:
-    """Mix each token's direction with those of the tokens before it in its document, between which padding may lie."""
+    """Mix each token's direction with directions of earlier tokens of its document, past any padding between them."""
     mixed, documents = directions * mix[:, None, :, -1], pairs.key_documents
     slots = torch.arange(directions.shape[2], device=directions.device).expand(len(directions), -1)
     last = slots if documents is None else torch.where(documents >= 0, slots, -1).cummax(1).values
@@ -149,6 +149,6 @@ def _mixed(
 
 
 def _forgotten(gates: Float[Tensor, "batch kv_heads key shared"], carried: Carried) -> Float[Tensor, "batch heads key"]:
-    """Sum up what has been forgotten so far, in float64: only differences count, and they are small beside it."""
+    """Sum up what has been forgotten so far, in float64: only differences count, which are small compared with it."""
     each = carried.without_padding(F.logsigmoid(gates)).double().cumsum(2)
     return each.transpose(2, 3).flatten(1, 2)

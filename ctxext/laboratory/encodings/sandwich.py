@@ -17,11 +17,11 @@ BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sandwich(EncodingMethod):
-    """Add the product of the sinusoids of two positions to their score, each head at a scale of its own.
+    """Add the product of the sinusoids of two positions to their score, each head at a different scale.
 
     Pick it where ALiBi would do and far tokens should count for more: nothing is learned, scores fall fast at first and
-    slowly then, and in float32 they ride on fused attention kernels, as a few more dimensions of queries and keys. What
-    is lost: those dimensions cost time (they are as many as a head has, or more), and in 16 bits scores of pairs are
+    slowly then, and in float32 they ride on fused attention kernels, as a few more dimensions of queries and keys. The
+    cost: those dimensions take time (they are as many as a head has, or more), and in 16 bits scores of pairs are
     written out for some queries at a time instead. The model needs training.
 
     Args:

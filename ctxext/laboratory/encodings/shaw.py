@@ -15,20 +15,20 @@ from ctxext.methods.parameters import Range
 
 @dataclass(frozen=True, kw_only=True)
 class Shaw(EncodingMethod):
-    """Add to each key a learned vector for its distance, in the place of rotation.
+    """Add to each key a learned vector for its distance, instead of rotation.
 
     Pick it to see where relative encodings began: what a distance means depends on the query, and all tokens farther
-    than ``clip`` are alike, so that nothing is out of range in longer texts. What is lost: those far tokens cannot be
+    than ``clip`` are alike, so that nothing is out of range in longer texts. The cost: those far tokens cannot be
     told apart, and scores of near pairs are written out (of all pairs where texts are padded or packed). Of the
-    paper's two parts this is the one for keys; that for values is left out, which the paper found to change little (its
-    table 3). The model needs training.
+    paper's two parts this is the one for keys. The part for values is left out: the paper found that it changes little
+    (table 3 there). The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the vectors do not depend on it.
         clip: tokens from which all distances share one vector, at least 1.
 
-    Source: Shaw et al., arXiv:1803.02155, section 3: vectors shared by heads, and each layer's its own. Authors' code:
+    Source: Shaw et al., arXiv:1803.02155, section 3: vectors shared by heads, others in each layer. Authors' code:
         tensorflow/tensor2tensor@75b75f2, tensor2tensor/layers/common_attention.py, dot_product_attention_relative.
     """
 

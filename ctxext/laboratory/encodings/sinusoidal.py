@@ -16,10 +16,10 @@ from ctxext.methods.parameters import MOST_BASE, Range
 
 @dataclass(frozen=True, kw_only=True)
 class Sinusoidal(EncodingMethod):
-    """Add a wave for each position to what the first layer reads, in the place of rotation.
+    """Add a wave for each position to what the first layer reads, instead of rotation.
 
     Pick it as the baseline that all later encodings are held against: no weights, any position, any attention kernel.
-    What is lost: positions that were not seen in training break the model at once (in the ALiBi paper 20 to 50 tokens
+    The cost: positions that were not seen in training break the model at once (in the ALiBi paper 20 to 50 tokens
     beyond the trained length), and it takes many more steps than relative encodings until the order of tokens is used
     at all. The model needs training. (Models that were made with sinusoids are extended by pi, ntk or yarn instead.)
 
@@ -28,7 +28,7 @@ class Sinusoidal(EncodingMethod):
             the waves do not depend on it.
         base: base of the frequencies, above 1; the longest wave has about ``2 pi base`` tokens.
         amplitude: height of the waves, above 0. None makes them as large as token embeddings are when they are new, as
-            in the paper; where training made those of a model larger, more is needed.
+            in the paper. A model whose embeddings grew in training needs more.
 
     Source: Vaswani et al., arXiv:1706.03762, section 3.5. Authors' code: tensorflow/tensor2tensor@75b75f2,
         tensor2tensor/layers/common_attention.py, get_timing_signal_1d, which puts all sines before all cosines.

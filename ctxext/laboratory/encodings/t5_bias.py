@@ -17,13 +17,13 @@ from ctxext.methods.parameters import MOST_TOKENS, Range, require
 
 @dataclass(frozen=True, kw_only=True)
 class T5Bias(EncodingMethod):
-    """Add a learned number to each score, one per head and bucket of distances, in the place of rotation.
+    """Add a learned number to each score, one per head and bucket of distances, instead of rotation.
 
     Pick it for a relative encoding that learns for itself how scores fall with distance, and reads a little beyond its
     training: in the ALiBi paper it lies between ALiBi and rotation there. Near tokens have a bucket each, far ones
-    share buckets that grow with the logarithm of the distance, and all beyond ``max_distance`` share the last. What is
-    lost: far tokens of one bucket cannot be told apart; and scores of near pairs are written out, which fused kernels
-    need not, and those of all pairs where texts are padded or packed. The model needs training.
+    share buckets that grow with the logarithm of the distance, and all beyond ``max_distance`` share the last. The
+    cost: far tokens of one bucket cannot be told apart; and scores of near pairs are written out, which fused kernels
+    need not (of all pairs where texts are padded or packed). The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;

@@ -92,6 +92,7 @@ def _panels(label: str, numbers: dict[str, Any]) -> list[Panel]:
             axes.axhline(layer * heads - 0.5, color="white", lw=0.5, alpha=0.7)
         _mark_bins(axes, numbers, "white")
 
+    # One scale of colours for both panels, so that before and after compare.
     for title, shares, colour in (
         ("before", numbers["before"], BEFORE),
         (f"with {label}", numbers["after"], AFTER),
@@ -143,7 +144,7 @@ def attention_of(
 ) -> Float[Tensor, "layer head query key"]:
     """Return the attention that the last tokens of a text pay to all of it, layer by layer.
 
-    The model is as before afterwards. Where it computes attention by its own code, ``eager`` does it here.
+    The model is unchanged afterwards. Where its attention is not ctxext's, ``eager`` computes attention here.
 
     Raises:
         IncompatibleError: its attention can be seen in neither way.
@@ -156,7 +157,7 @@ def attention_of(
 
 
 def _of_ours(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, last: int) -> list[Tensor]:
-    """Return the weights of ctxext's attention: what it makes of values that are units."""
+    """Return the weights of ctxext's attention, which are its output for unit vectors as values."""
     edits, weights = Edits(), list[Tensor]()
 
     def watched(attend: Any) -> Any:

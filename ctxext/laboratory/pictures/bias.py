@@ -19,7 +19,7 @@ from ctxext.methods.encoding import Encoding, EncodingSpec, Pairs
 from ctxext.models.buckets import buckets_of
 from ctxext.spec import AlibiSpec, BucketSpec
 
-OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
+OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of its weight before
 TURNS = 32  # of a learned bias, at most: T5 has so many buckets
 
 
@@ -68,12 +68,13 @@ def _picture(
     slopes: Float[Tensor, " head"],
     weights: str | None = None,
 ) -> Picture:
-    """Draw each head's bias, less that of the query's own token, and what it loses per token on average."""
+    """Draw each head's bias relative to the query's own token, and its average loss per token."""
     heads, target = len(bias), method.target_length(trained_length)
     begin, end = (f"{model}: " if model else ""), (f", {weights}" if weights else "")
     blind = int((bias.min(1).values < OUT_OF_SIGHT).sum())
     count = f"{heads - blind or 'none'} of {heads}" if blind else f"all {heads}"
     sentence = f"{begin}{method.name} lets {count} heads see {target:,} tokens back{end}"
+    # Where a key gets more than the query's own token, no reach can be named: the title says only what is drawn.
     if float(bias.max()) > 1e-6:
         what = "what" if begin else "What"
         sentence = f"{begin}{what} {method.name} adds to the scores of its {heads} heads for distance{end}"
@@ -105,7 +106,7 @@ def _by_distance(bias: Float[Tensor, "head distances"], target: int, trained_len
     distances, curves = distances_to(target)[1:].double(), []
     for colour, line in zip(_colours(len(bias)), bias[:, 1:].double(), strict=True):
         turns = line.diff().sign()
-        ripples = int((turns[1:] * turns[:-1] < 0).sum()) > TURNS  # its line would hide those of other heads
+        ripples = int((turns[1:] * turns[:-1] < 0).sum()) > TURNS  # its line would hide the other heads' lines
         curves.append(Curve(distances, line, colour, {"lw": 0.6, "alpha": 0.3} if ripples else {"lw": 1.5}))
         if ripples:
             quarter = (4 * distances.log2()).floor().long()
@@ -209,7 +210,7 @@ def buckets_picture(method: BucketMethod, request: PictureRequest) -> Picture:
 
 
 def _buckets(request: PictureRequest) -> BucketSpec:
-    """Return the buckets of a checkpoint, or those of T5."""
+    """Return the buckets of a checkpoint, or T5's."""
     if request.checkpoint is None:
         return BucketSpec(buckets=32, max_distance=128, trained_length=request.trained_length or 512)
     config = text_of(request.config)

@@ -32,7 +32,7 @@ SAME = 0.01  # bands are told apart to one percent of a frequency
 
 
 def spectrum_picture(methods: Sequence[Method], rope: RopeSpec, model: str = "") -> Picture:
-    """Put the spectra of methods beside each other; those that do the same at their target length share a panel.
+    """Put the spectra of methods side by side. Methods that do the same at their target length share a panel.
 
     Raises:
         IncompatibleError: for a method that has no frequencies.
@@ -51,6 +51,7 @@ def spectrum_picture(methods: Sequence[Method], rope: RopeSpec, model: str = "")
     factors = " and ".join(f"{factor:g}" for factor in sorted({method.factor for method in methods}))
     what = f"{rope.rotary_dim // 2} rotary frequencies become at {factors} times {rope.trained_length:,} tokens"
     across = min(COLUMNS, len(groups))
+    # The last panel has the legend of all, so the bands of every group are collected before any panel is drawn.
     legend = {name for group in groups for name in bands(speed(group[0], rope)[0], group[0].factor)}
     panels = []
     for place, group in enumerate(groups):
@@ -86,6 +87,7 @@ def _panel(group: list[Method], rope: RopeSpec, *, width: float, first: bool, le
             white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
             note = f"cos, sin\ntimes {scale:.3g}"
             axes.text(0.99, 0.68, note, transform=axes.transAxes, ha="right", fontsize=6.5, color=NOTE, bbox=white)
+        # One panel names the line, on the side that has more room.
         if first:
             axes.annotate(
                 f"one turn in\n{rope.trained_length:,} tokens",
@@ -107,7 +109,7 @@ def _panel(group: list[Method], rope: RopeSpec, *, width: float, first: bool, le
             place = {"loc": "outside lower right", "ncols": len(handles), "fontsize": 7, "frameon": False}
             axes.figure.legend(handles=handles, **place)
 
-    # What has stopped has no height of its own: a rim on the axis shows that it was not left out.
+    # A frequency that has stopped has no height: a rim on the axis shows that it was not left out.
     heights, colours = shares.where(shares > 0, RIM), [COLOURS[name] for name in bands(shares, factor)]
     title = ", ".join(sorted((method.name for method in group), key=len))
     names: dict[str, Any] = {

@@ -20,7 +20,7 @@ def picture_of(method: Method | None, request: PictureRequest) -> Picture:
     """Compute the picture of a method, or of rotation as it is (None), by the first concept that it has.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: a checkpoint that does not exist.
         IncompatibleError: the checkpoint has nothing that the method changes.
         InvalidParameterError: the request does not fit the method or the text.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ctxext.evaluation.report.figures import INK, NOTE, Panel, draw_grid, paneled
 
-# Hues of Okabe and Ito, told apart under every common colour blindness, by what they stand for in every picture.
+# Hues of Okabe and Ito, told apart under every common colour blindness, by their meaning in every picture.
 BEFORE, AFTER, UNSEEN = "#E69F00", "#0072B2", "#F4F4F4"
 GRADED = "cividis"  # made for colour-blind readers: dark to light, blue to yellow
 DEEPER = "YlGnBu"  # light for none or near, dark for much or far
@@ -31,7 +31,7 @@ class Picture:
     """Numbers of a method, and the panels that draw them.
 
     Args:
-        kind: Name of what is drawn, a word.
+        kind: Name of the drawn quantity, a word.
         sentence: Title, which says what the picture shows to a reader who cannot see it.
         caption: Way to read the panels.
         values: Numbers and tensors by name, for programs.
@@ -60,7 +60,7 @@ class Picture:
 
 
 class Curve(NamedTuple):
-    """Line of a panel; its look is in matplotlib's words."""
+    """Line of a panel, with keyword arguments of matplotlib for its look."""
 
     x: Sequence[float] | Tensor
     y: Float[Tensor, " points"]
@@ -69,7 +69,7 @@ class Curve(NamedTuple):
 
 
 def as_numbers(value: Any) -> Any:
-    """Return dataclasses and tensors as plain values that JSON has; what is not a number becomes None."""
+    """Return dataclasses and tensors as plain values that JSON has; NaN becomes None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_numbers(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Tensor):
@@ -155,7 +155,7 @@ def heat(
     Args:
         scale: Least and greatest number that have a colour.
         power: Exponent of the scale: below 1 small numbers are told apart better.
-        beyond: Colour of what is greater.
+        beyond: Colour of greater numbers.
         bar: Label and look of the scale of colours; None where another panel has it.
         panels: Panels, this one the last, that share the scale of colours.
         cells: Format of the number in each cell, value above which its ink is white, and size of its letters.
@@ -246,7 +246,7 @@ def name_axes(axes: Any, title: str, *, x: str, y: str, grid: str = "y") -> None
 
 
 def colour_bar(panels: Sequence[Any], image: Any, label: str = "", **look: Any) -> Any:
-    """Draw the scale of an image's colours beside one panel or several, without a frame."""
+    """Draw the scale of an image's colours next to one panel or several, without a frame."""
     bar = panels[0].figure.colorbar(image, ax=panels, **({"aspect": 28, "pad": 0.02} | look))
     bar.set_label(label, fontsize=8, color=NOTE)
     bar.outline.set_visible(False)

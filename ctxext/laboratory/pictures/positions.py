@@ -35,10 +35,11 @@ def positions_picture(methods: Sequence[Method], rope: RopeSpec) -> Picture:
     """Draw the relative positions of a model as it is, and of methods that remap its positions.
 
     Raises:
-        IncompatibleError: for a method that gives all tokens their own positions.
+        IncompatibleError: for a method that leaves every token at its position.
         InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
     """
     lengths, trained = [method.target_length(rope.trained_length) for method in methods], rope.trained_length
+    # The plain panel is as long as the longest text, so that it compares with every method's.
     shown: list[tuple[str, Sequence[Piece], int]] = [("as it is", (Piece(region=Band()),), max(lengths))]
     for method, length in zip(methods, lengths, strict=True):
         if not isinstance(method, RemapMethod):
@@ -73,7 +74,7 @@ def relative_positions(
 ) -> tuple[Float[Tensor, "query key"], list[int]]:
     """Compute relative positions of a text of ``length`` tokens, of at most ``cells`` evenly spaced ones.
 
-    Where frequencies have positions of their own, that of the slowest one is given.
+    Where frequencies have different positions, the slowest frequency's is given.
 
     Returns:
         ``[query, key]``, not a number where a query does not see a key, and which tokens these are.
@@ -137,7 +138,7 @@ def _panel(name: str, pieces: Sequence[Piece], length: int, trained_length: int,
         name,
         positions,
         size=(3.9, 3.8),
-        # Light for near, dark for far, red for what was never trained, nothing for what is not seen.
+        # Light for near, dark for far, red for distances that were never trained, nothing for keys out of sight.
         shades=DEEPER,
         scale=(0.0, trained_length - 1.0),
         beyond=UNTRAINED,

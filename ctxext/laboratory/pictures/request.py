@@ -40,7 +40,7 @@ class PictureRequest:
         length: Tokens of the text to read; None for as many as there are, at most 1,024.
 
     Raises:
-        InvalidParameterError: a length is no number of tokens.
+        InvalidParameterError: a length is not a number of tokens.
     """
 
     checkpoint: str | None = None
@@ -121,7 +121,7 @@ class PictureRequest:
             the title, which are empty where there is nothing to say.
 
         Raises:
-            InvalidParameterError: there is no such layer.
+            InvalidParameterError: a layer that does not exist.
         """
         torch.manual_seed(0)
         if self.checkpoint is None:

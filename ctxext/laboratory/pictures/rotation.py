@@ -34,10 +34,10 @@ def rotation_asked(method: Method | None, request: PictureRequest) -> Picture | 
 
 
 def rotation_picture(method: RopeMethod, rope: RopeSpec, model: str = "") -> Picture:
-    """Compute a rotation in a text of the method's target length, with the plain one beside it.
+    """Compute a rotation in a text of the method's target length, with the plain one to compare.
 
-    Full turns are those of each pair of dimensions, fastest first. Pairs at new angles are those that make less than a
-    turn in training and go farther in the text.
+    Full turns are counted for each pair of dimensions, fastest first. Pairs at new angles make less than a turn in
+    training and go farther in the text.
     """
     target = method.target_length(rope.trained_length)
     plain, frequencies = plain_inv_freq(rope), method.frequencies(rope, target)

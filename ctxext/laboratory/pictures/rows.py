@@ -53,7 +53,7 @@ def rows_asked(method: Method | None, request: PictureRequest) -> Picture | None
 def rows_picture(
     method: Method, rows: Float[Tensor, "target size"], trained: Float[Tensor, "trained size"], title: str = ""
 ) -> Picture:
-    """Compute the picture of vectors for all positions and of those that were trained.
+    """Compute the picture of vectors for all positions and of the trained vectors.
 
     ``similarity`` is the cosine of the angle between each two of them; ``plane`` has the place of each position's
     vector in the plane in which the trained ones differ most, ``share`` the part of their variance that it shows.
@@ -102,7 +102,7 @@ def _of_table(method: Method, request: PictureRequest) -> Picture:
 
 
 def _of_added(method: EncodingMethod, request: PictureRequest) -> Picture:
-    """Show vectors that are added: a checkpoint's own table where it has one, else those of an encoding."""
+    """Show vectors that are added: a checkpoint's own table where it has one, else an encoding's vectors."""
     if request.positions == "table":
         name, rows = _longest_table(request.load())
         return rows_picture(
@@ -132,6 +132,7 @@ def _end_of_training(numbers: dict[str, Any], *directions: str) -> Callable[[Any
 def _tables_panels(numbers: dict[str, Any]) -> list[Panel]:
     """Return the vectors, and how alike any two of them are."""
     rows, alike, last = numbers["rows"], numbers["similarity"], numbers["target_length"] - 0.5
+    # A few large numbers would turn all others pale: the scale ends where 1 % of them lie beyond.
     largest = float(rows.abs().quantile(0.99)) or 1.0
     return [
         heat(
@@ -163,7 +164,7 @@ def _tables_panels(numbers: dict[str, Any]) -> list[Panel]:
 
 
 def _waves_panel(numbers: dict[str, Any]) -> Panel:
-    """Return each wave in a lane of its own, as high as it swings."""
+    """Return each wave in a separate lane, scaled to the same height."""
     curves, end = [], _end_of_training(numbers, "axvline")
     for lane, (wave, colour) in enumerate(zip(numbers["waves"], WAVES, strict=False)):
         middle, swing = (wave.max() + wave.min()) / 2, float(wave.max() - wave.min()) or 1.0
@@ -222,7 +223,7 @@ def _added(encoding: Any, length: int) -> Float[Tensor, "length size"]:
 
 
 def _longest_table(model: PreTrainedModel) -> tuple[str, Float[Tensor, "rows size"]]:
-    """Return the name of a model's longest table, and its rows that stand for positions."""
+    """Return the name of a model's longest table, and its rows for positions."""
     twins = twins_of(model)
     table = max(twins.tables if twins.has_learned else twins.sinusoids, key=lambda table: table.positions)
     return table.name, table_of(model, table.name).detach()[table.first :].double().cpu()

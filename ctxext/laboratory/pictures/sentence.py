@@ -34,6 +34,7 @@ def sentence_asked(method: Method | None, request: PictureRequest) -> Picture | 
     """
     if not isinstance(method, EncodingMethod) or not depends_on_text(method, SMALL):
         return None
+    # Weights that no checkpoint gives are drawn at random: with one seed the picture is the same every time.
     torch.manual_seed(0)
     if request.checkpoint is None:
         names = (request.text or SENTENCE).split()
@@ -99,7 +100,7 @@ def _panels(tokens: list[str], values: Float[Tensor, "head query key"], what: st
 def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
     """Try out whether what a method adds to scores depends on more than positions.
 
-    The weights are random: those that it begins with may be such that nothing shows.
+    The weights are random, since the weights that a method begins with may hide the dependence.
     """
     if method.form == "added":
         return False
