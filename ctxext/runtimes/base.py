@@ -87,7 +87,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnALiBi:
-    """A model that was trained with ALiBi and is extended with its own slopes."""
+    """A model that was trained with ALiBi and keeps its slopes when it is extended."""
 
     model_type: str
     target_length: int
@@ -265,7 +265,7 @@ def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
 
 
 def is_close(error: Any, matters: float) -> bool:
-    """Return whether a difference in nats is rounding, beside the effect of the extension; a crash (a text) is not."""
+    """Return whether a difference in nats is rounding, compared with the extension's effect; a crash (text) is not."""
     return isinstance(error, float) and error <= CLOSE * matters
 
 

@@ -1,6 +1,6 @@
 """Export for llama.cpp, known by running its converter and llama.cpp itself.
 
-``llama_cpp.json`` beside this file holds, for every model type, the class of the converter that writes its GGUF and,
+``llama_cpp.json`` next to this file holds, for every model type, the class of the converter that writes its GGUF and,
 for every rope type, the distance of a real llama.cpp from the patched model; ``scripts/llama_cpp_table.py`` measures
 it. The flags always hold the whole scaling, because converters leave out keys that they do not know, and llama.cpp
 never reads some keys that they write (``yarn_beta_fast``, ``yarn_beta_slow``). Flags replace the keys of a GGUF, so
@@ -130,7 +130,7 @@ def in_file(extended: ExtensionInConfig) -> Export:
 
 
 def holds_divisors(extended: ExtensionInConfig) -> bool:
-    """Return whether the file gets a tensor of divisors, instead of the keys that flags stand for."""
+    """Return whether the file gets a tensor of divisors, instead of the keys that flags would set."""
     return _why_no_divisors(extended) is None
 
 
@@ -253,7 +253,7 @@ def _version() -> str:
 def _line(extended: ExtensionInConfig) -> dict[str, Any]:
     """Return the table's entry for this model type; empty if there is none.
 
-    The outer model type counts, not that of the text part: Mistral3's text part is a mistral, but its GGUF is not.
+    The outer model type counts, not the text part's: Mistral3's text part is a mistral, but its GGUF is not.
     """
     line: dict[str, Any] = read_table(TABLE)["types"].get(extended.config.model_type, {})
     return line
@@ -363,7 +363,7 @@ def _number(value: float | int) -> str:
 
 
 def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
-    """Return the value of --override-kv: keys of the GGUF that have no flag of their own."""
+    """Return the value of --override-kv: keys of the GGUF that no other flag sets."""
     arch, keys = line.get("architecture"), []
     if arch and _is_capped(extended):
         keys.append(f"{arch}.context_length=int:{extended.target_length}")

@@ -1,10 +1,10 @@
 """Export for mlx-lm, known by running it.
 
 mlx-lm has no setting of positions: it reads ``config.json``, in most classes the fields of transformers 4
-(``rope_theta``, ``rope_scaling``), which ``ctxext patch`` and ``ctxext.save`` write beside the new fields. Some classes
-read the base only, and would silently run the unextended model. ``mlx_lm.json`` beside this file holds, for every model
-type and rope type, the distance of a real mlx-lm from the patched model; ``scripts/mlx_lm_table.py`` measures it on a
-CPU.
+(``rope_theta``, ``rope_scaling``), which ``ctxext patch`` and ``ctxext.save`` write in addition to the new fields. Some
+classes read the base only, and would silently run the unextended model. ``mlx_lm.json`` next to this file holds, for
+every model type and rope type, the distance of a real mlx-lm from the patched model; ``scripts/mlx_lm_table.py``
+measures it on a CPU.
 
 Source: mlx-lm 0.32.2 (models/rope_utils.py:248, initialize_rope; SuScaledRoPE there takes long_factor whatever the
     length; utils.py:409, load_model).

@@ -1,8 +1,8 @@
-"""Export for SGLang, known from its source for the model classes named here; it was not run.
+"""Export for SGLang, known from its source for the model classes named here, and never run.
 
 SGLang takes ``rope_parameters`` in the form of transformers 5, but reads YaRN's attention factor under another name
 (``attn_factor``, a multiple of its default) and longrope's as ``short_mscale`` and ``long_mscale``. An override of
-``rope_parameters`` is merged into those of the files. Classes differ: Gemma's passes on the base and no scaling at all,
+``rope_parameters`` is merged into the files' fields. Classes differ: Gemma's passes on the base and no scaling at all,
 so only classes that were read are called exact.
 
 Source: sglang 0.5.23 (srt/layers/rotary_embedding/factory.py:125-443, yarn.py:91-181 and rope_variant.py:37-130 there;

@@ -1,8 +1,8 @@
 """Export for vLLM, with the model classes that compute other positions whatever the flags.
 
-``vllm.json`` beside this file holds for every model type the class that vLLM runs, and the class's replacements of the
-config's rope parameters; ``scripts/vllm_table.py`` makes it by parsing vLLM's source. ``CLASSES`` holds the effect of
-those replacements.
+``vllm.json`` next to this file holds for every model type the class that vLLM runs, and the class's replacements of
+the config's rope parameters; ``scripts/vllm_table.py`` makes it by parsing vLLM's source. ``CLASSES`` holds the effect
+of those replacements.
 
 Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/rotary_embedding, and the places that
     vllm.json names; for drafts compose_draft_hf_overrides in vllm/config/speculative.py at 002e77c1).
@@ -38,7 +38,7 @@ TABLE = Path(__file__).with_name("vllm.json")
 ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not examined
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
-# The rope types for which get_rope reads mrope_section; its other classes take one row of positions.
+# The rope types for which get_rope reads mrope_section. Its classes for other types take one row of positions.
 SEVERAL_AXES = ("default", "yarn")
 
 PLUGIN = ("0.32.0",)
@@ -89,6 +89,7 @@ class VLLM(Runtime):
                 f"(mrope_section), which vLLM reads for rope_type {' and '.join(SEVERAL_AXES)} only, not for "
                 f"{startable.rope_type!r}. Extend it by ntk, abf or a yarn without divisor, or use ctxext serve."
             )
+        # From here on the rope type that vLLM starts with decides, and it may differ from the checkpoint's.
         doubt = _model_class(startable)
         overrides, notes, exact = _overrides(startable)
         if extended.rope.get("mrope_section") and startable.rope_type == "yarn":
@@ -210,6 +211,7 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
             f"Not proven: vLLM {version} has no class of its own for {model_type}. It either runs transformers' "
             f"modelling code, which reads this config correctly, or refuses to start."
         )
+    # A known class is refused before it is doubted: with certainly other positions it must not pass as unproven.
     rule = CLASSES.get(model_type, _scores_unscaled)
     if problem := rule(extended):
         raise IncompatibleError(
