@@ -2,7 +2,7 @@
 
 The activations that a layer keeps depend on its code, on adapters, autocast, checkpointing and the attention kernel,
 and no formula holds for two architectures. So the model's own code runs here, one layer of every kind, on torch's fake
-tensors, while a dispatch mode counts the bytes of all live storages. Work space inside a kernel is not counted; it is
+tensors, while a dispatch mode counts the bytes of all live storages. Work space inside a kernel is not counted, but is
 small in the fused attention kernels.
 """
 
@@ -120,7 +120,7 @@ class DryRun:
             tensors here, and weights outside its layers are frozen.
         tile: tokens that pass through an MLP at a time; None for all.
         chunk: tokens of a prompt that are read at a time; None for all.
-        bits: bits of a number in the cache; None for those of the dtype.
+        bits: bits of a number in the cache; None for the dtype's.
         bounds: reach of the key heads that drop keys, and their share of the key heads, by the index of a layer.
     """
 
@@ -160,7 +160,7 @@ class DryRun:
         """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not.
 
         Raises:
-            InvalidParameterError: if ``length`` is no number of tokens.
+            InvalidParameterError: if ``length`` is not a number of tokens.
         """
         checked_tokens("length", length)
         if self.positions is not None and length > self.positions:

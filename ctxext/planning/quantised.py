@@ -1,7 +1,7 @@
 """Quantised weights: find how a checkpoint stores its weights, and count their memory.
 
-Every quantiser has its own config fields. They are read by their meaning: a number of bits, a size of the groups that
-share a scale, or a name such as ``int4`` or ``fp8``. Weights without such a field are counted unpacked.
+Every quantiser names its config fields differently. They are read by their meaning: a number of bits, a size of the
+groups that share a scale, or a name such as ``int4`` or ``fp8``. Weights without such a field are counted unpacked.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _fields(options: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every field of a config and of its nested parts, except those of activations and of the cache."""
+    """Yield every field of a config and of its nested parts, except fields of activations and of the cache."""
     if isinstance(options, list):
         for item in options:
             yield from _fields(item)
@@ -154,7 +154,7 @@ def packed_weights(
 ) -> tuple[int, int]:
     """Count the bytes that quantisation saves, and the bytes of the largest weight that is unpacked for use.
 
-    ``quantisation`` is that of linear layers on loading, None for the config's; ``layers`` are some decoder layers.
+    ``quantisation`` applies to linear layers on loading, None for the config's; ``layers`` are some decoder layers.
     """
     stored = stored_as(model.config)
     if quantisation is not None:
