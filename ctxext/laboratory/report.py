@@ -179,7 +179,7 @@ def _readings_table(
     cells: Callable[[LabReading], Sequence[str]],
     caption: str,
 ) -> TextTable:
-    """Return a table with a row per reading. Rows of extensions, which were not trained, look like references."""
+    """Return a table with a row per reading. Rows of extensions, which were not trained, are dim."""
     return TextTable(
         header=header,
         rows=[(name_of(reading), *cells(reading)) for reading in readings],
