@@ -156,7 +156,7 @@ class GGUFFile:
         """
         refuse_existing(out)
         if self._reader.byte_order != "I":
-            raise CheckpointError(f"{self.path} is for machines of the other byte order. Copy it on one of those.")
+            raise CheckpointError(f"{self.path} has the opposite byte order to this machine. Copy it on another.")
         start, size = int(self._reader.data_offset), self.path.stat().st_size
         info, data, offset = (b"", b"", 0) if tensor is None else self._placed(*tensor, size - start)
         head = self._head(keys, drop, info)
