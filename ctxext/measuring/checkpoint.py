@@ -101,9 +101,9 @@ def load_checkpoint(
         device: Device of the model; default the first CUDA device, else the CPU.
         tokenizer: Tokenizer of the checkpoint, where it has been read already.
         weights: False to build the model on the meta device, so that a request can be checked before weights are
-            read; those of an adapter are always read.
-        **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
-            place of ``device``.
+            read. The weights of an adapter are always read.
+        **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides
+            instead of ``device``.
 
     Raises:
         CheckpointError: nothing there, or nothing that transformers can load as such a model.
@@ -129,7 +129,7 @@ def checked_device(device: str | torch.device | None) -> torch.device:
     """Return the given device, by default the first CUDA device or else the CPU.
 
     Raises:
-        InvalidParameterError: there is no such device here.
+        InvalidParameterError: the device does not exist on this machine.
     """
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -191,7 +191,7 @@ def _load(
     loading: dict[str, Any],
     weights: bool,
 ) -> Checkpoint:
-    """Load a model in the dtype that is safe for what is stored, and the tokenizer beside it unless one is given."""
+    """Load a model in a dtype that is safe for the stored weights, and its tokenizer unless one is given."""
     adapted = is_adapter(source)
     if adapted and masked:
         raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")

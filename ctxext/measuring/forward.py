@@ -152,7 +152,7 @@ def logits_of_answers(
 
 
 def opened(model: nn.Module) -> tuple[Subject, PreTrainedModel, Replay]:
-    """Unwrap and open a model, see ``shell_of``; refuse one whose losses would not be those of the plain model."""
+    """Unwrap and open a model (see ``shell_of``); refuse it if its losses would differ from the plain model's."""
     subject, peft = Subject.of(model), getattr(model, "active_peft_config", None)
     if peft is not None and peft.is_prompt_learning:
         raise IncompatibleError(
@@ -178,7 +178,7 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
 
 
 class CachedPieces(nn.Module):
-    """Stands in for a base model: calls it on consecutive pieces of a text, as if that were one call.
+    """Replacement of a base model that calls it on consecutive pieces of a text, as if that were one call.
 
     Raises:
         IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
@@ -282,7 +282,7 @@ def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int 
 
     The uncached pass is preferred: it gives the same losses, is two to three times as fast on a CPU, and with a fused
     attention kernel it often takes less memory than a cache of all layers. Pieces help where scores of all queries and
-    keys would exist, or where few heads have keys of their own. ``budget`` is in bytes, None for no limit.
+    keys would exist, or where many heads share keys. ``budget`` is in bytes, None for no limit.
 
     Raises:
         InvalidParameterError: not even pieces of 256 tokens fit.
@@ -304,7 +304,7 @@ def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int 
     return piece
 
 
-# Called with what is being done and the cost done since the last call, in the units of `pass_cost`.
+# Called with the name of the current job and the cost done since the last call, in the units of `pass_cost`.
 Progress = Callable[[str, float], None]
 # Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
 SMALL_MODEL = 4096

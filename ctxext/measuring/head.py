@@ -36,7 +36,7 @@ def require_head(causal: PreTrainedModel) -> str:
 
 
 class _StandIn(nn.Module):
-    """A module in place of another one, to which it passes on attributes that it lacks."""
+    """A module that replaces another one, and takes attributes that it lacks from the replaced module."""
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Replay(_StandIn):
 
     Attributes:
         piece: the positions that the next call returns.
-        hidden: hidden states to return instead; None for those of ``piece``.
+        hidden: hidden states to return instead; None returns the hidden states of ``piece``.
         calls: the number of calls of ``forward``; the caller resets it to 0 for each piece.
         output: the output of the base model, once it has run.
         expected: batch and positions of the piece of the last call.
@@ -86,7 +86,9 @@ class Replay(_StandIn):
 
 
 def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
-    """Return a shallow copy of the model that replays its layers, and the replay; its forward is the class's own.
+    """Return a shallow copy of the model that replays its layers, and the replay.
+
+    The copy runs the ``forward`` of its class, even where another one is set on the instance.
 
     Raises:
         IncompatibleError: as in ``require_head``.
@@ -101,7 +103,7 @@ def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
 
 
 class _Box:
-    """A box around a tensor, in which searches for tensors among the inputs of a call do not find it."""
+    """A box that hides a tensor from hooks that search a call's inputs."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -21,7 +21,7 @@ from ctxext.files import parse_json, write_whole
 
 FORMAT = 1
 CLAIM = b'{"made_by": '  # the start of the line that claims a journal
-LOSSES = "losses"  # the folder of losses, where the journal's folder is its own
+LOSSES = "losses"  # the folder of losses, where the whole folder belongs to the journal
 
 
 class JournalLine(dict[str, Any]):
@@ -36,16 +36,17 @@ class JournalLine(dict[str, Any]):
 
 
 class Journal:
-    """Finished work of one measurement: a JSON object with a ``key`` on each line, losses by position in files beside.
+    """Finished work of one measurement: a JSON object with a ``key`` on each line, and files of losses by position.
 
-    Every process appends to its own file, so that none waits for another and a kill of one tears no line of
-    another. A last line that a kill tore is left out; a line is written only after its losses are safe on disk.
+    Every process appends to a file that no other process writes, so that none waits for another and a kill of one
+    tears no line of another. A last line that a kill tore is left out; a line is written only after its losses are
+    safe on disk.
 
     Args:
-        path: File of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it. None keeps
+        path: File of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` next to it. None keeps
             everything in memory alone.
-        identity: the file that says what the work is of; the whole folder is the journal's then. None where the first
-            line of the journal says it.
+        identity: the file that identifies the measurement; the whole folder belongs to the journal then. None where
+            the first line of the journal identifies it.
 
     Raises:
         ResultsError: the folder is there, and is something else's.
@@ -114,10 +115,10 @@ class Journal:
             return {line["key"]: line for line in lines if "file" not in line or (self.folder / line["file"]).is_file()}
 
     def keep(self, line: Mapping[str, Any], losses: Float[Tensor, " positions"] | None = None) -> None:
-        """Keep what is finished: once this returns, it is on disk.
+        """Keep a finished result: once this returns, the line and its losses are on disk.
 
         Args:
-            line: JSON values, of which ``key`` names all that they depend on.
+            line: JSON values; ``key`` names everything that the others depend on.
             losses: Losses in nats per token, where the work gave them.
 
         Raises:
@@ -209,10 +210,10 @@ class Journal:
 
 @contextlib.contextmanager
 def explain_disk_error(place: Path, kept: Callable[[], int], what: str = "jobs") -> Iterator[None]:
-    """Turn an ``OSError`` while reading or writing into what the user has to know.
+    """Turn an ``OSError`` while reading or writing into an error that tells the user what to do.
 
     Raises:
-        ResultsError: in place of the ``OSError``.
+        ResultsError: instead of the ``OSError``.
     """
     try:
         yield
@@ -229,7 +230,7 @@ def _damaged(place: str, how: str) -> ResultsError:
 
 
 def _parsed(line: bytes, place: str) -> JournalLine:
-    """Parse a JSON object in UTF-8; what is none gives an empty one."""
+    """Parse a JSON object in UTF-8; return an empty one for anything else."""
     try:
         value = parse_json(line, object_hook=lambda values: JournalLine(values, place))
     except ValueError:

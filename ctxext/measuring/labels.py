@@ -49,7 +49,7 @@ LABELS = {
 
 
 def tokens_label(tokens: int) -> str:
-    """Write ``16384`` as ``16K``, and a number that is no multiple of 1024 in full."""
+    """Write ``16384`` as ``16K``, and a number that is not a multiple of 1024 in full."""
     return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
 
 

@@ -33,7 +33,7 @@ def loss_by_position(
     """Compute the loss at every position from one forward pass.
 
     For a causal model whose positions do not depend on the length of the text (every method here but the dynamic
-    ones), the losses at the first n positions are those of the text cut to n + 1 tokens: one pass gives the
+    ones), the losses at the first n positions equal the losses of the text cut to n + 1 tokens: one pass gives the
     perplexity at every shorter length. A dynamic method uses the frequencies of the full length at all positions.
 
     The head runs in the model's own dtype, as it does when the model generates; softmax and logarithm in float32.
@@ -107,17 +107,17 @@ def truncated_loss(
 ) -> Float[Tensor, "batch positions"]:
     """Compute the losses when the model sees only the last ``window`` tokens: a sliding window, or truncation.
 
-    On the unpatched model with its trained length or less, this is what a user without a longer context does; which
-    windows are tried, and which of them is the baseline, is in ``ctxext.measuring.truncation``. Positions below
-    ``window`` have nothing to lose and come from one pass. The positions from there on are taken ``stride`` at a time;
-    each group is scored by one fresh pass over the ``window`` positions that end with it. So a position sees at least
+    On the unpatched model with its trained length or less, this is what a user without a longer context does.
+    ``ctxext.measuring.truncation`` says which windows are tried, and which is the baseline. Positions below ``window``
+    have nothing to lose and come from one pass. The positions from there on are taken ``stride`` at a time; each group
+    is scored by one fresh pass over the ``window`` positions that end with it. So a position sees at least
     ``window - stride + 1`` and at most ``window`` tokens.
 
     Args:
         window: tokens that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
-        start: first position to score. The passes before it are not run; every position from there on sees what it
-            sees without ``start``.
+        start: first position to score. The passes before it are not run; every position from there on sees the same
+            tokens as without ``start``.
         prefix: leading tokens of the text that every window keeps in front (1 for a BOS token), below ``window``.
 
     Returns:
@@ -147,8 +147,8 @@ class Window:
     code does.
 
     Args:
-        prefix: leading tokens of the text that stand in front of the stretch.
-        chosen: spans of the text, begin and end of each, that stand between the two.
+        prefix: leading tokens of the text, placed in front of the stretch.
+        chosen: spans of the text, begin and end of each, placed between the two.
     """
 
     begin: int
@@ -165,7 +165,7 @@ class Window:
     def losses(self, model: nn.Module, input_ids: Int[Tensor, "batch tokens"], **options: Any) -> Tensor:
         """Return the losses that count, [batch, scored], in nats per token.
 
-        Options and errors are those of ``loss_by_position``.
+        ``loss_by_position`` describes the options and the errors.
         """
         spans = [(0, self.prefix), *self.chosen, (self.begin, self.end)]
         tokens = torch.cat([input_ids[:, slice(*span)] for span in spans], dim=1)
@@ -184,8 +184,8 @@ def truncation_windows(
         positions: Positions of the text, one fewer than its tokens.
         window: positions that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``.
-        start: first position to score. The passes before it are left out; every position sees what it sees without
-            ``start``.
+        start: first position to score. The passes before it are left out; every position sees the same tokens as
+            without ``start``.
         prefix: leading tokens of the text that every window keeps in front, below ``window``.
 
     Raises:
@@ -229,8 +229,8 @@ def yarn_windows(
         length: tokens in a window, at least 2.
         stride: tokens between the starts of windows (the paper's "sliding window of 256"), at most what a window
             holds of the text.
-        prefix: leading tokens that stand in front of every window and are not scored: BOS, or all that the tokenizer
-            puts in front. Without any, the first token of each text has no loss.
+        prefix: leading tokens, placed in front of every window and not scored: BOS, or all that the tokenizer puts
+            in front. Without any, the first token of each text has no loss.
 
     Raises:
         InvalidParameterError: a length or stride out of range.
@@ -270,7 +270,7 @@ def longlora_starts(tokens: int, *, length: int, stride: int = STRIDE) -> range:
     is scored by up to ``length / stride`` windows, with everything from no context to nearly the full window: the
     published number is the mean over all context lengths from 1 to ``length - 1``, not the loss at ``length``, and
     cannot be compared with YaRN's or with a sliding window. (The script prints ``2.71828 ** loss``, ours differs from
-    it in the sixth digit. With a larger batch it averages means of batches, the last of which may be smaller.)
+    it in the sixth digit. With a larger batch it averages means of batches, and the last batch may be smaller.)
 
     Raises:
         InvalidParameterError: a length or stride out of range, or fewer tokens than two windows need.

@@ -1,7 +1,7 @@
 """The one table of losses: several readings of the same tokens, compared with each other and with the best truncation.
 
 Every measurement of losses is a selection of such a table: a span of positions, the key tokens, the masked tokens of a
-stretch. In each selection the best truncation is that of its own tokens; see ``ctxext.measuring.truncation``.
+stretch. In each selection the best truncation is chosen on the selected tokens; see ``ctxext.measuring.truncation``.
 """
 
 from __future__ import annotations
@@ -108,16 +108,16 @@ class LossTable:
         return torch.cat(list(self.losses(name))).double().mean().item()
 
     def bucket(self, name: str, start: int, stop: int) -> Bucket:
-        """Return the mean loss of a reading as that of the positions ``start <= i < stop``, which the table holds."""
+        """Return the mean loss of a reading, as a bucket of the positions ``start <= i < stop`` of this table."""
         losses = torch.cat(list(self.losses(name)))
         return Bucket(start, stop, len(losses), losses.double().mean().item())
 
     def difference(self, name: str, other: str = TRUNCATED) -> PairedDifference:
-        """Return the loss of a reading minus that of another, by default the best truncation.
+        """Return the loss of a reading minus the loss of another, by default the best truncation.
 
         Raises:
             InvalidParameterError: different tokens, or fewer than two.
-            IncompatibleError: a loss is no number.
+            IncompatibleError: a loss is NaN or infinite.
         """
         baselines = len(self.short) if other == TRUNCATED else 1
         return document_difference(self.losses(name), self.losses(other), baselines=baselines)

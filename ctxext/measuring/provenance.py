@@ -32,7 +32,7 @@ class ExtensionRecord:
     Args:
         method: ``Method.to_dict()``, None for the model unextended.
         fingerprint: Hash of the frequencies, from ``ctxext.describe``; empty for the model unextended.
-        attention: Name of the attention backend; empty where the model keeps its own.
+        attention: Name of the attention backend; empty where the extension does not change it.
     """
 
     method: dict[str, Any] | None = None
@@ -204,7 +204,7 @@ def command(arguments: Sequence[str] | None = None) -> str:
     path = Path(program)
     name = path.parent.name if path.name == "__main__.py" else path.name  # of python -m ctxext
     typed = shlex.join([name, *rest])
-    return typed.encode(errors="replace").decode()  # names of files may hold bytes that are no UTF-8
+    return typed.encode(errors="replace").decode()  # names of files may hold bytes that are not UTF-8
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:

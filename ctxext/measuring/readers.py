@@ -1,4 +1,4 @@
-"""The readers that are asked for hidden things: references and extensions, and the lengths that each is meant for."""
+"""The readers of a retrieval test: references and extensions, and the lengths that each is meant for."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def find_readers(
     trained_length: int | None = None,
     sliding_window: str | None = None,
 ) -> tuple[Reader, ...]:
-    """Find the readers that are asked for hidden things, references first; the model is at the end what it was.
+    """Return the readers for a retrieval test, references first, and leave the model unchanged.
 
-    A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
-    trained window, and not fewer, since the hidden thing may be anywhere; the unpatched one beyond its window
-    too, as the control, where something is extended.
+    A reader is asked at the lengths that it is meant for. The truncated reader is asked at all lengths: it sees the
+    last tokens of the text, as many as the trained window holds, and not fewer, since the hidden thing may be anywhere.
+    The unpatched reader is asked beyond its window too, as the control, where something is extended.
 
     Args:
         methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
@@ -82,7 +82,7 @@ def _original(own: Readings, reference: Checkpoint) -> Readings:
 
 
 def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
-    """Return the given factors; without any, that of the greatest length, or 2 if no length is given.
+    """Return the given factors; without any, the factor of the greatest length, or 2 if no length is given.
 
     Raises:
         InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.

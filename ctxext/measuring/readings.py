@@ -58,10 +58,10 @@ class Reading:
             the best of such; or a method with its factor, such as ``yarn x2``.
         method: ``Method.to_dict()``; None for the references.
         reach: Tokens that it is meant for; None for the references of a checkpoint that is not extended.
-        dynamic: True where positions follow the length of the text, so that every length needs its own pass.
+        dynamic: True where positions follow the length of the text, so that every length needs a separate pass.
         any_factor: True where the factor changes only the reach, so that one factor represents all.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
-        attention: Name of the attention backend; empty where the model keeps its own.
+        attention: Name of the attention backend; empty where the extension does not change it.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Reading:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a truncation sees; None for the best of them, and for what is none."""
+        """Tokens that a truncation sees; None for the best truncation, and for other readings."""
         return window_of(self.name)
 
     @property
@@ -100,10 +100,10 @@ class Refusal:
 
 
 def known_trained_length(subject: Subject, given: int | None = None) -> int:
-    """Return the tokens that a checkpoint was trained for: those given, or those of its config.
+    """Return the number of tokens that a checkpoint was trained for: as given, or from its config.
 
     Raises:
-        InvalidParameterError: nothing says so, or ``given`` is no number of tokens.
+        InvalidParameterError: the config does not tell, or ``given`` is not a number of tokens.
     """
     if given is not None:
         return checked_tokens("trained_length", given, least=2)
@@ -174,9 +174,9 @@ class Readings:
 
     @cached_property
     def setting(self) -> dict[str, Any]:
-        """The dependencies of every measured number beside the reading and the tokens, as JSON values.
+        """The dependencies of every measured number, except the reading and the tokens, as JSON values.
 
-        Read it before a method is applied: a method may bring its own attention, which is part of the reading.
+        Read it before a method is applied: a method may change the attention, which is part of the reading.
         """
         parameter = next(self.model.parameters())
         model: Any = self.model
@@ -214,7 +214,7 @@ class Readings:
         """Try every method on the model to learn which apply and what they do.
 
         Returns:
-            The references, then the methods that apply; and those that do not, with the reason.
+            The references, then the methods that apply; and the refused methods, with the reason.
         """
         readings = list(self._references())
         refused: dict[str, list[str]] = {}  # many methods are often refused for one reason
@@ -229,7 +229,7 @@ class Readings:
         return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
     def extensions(self, methods: Sequence[Method]) -> tuple[Reading, list[Reading]]:
-        """Try methods all of which have to apply; return the checkpoint's own reading, and theirs.
+        """Try methods, which must all apply; return the checkpoint's reading and the readings of the methods.
 
         Raises:
             IncompatibleError: a method that cannot be right on this model.
@@ -297,8 +297,8 @@ def chosen_methods(
     Args:
         subject: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
             needs nothing but a factor. Replacing rotation by ALiBi needs training and has to be named.
-        wanted: names, with parameters where needed (``"yarn ramp=turns truncate=false"``), which may hold a factor of
-            their own; or objects and files of ``ctxext choose`` (``choice.json``), which bring theirs.
+        wanted: names, with parameters where needed (``"yarn ramp=turns truncate=false"``), which may hold a
+            factor; or objects and files of ``ctxext choose`` (``choice.json``), which bring a factor.
 
     Raises:
         UnknownNameError: an unknown method or parameter.
@@ -392,7 +392,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """One reading, of which model, and at which lengths it is asked.
+    """A reading of one model, and the lengths to measure it at.
 
     Args:
         lengths: tokens, increasing.

@@ -75,10 +75,10 @@ def selection_windows(
     prefix: int = 0,
     block: int | None = None,
 ) -> tuple[Window, ...]:
-    """Lay out the passes that score a text from ``start`` on when the model sees what it needs of it.
+    """Lay out the passes that score a text from ``start`` on when the model sees the newest tokens and chosen chunks.
 
     Args:
-        window: positions that the model sees at most, at least 16 beside the prefix.
+        window: positions that the model sees at most, at least 16 besides the prefix.
         start: first position to score, at least ``window``.
         positions: Positions of the text, one fewer than its tokens.
         prefix: leading tokens of the text, with which each pass begins.
@@ -87,7 +87,7 @@ def selection_windows(
 
     Returns:
         A pass for each block of predicted tokens. None sees more than ``window`` positions, nor a token that comes
-        after what it predicts.
+        after the predicted ones.
     """
     tokens, size, usual = input_ids[0].tolist(), max(1, min(CHUNK, window // 16)), max(1, min(BLOCK, window // 8))
     block = usual if block is None else block

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 
-# Fewer documents than this say too little about how documents differ; blocks of their tokens stand in for them.
+# Fewer documents than this say too little about how documents differ; then blocks of their tokens are compared.
 ENOUGH_DOCUMENTS = 5
 # Blocks of consecutive tokens: at most MOST_BLOCKS, of BLOCK tokens or more where there are enough of them for
 # LEAST_BLOCKS. Few long blocks are hardly correlated, and more than some fifteen would hardly narrow the interval.
@@ -33,7 +33,7 @@ class PairedDifference:
         units: Number of groups of tokens that counted as independent.
         over: Kind of those groups: ``documents``, or ``blocks`` of consecutive tokens. Only documents say something
             about other documents; see ``scope``.
-        baselines: Number of baselines, of which this one is the best on these very tokens. The best of many is partly
+        baselines: Number of baselines that the best on these very tokens was chosen from. The best of many is partly
             the luckiest, so that readings compared with it look worse, and never better, than they are.
         exact: Half of the 95 percent interval around 0, where it is not Student's; see ``score_difference``.
     """
@@ -90,7 +90,7 @@ class PairedDifference:
 
         Args:
             texts: Number of texts that were read.
-            candidates: Number of candidates of which this one is the best.
+            candidates: Number of candidates that this one is the best of.
             per: Name of the tokens that were counted.
         """
         verdict = self.verdict_of_best(candidates)
@@ -130,7 +130,7 @@ def document_difference(
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.
-        IncompatibleError: a loss is no number.
+        IncompatibleError: a loss is NaN or infinite.
     """
     _check_same_tokens(losses, baseline)
     kept = [(document, other) for document, other in zip(losses, baseline, strict=True) if len(document)]
@@ -154,7 +154,7 @@ def block_difference(
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.
-        IncompatibleError: a loss is no number.
+        IncompatibleError: a loss is NaN or infinite.
 
     Source: Schmeiser, Operations Research 30 (1982), 556-568: with ten to thirty batches, more hardly help.
     """
@@ -168,7 +168,7 @@ def block_difference(
     blocks = min(tokens, max(LEAST_BLOCKS, min(most, tokens // BLOCK)))
     sides = [torch.tensor_split(side, blocks) for side in joined]
     difference = grouped_difference(*sides, over="blocks", baselines=baselines)
-    # Blocks differ by a token where their number does not divide the tokens; the mean is that of all tokens.
+    # Blocks differ by a token where their number does not divide the tokens; so the mean is taken over all tokens.
     return replace(difference, mean=(joined[0] - joined[1]).mean().item())
 
 
@@ -186,7 +186,7 @@ def grouped_difference(
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two groups.
-        IncompatibleError: a loss is no number.
+        IncompatibleError: a loss is NaN or infinite.
 
     Source: Bakirov & Szekely, Journal of Mathematical Sciences 139 (2006), 6497-6505; Ibragimov & Mueller, Journal of
         Business & Economic Statistics 28 (2010), 453-468. Compared with Bell & McCaffrey, Survey Methodology 28 (2002),
@@ -205,9 +205,9 @@ def grouped_difference(
 
 
 def score_difference(differences: Sequence[float], *, over: str) -> PairedDifference:
-    """Average differences of scores of few steps, with the exact margin of all ways to draw their signs by chance.
+    """Average paired score differences; the margin comes from an exact sign-flip test.
 
-    Few such differences are often equal: they have no spread then, and Student's margin would be 0.
+    A score has few steps, so a few differences are often equal: without spread Student's margin would be 0.
 
     Source: Fisher, The Design of Experiments (1935), section 21.
     """
@@ -224,10 +224,10 @@ def score_difference(differences: Sequence[float], *, over: str) -> PairedDiffer
 
 
 def check_finite(losses: Tensor, where: str) -> None:
-    """Raise ``IncompatibleError`` where a model computes losses that are no numbers."""
+    """Raise ``IncompatibleError`` where a loss is NaN or infinite."""
     if not losses.isfinite().all():
         raise IncompatibleError(
-            f"The model computes losses that are no numbers: {where}. Measure in another --dtype (fp32 has the range), "
+            f"The model returned NaN or infinite losses: {where}. Measure in another --dtype (fp32 has the range), "
             f"or leave this method out. What is finished is kept."
         )
 
@@ -244,7 +244,7 @@ CHANCE = 0.05
 
 @functools.lru_cache(maxsize=1024)
 def students_quantile(chance: float, degrees: int) -> float:
-    """Return the t that Student's distribution exceeds, to either side, with probability ``chance``.
+    """Return Student's two-sided critical value of t for probability ``chance``.
 
     Args:
         chance: two-sided, above 0 and below 1.

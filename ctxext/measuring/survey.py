@@ -33,10 +33,10 @@ PATIENCE = datetime.timedelta(days=30)
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """One process among those that share a measurement.
+    """Rank, world size and device of one process of a distributed measurement.
 
     Args:
-        process: its number, from 0; process 0 is the main one, which talks and writes the report.
+        process: Rank, from 0; process 0 is the main one, which talks and writes the report.
         device: Device of this process; None leaves it to the loading of the checkpoint.
     """
 
@@ -69,7 +69,7 @@ def launched_processes() -> ProcessGroup:
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=PATIENCE)
         atexit.register(distributed.destroy_process_group)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)  # or a build names what is not there
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # or a build names an absent device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = f"{accelerator.type}:{local % torch.accelerator.device_count()}" if accelerator else "cpu"
     return ProcessGroup(distributed.get_rank(), distributed.get_world_size(), device)
@@ -107,7 +107,7 @@ Work = TypeVar("Work", bound=Job)
 
 @dataclass(eq=False)
 class Survey(Generic[Work]):
-    """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending."""
+    """A planned measurement: call ``begin``, then ``measure`` the pending jobs."""
 
     made_by: str
     checkpoint: Checkpoint
@@ -215,7 +215,7 @@ class Survey(Generic[Work]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossJob(Job):
-    """One reader and one text, of which some positions are scored."""
+    """One reader and one text; some positions of the text are scored."""
 
     text: TokenisedDocument
     windows: tuple[Window, ...]
@@ -234,7 +234,7 @@ class LossJob(Job):
         cached: int | None = None,
         key: str | None = None,
     ) -> LossJob:
-        """Lay out a job; its cost follows from the arguments, and its key where none is given."""
+        """Lay out a job; the arguments determine its cost, and its key where none is given."""
         reading = reader.reading
         return cls(
             key=key
@@ -265,7 +265,7 @@ class LossJob(Job):
         return Answer({"item": self.text.name}, losses)
 
 
-# JSON values; what they mean is the task's.
+# JSON values; each task defines their meaning.
 Trial = dict[str, Any]
 
 
@@ -274,7 +274,7 @@ class Prompt(abc.ABC):
     """One prompt and how to ask it.
 
     Args:
-        identity: all that an answer depends on beside who reads, as JSON values.
+        identity: all that an answer depends on, except the reader, as JSON values.
     """
 
     name: str
@@ -299,7 +299,7 @@ class PromptJob(Job):
 
     @classmethod
     def of(cls, reader: Reader, prompt: Prompt, *, key: str | None = None) -> PromptJob:
-        """Lay out a job; its key follows from the arguments where none is given."""
+        """Lay out a job; the arguments determine its key where none is given."""
         window = reader.window if reader.window is not None and reader.window < prompt.length else None
         reading = [reader.reading.method, reader.reading.fingerprint, window]
         return cls(

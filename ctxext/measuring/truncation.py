@@ -7,9 +7,9 @@ dropped.
 
 **The best window** is chosen for each comparison, on the very tokens that are compared (a stretch of positions, or
 everything beyond the window), by the mean loss over all of them: the mean that is then compared. No user could choose
-so well without the tokens to come. So the baseline is, if anything, too good: where an extension beats it, it beats
-each of the windows; where it loses, being the best of several may be luck, so a loss must be larger to count
-(``PairedDifference.baselines``).
+so well without the tokens to come. So the baseline is, if anything, too good: an extension that beats it beats
+each of the windows. Where the extension loses, being the best of several may be luck, so a loss must be larger to
+count (``PairedDifference.baselines``).
 
 **The context of a token** in a window is between three quarters and all of the window: a pass scores a quarter of a
 window (see ``truncated_loss``).
@@ -40,7 +40,7 @@ def windows_of(trained_length: int) -> tuple[int, ...]:
 
 
 def stride_of(window: int, prefix: int) -> int:
-    """Positions scored per pass: a quarter of the window, and no more than what it holds beside the prefix."""
+    """Return the positions scored per pass: a quarter of the window, at most its room besides the prefix."""
     return max(1, min(window // QUARTERS, window - prefix))
 
 
@@ -66,9 +66,9 @@ def is_short(name: str) -> bool:
 
 
 def best_short(losses: Mapping[str, Iterable[Tensor]]) -> str:
-    """Return the name of the short reading with the lowest mean loss; of equal ones the longest window.
+    """Return the name of the short reading with the lowest mean loss, and of the longest window among equals.
 
-    The mean is that of ``mean_loss``, so that whatever beats the best one in a ``document_difference`` beats each.
+    ``mean_loss`` takes the mean, so that whatever beats the best one in a ``document_difference`` beats each.
 
     Args:
         losses: nats per token, by name: the same tokens for each, one tensor per document.

@@ -498,5 +498,5 @@ def test_losses_that_are_no_numbers_are_an_error(
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
     comparison = planned(model, tokenizer, tmp_path, methods=["pi"])
-    with pytest.raises(CtxextError, match=r"no numbers: unpatched, One, 1,024 tokens.*--dtype"):
+    with pytest.raises(CtxextError, match=r"infinite losses: unpatched, One, 1,024 tokens.*--dtype"):
         comparison.measure(comparison.begin())

@@ -342,9 +342,9 @@ def test_losses_that_are_no_numbers_are_refused_by_name(checkpoint: Checkpoint, 
     keys = find_key_tokens(checkpoint, texts, **LOOSE)
     with torch.no_grad():
         checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = value
-    with pytest.raises(IncompatibleError, match=f"no numbers: tiny, which finds key tokens, {keys.passages[0].name}"):
+    with pytest.raises(IncompatibleError, match=f"losses: tiny, which finds key tokens, {keys.passages[0].name}"):
         find_key_tokens(checkpoint, texts, **LOOSE)
     methods = [ctxext.method("pi", factor=2)]
     keys = replace(keys, evaluator_sha256=checkpoint.sha256)
-    with pytest.raises(IncompatibleError, match=f"no numbers: unpatched, {keys.passages[0].name}"):
+    with pytest.raises(IncompatibleError, match=f"infinite losses: unpatched, {keys.passages[0].name}"):
         run(checkpoint, texts, keys, lengths=[900], methods=methods)

@@ -74,11 +74,11 @@ def test_a_cell_whose_losses_are_no_numbers_is_refused_by_name(
 ) -> None:
     """While it is trained, or when it is tested; nothing of it is written down."""
     torn = laboratory(tmp_path, text, replace(TINY, rate=1e30), only=("rope",), tasks=("text",))
-    with pytest.raises(IncompatibleError, match="no numbers: rope, text, seed 0, while it is trained"):
+    with pytest.raises(IncompatibleError, match="infinite losses: rope, text, seed 0, while it is trained"):
         torn.run()
     tested = laboratory(tmp_path, text, only=("rope",), seeds=1)
     monkeypatch.setattr("ctxext.laboratory.run._right", lambda *_: torch.full((4,), torch.nan))
-    with pytest.raises(IncompatibleError, match="no numbers: rope, parity, seed 0"):
+    with pytest.raises(IncompatibleError, match="infinite losses: rope, parity, seed 0"):
         tested.run()
     assert {job.task for job in tested.begin()} == {"parity", "text"}
 
