@@ -1,4 +1,4 @@
-"""Parts of a training recipe beside the Trainer."""
+"""Parts of a training recipe around the Trainer."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ExtensionArgs(BaseModel):  # axolotl's own settings inherit from it
 
 
 class ExtensionPlugin(BasePlugin):  # type: ignore[misc]
-    """Extension of the model before axolotl raises its length to that of the training sequences."""
+    """Extension of the model before axolotl raises its length to the length of the training sequences."""
 
     def get_input_args(self) -> str:
         """Return where axolotl finds the settings."""

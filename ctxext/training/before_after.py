@@ -74,13 +74,14 @@ class BeforeAndAfter:
         """Measure as the settings say; return plain JSON values: ``perplexity`` (with its ``answer``) and ``passkey``.
 
         Args:
-            model: an extended model; it is in evaluation mode afterwards.
+            model: Extended model, left in evaluation mode.
         """
         evaluation = self.settings.evaluation
         model.eval()
         results: dict[str, Any] = {}
         now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
         if self.plan is not None:
+            # The original's losses inside the window come from the start: training changes the only model in memory.
             survey = prepare(now, self.corpus, self.plan, inside=self.inside, name="extended")
             self._finish(survey)
             result = survey.result()

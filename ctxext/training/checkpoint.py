@@ -94,7 +94,7 @@ def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
         "bnb_4bit_compute_dtype": dtype,
     }
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        # FSDP shards only what is stored as floating numbers: bytes would lie whole on every device (accelerate 1.15,
+        # FSDP shards only tensors of floating numbers: bytes would lie whole on every device (accelerate 1.15,
         # utils/fsdp_utils.py:792).
         options["bnb_4bit_quant_storage"] = dtype
     return options

@@ -40,15 +40,15 @@ FREE = (
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
     """Marks a checkpoint after all its files are written, by a hash of the last sequence; others are never taken.
 
-    A resumed run saves and logs as its own settings say, and no mean of losses spans the place where it was resumed.
-    With other texts, or on more or fewer processes, which would read sequences twice or never, it is refused.
+    A resumed run saves and logs as the new settings say, and no mean of losses spans the step where it was resumed.
+    A run with other texts, or on more or fewer processes, is refused: it would read sequences twice or never.
     """
 
     def __init__(self, sequences: Sequences) -> None:
         self.sequences = sequences
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the intervals of this part of the run, not those that the checkpoint was written with."""
+        """Take the intervals from the current settings, not from the checkpoint."""
         state.compute_steps(args, state.max_steps)
         mark, last = self._mark(args, state)
         if mark.is_file() and mark.read_text("utf-8") not in (last, ""):

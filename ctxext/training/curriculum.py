@@ -114,8 +114,8 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
     that a checkpoint on the border of two stages carries the extension of the next step.
 
     Args:
-        memory: Way in which the model holds its activations; its edits are undone for a change of stages, since they
-            may wrap those of the extension.
+        memory: Way in which the model holds its activations. A change of stages undoes its edits first, since they
+            may wrap the edits of the extension.
 
     Raises:
         IncompatibleError: for stages of a dynamic method, whose positions follow the length of the text already, or of

@@ -64,7 +64,7 @@ class TokenisedDocuments:
     ) -> TokenisedDocuments:
         """Read and tokenise documents, or find them in the cache of ``datasets`` from the last time.
 
-        In a run of several processes the first of each machine does the work, and the others read what it wrote.
+        In a run of several processes the first of each machine does the work, and the others read its result.
 
         Args:
             tokens: stop after the document with which this many tokens are reached; None reads all.
@@ -98,6 +98,7 @@ class TokenisedDocuments:
                     fingerprint=_fingerprint(asked, tokenizer),
                 )
             except DatasetGenerationError as error:
+                # datasets wraps every error of the generator and of the disk; only the cause says what to do.
                 if isinstance(error.__cause__, CtxextError):
                     raise error.__cause__ from None
                 if isinstance(error.__cause__, OSError):

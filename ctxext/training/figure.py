@@ -47,7 +47,9 @@ def save_training_figure(
         InvalidParameterError: matplotlib is not installed.
     """
     steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
+    # An entry averages the steps since the entry before, so it weighs as many.
     means = smoothed(losses, [float(step - before) for before, step in zip([0, *steps], steps, strict=False)])
+    # The smallest round distance with at most eight intervals: more labels would overlap.
     apart = next(n * 10**power for power in itertools.count() for n in (1, 2, 5) if steps[-1] <= 8 * n * 10**power)
     ticks = {step: f"{step:,}" for step in range(0, steps[-1] + 1, apart)}
     runs = [

@@ -39,7 +39,7 @@ IN_A_LAYER = re.compile(r"\.\d+\.")
 # Names of an expert's linear layers before all experts became one tensor. PEFT takes targets of these names for the
 # experts of a mixture, when it loads too, and so leaves out shared experts and dense layers.
 EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# A weight that is handed over or multiplied whole; BLOOM's slices are for a setting that stands for exactness, off.
+# A weight that is handed over or multiplied whole. BLOOM slices weights only for its setting ``slow_but_exact``, off.
 WEIGHT_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight(?=\s*[,)@\n])")
 
 
@@ -56,18 +56,18 @@ def attach_lora(
 ) -> Any:
     """Wrap a model with a LoRA adapter, patched or not, ready to be trained.
 
-    What is trained is held in float32: an update of 1e-4 of a weight would be rounded away in bfloat16. What the
-    trained norms and embeddings put out is brought back to the model's own dtype, so that training computes what the
-    finished model will compute. Train under autocast of that dtype (``TrainingArguments(bf16=True)``). However the
-    adapter is saved, the extension of a patched model is saved beside it. The weights that a method brought along (an
-    encoding in the place of rotation) are trained whole.
+    Trained weights are held in float32: an update of 1e-4 of a weight would be rounded away in bfloat16. The outputs
+    of the trained norms and embeddings are cast back to the model's dtype, so that training computes as the finished
+    model will. Train under autocast of that dtype (``TrainingArguments(bf16=True)``). However the
+    adapter is saved, the extension of a patched model is saved with it. The weights that a method brought along (an
+    encoding that replaces rotation) are trained whole.
 
     Args:
         rank: Rank of the updates, at least 1.
         alpha: updates are scaled by ``alpha / rank``.
         dropout: Dropout of the updates' input, from 0 to below 1.
-        targets: Linear layers that get an update; ``mlp`` stands for all outside attention, and for experts, which a
-            mixture of experts holds as one tensor. Left out are routers whose class is the model's own, and layers
+        targets: Linear layers that get an update; ``mlp`` means all outside attention, and experts, which a mixture
+            of experts holds as one tensor. Left out are routers whose class is the model's own, and layers
             whose weights its code multiplies by itself (``out_proj`` of a state space).
         norms: train all normalisation weights themselves.
         embeddings: train the token embedding itself. Where the head shares its weights it goes on sharing them, also
@@ -149,7 +149,7 @@ def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
     """Return the names, for PEFT, of the linear layers inside the decoder layers: ``q_proj``, ``mlp.c_proj``, ...
 
     Raises:
-        IncompatibleError: if there are no layers of one of the kinds in ``targets``.
+        IncompatibleError: the model has no layer of a kind in ``targets``.
     """
     layers: dict[str, set[str]] = {"attention": set(), "mlp": set()}
     for name, module in model.named_modules():
@@ -194,7 +194,7 @@ def encodings(model: nn.Module) -> list[str]:
 
 
 def merged(adapted: Any) -> PreTrainedModel:
-    """Merge the adapter into the weights and return the model, in its own dtype; the adapter is gone afterwards."""
+    """Merge the adapter into the weights and return the model in its dtype, without the adapter."""
     dtype = adapted.base_model.model.dtype
     model: PreTrainedModel = adapted.merge_and_unload()
     return model.to(dtype)

@@ -1,8 +1,8 @@
 """Cross-entropy over hidden states, a chunk at a time, so that tokens x vocabulary never exists.
 
 At 32K tokens and a vocabulary of 128K the loss of plain transformers holds logits of 8 GiB in bfloat16, a float32 copy
-of 16 GiB, and gradients of the same sizes. Here one chunk's logits are computed, turned into their own gradient in
-place, pushed back through the head, and dropped, all during the forward pass. Only the gradient by the hidden states
+of 16 GiB, and gradients of the same sizes. Here one chunk's logits are computed, overwritten with their gradient,
+pushed back through the head, and dropped, all during the forward pass. Only the gradient by the hidden states
 stays, as large as these, and the gradient of the head's weights where the head is trained.
 
 Measured on 2 CPU cores against recomputing every chunk in the backward pass (torch.utils.checkpoint): one product with
@@ -38,7 +38,7 @@ from ctxext.training.sequences import IGNORED
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     """Make a model compute its loss in chunks from now on, in any Trainer or in your own loop.
 
-    Called with ``labels``, the model returns a loss, and gradients, equal to its own up to rounding, and no logits.
+    Called with ``labels``, the model returns the loss, and gradients, of its class up to rounding, and no logits.
     Called without labels it behaves as before. Call this function before the model is passed to a Trainer or wrapped
     for distributed training; adapters may be attached before or after.
 
@@ -56,7 +56,7 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
 
     Raises:
         InvalidParameterError: for a ``chunk`` below 1.
-        IncompatibleError: the model has no language modelling head, or a loss of its own that is not cross-entropy.
+        IncompatibleError: the model has no language modelling head, or its class has a loss that is not cross-entropy.
         PatchStateError: the model's loss is replaced already (by Liger, or by this function).
     """
     if chunk < 1:
@@ -120,7 +120,7 @@ def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
 
 @dataclass
 class ChunkedForward(ForwardOverride):
-    """Stands in for a causal model's ``forward`` and returns its loss without its logits."""
+    """Replacement of a causal model's ``forward`` that returns the loss without the logits."""
 
     chunk: int = 1024
 
@@ -171,7 +171,7 @@ class Pieces:
         self.shell, self.replay = shell_of(causal)
         if is_fsdp(causal):
             box_inputs_of_head(self.shell)
-        # The layers run here, under the head of one position; that one's logits are not looked at.
+        # The layers run here. The head computes one position only, and its logits are not used.
         self.output: Any = self._run(**given)
         self.hidden: Tensor = self.replay.output[0]
         self.targets = targets.to(self.hidden.device)

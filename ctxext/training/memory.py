@@ -60,9 +60,9 @@ class Memory:
             tokens of SmolLM2-135M on CPU (measured); costs about as much memory as ``checkpointing`` keeps, on the
             device even with ``offload``.
         offload: with ``checkpointing``, True to move the inputs of the layers to pinned host memory. CUDA only.
-        mlp_tile: tokens that pass through an MLP at a time, over all rows; its inner activations, up to 7 times as wide
-            as the hidden states, exist for one tile only. It costs one more forward pass of the MLP. Useful once
-            ``offload`` has removed the rest; not on a CPU.
+        mlp_tile: tokens that pass through an MLP at a time, over all rows. The MLP's inner activations, up to 7 times
+            as wide as the hidden states, exist for one tile only. It costs one more forward pass of the MLP. Useful
+            once ``offload`` has removed the rest; not on a CPU.
 
     Raises:
         InvalidParameterError: for a number below 1, or options that need ``checkpointing`` without it.
@@ -81,15 +81,13 @@ class Memory:
                 raise InvalidParameterError(f"{name} must be at least 1 token, found {value}.")
         for name in ("save_attention", "offload"):
             if getattr(self, name) and not self.checkpointing:
-                raise InvalidParameterError(
-                    f"{name} is about what checkpointing keeps; set checkpointing=True with it."
-                )
+                raise InvalidParameterError(f"{name} requires checkpointing=True.")
 
     def apply(self, model: nn.Module) -> contextlib.ExitStack:
         """Let a model train this way from now on.
 
         Call it before the model is handed to a Trainer, and leave ``TrainingArguments.activation_checkpointing``
-        (``gradient_checkpointing`` in older transformers) off: the Trainer would replace what is set here.
+        (``gradient_checkpointing`` in older transformers) off: the Trainer would replace this setting.
 
         Returns:
             What undoes it: ``close()``, or the end of a ``with`` block.
@@ -142,7 +140,7 @@ def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 
 @dataclass
 class TiledForward(ForwardOverride):
-    """Stands in for the ``forward`` of a module that treats every token alike, and computes it a tile at a time."""
+    """Replacement of the ``forward`` of a module that treats every token alike; computes one tile at a time."""
 
     tile: int = 1
 
@@ -162,8 +160,8 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
     """Tile the MLP of every layer.
 
     Raises:
-        IncompatibleError: a layer has none, as in mixtures of experts, where each token takes a way of its own; or as
-            ``layers_of``.
+        IncompatibleError: a layer has none, as in mixtures of experts, where tokens pass through different experts; or
+            as ``layers_of``.
     """
     with Edits() as edits:
         for layer in layers_of(base):

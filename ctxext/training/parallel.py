@@ -2,7 +2,7 @@
 
 Two engines let several processes share a sequence: torch's context parallelism (ring attention) hands keys and values
 round; DeepSpeed's Ulysses gives each process all tokens of some heads while attention is computed. Everywhere else a
-process sees its own tokens only, and neither engine takes a mask.
+process sees only the tokens of its shard, and neither engine takes a mask.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gathering(model: nn.Module) -> Iterator[None]:
 
 
 def attention_of(subject: Subject) -> str:
-    """Return the name of the attention that text goes through; that of images may be another."""
+    """Return the name of the attention for text; images may go through another one."""
     return str(subject.text._attn_implementation)
 
 
@@ -131,6 +131,7 @@ def whole_sequence(subject: Subject, inputs: dict[str, Any]) -> dict[str, Any]:
             f"one length instead of padding them."
         )
     patched, is_ours = patched_state(subject.model), attention_of(subject) == ATTENTION
+    # A static method on a stock attention needs no length: the positions come with the tokens.
     if patched is None or not (patched.method.dynamic or is_ours):
         return {}
     lengths: list[int] = (positions.amax(dim=-1) + 1).tolist()
@@ -144,9 +145,9 @@ def whole_sequence(subject: Subject, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def release_attention(subject: Subject) -> None:
-    """Take off what engines that share sequences put on attention, once training is over.
+    """Remove the hooks of engines that share sequences from attention, once training is over.
 
-    accelerate's hooks drop every mask and call what is left causal; DeepSpeed's function takes what it is given for one
+    accelerate's hooks drop every mask and treat all attention as causal; DeepSpeed's function takes its input for one
     process's part. Outside of the engine, with a cache, padding or whole sequences, that would be another model.
     """
     for module in subject.model.modules():

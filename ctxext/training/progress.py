@@ -61,7 +61,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the step; what was trained since the last entry of the loss curve is told at the end."""
+        """Count the step, and log after the last one: steps since the last entry of the loss curve would be lost."""
         control.should_log |= state.global_step == state.max_steps
         self.steps, self.seconds = self.steps + 1, time.monotonic() - self._started
         self.tokens += self.tokens_of(state.global_step - 1)

@@ -4,8 +4,8 @@ Prose needs a long window only now and then, so that a model trained on prose al
 to find anything. These sequences are the user's own texts with a few sentences between theirs, made on the fly: what
 becomes of sequence ``i`` follows from the seed and ``i`` alone, as everything about sequences.
 
-No sentence is one of those that ``ctxext eval passkey`` and ``ctxext eval ruler`` ask with, so that what they measure
-after training is whether a model finds things, not whether it knows the question.
+``ctxext eval passkey`` and ``ctxext eval ruler`` use none of these sentences. So after training they measure whether a
+model finds things, not whether it knows the question.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NAMES = (
     *("Ada", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo"),
     *("Mina", "Nora", "Oscar", "Paula", "Ralf", "Sonja", "Theo", "Vera"),
 )
-LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence, one of which is asked for
+LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence; the question is about one
 PASSAGE = (16, 64)  # tokens of a passage to repeat
-BEGINNING = 8  # of which so many say which passage it is, and are not to be predicted
-MOST = 0.5  # of a piece of text that may give way to what is put into it
+BEGINNING = 8  # first tokens of a repeated passage, which identify it and are not to be predicted
+MOST = 0.5  # share of a piece of text that insertions may replace
 NEAR = 64  # tokens within which the end of a sentence is looked for
 ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\u061f", "\u06d4", "\u0964")  # Chinese, Arabic, Hindi too
 CLOSING = " \"'\u201d\u2019)\u00bb\u300d\u300f\uff09"  # what may stand behind them
@@ -43,8 +43,8 @@ Insertion = tuple[int, Int[Tensor, " _"]]
 class RetrievalSequences(DerivedSequences):
     """The sequences of ``whole``, a share of them with something to find again at their ends.
 
-    What is put in takes the room of as many tokens of text, at the end of the piece that it stands in, so that lengths
-    and positions stay as they were; with skip-wise positions the answer lies as far back as positions say. Only
+    Insertions replace as many tokens of text, at the end of the piece that holds them, so that lengths and positions
+    stay as they were; with skip-wise positions the answer lies as far back as positions say. Only
     the text and the answer are to be predicted: a number, and what will be asked, cannot be predicted.
 
     * ``keys``: up to four numbers, each under a name, and a question for one of them.

@@ -53,7 +53,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
         """Name the texts of an item, for an error message."""
 
     def require_index(self, index: int) -> None:
-        """Raise ``IndexError``, which ends a loop over the items, if there is no such item."""
+        """Raise ``IndexError``, which ends a loop over the items, if the item does not exist."""
         if not 0 <= index < len(self):
             raise IndexError(f"Sequence {index} of {len(self)}.")
 
@@ -110,7 +110,7 @@ class CutSequences(Sequences):
             raise InvalidParameterError(
                 f"A sequence needs at least {LEAST} tokens of text, found length={self.length}."
             )
-        # Tokens of each document; 0 for those that are to be left out.
+        # Tokens of each document; 0 for a document to leave out.
         self.lengths = tuple(tokens if tokens >= (self.shortest or 0) else 0 for tokens in self.documents.lengths)
 
     def __len__(self) -> int:
@@ -132,14 +132,14 @@ class TrainingSequences(CutSequences):
     With ``positions="pose"`` (skip-wise positions) a sequence consists of two pieces: the second is moved on by a gap
     drawn anew for each sequence, so that the model sees distances up to ``target_length`` for the price of ``length``
     tokens. Its text is moved on by the same gap, as far as the document goes: the sequence is then a text of
-    ``target_length`` tokens whose middle was left out, each token at its own position.
+    ``target_length`` tokens whose middle was left out, and the rest keep their positions.
 
     Every item also holds an ``attention_mask`` of ones. Without one transformers takes a jump in the positions for the
     border between two packed texts and keeps the second piece from seeing the first.
 
     Args:
         shortest: tokens that a document must have, ``target_length`` for instance, so that with ``pose`` no text gap
-            is shorter than the gap in the positions; None for those of one sequence.
+            is shorter than the gap in the positions; None for the tokens of one sequence.
 
     Source: Zhu et al., arXiv:2309.10400, section 3; authors' code: dwzhu-pku/PoSE@43b43b3f, src/train_pose.py, whose
         first piece has 1 to length / 2 tokens. Its text gap is drawn apart from the gap in the positions, up to five
@@ -178,7 +178,7 @@ class TrainingSequences(CutSequences):
         position_ids[border:] += gap
         labels = input_ids.clone()
         labels[0] = IGNORED  # nothing predicts it; loss averages must not count it
-        if text_gap:  # what follows the gap is no continuation of what stands before it
+        if text_gap:  # the token after the gap does not continue the text before it
             labels[border] = IGNORED
         item = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "index": torch.tensor(index)}
         return item | {"attention_mask": torch.ones_like(input_ids)}
@@ -235,13 +235,13 @@ class PackedSequences(CutSequences):
     """``count`` sequences of ``length`` tokens that waste nothing of short documents and tails.
 
     Long documents come first: as in ``TrainingSequences`` each is cut, anew in every epoch, into as many whole
-    sequences as it has room for. What is left over of them and the documents that are shorter than one sequence then
-    fill sequences one after the other, in random order; only what does not fit into the rest of a sequence goes on in
+    sequences as it has room for. Their remainders and the documents that are shorter than one sequence then fill
+    sequences one after the other, in random order; only what does not fit into the rest of a sequence goes on in
     the next. Each stretch has the prefix in front, its positions begin at 0, and its first token is not predicted from
     the stretch before.
 
-    Conversations are never cut: each stands in the fullest sequence that has room for it, and only what the assistant
-    is to write is predicted. Those longer than a sequence or without an answer are left out.
+    Conversations are never cut: each goes into the fullest sequence that has room for it, and only the assistant's
+    answers are predicted. Conversations longer than a sequence or without an answer are left out.
 
     The items hold no ``attention_mask``: then transformers, and ctxext's own attention, take a position that begins
     anew for the border between two texts. One row per forward pass: flash-attn's kernels take borders from one row
@@ -281,7 +281,7 @@ class PackedSequences(CutSequences):
             ids.append(stretch)
             labels.append(targets)
             positions.append(torch.arange(len(stretch)))
-        rest = self.length - sum(map(len, ids))  # too little for a stretch: a text of its own that counts for nothing
+        rest = self.length - sum(map(len, ids))  # too little for a stretch: padding, as a separate text without a loss
         ids.append(torch.full((rest,), self.documents.prefix[0] if self.documents.prefix else 0))
         labels.append(torch.full((rest,), IGNORED))
         positions.append(torch.arange(rest))

@@ -1,7 +1,7 @@
 """Settings from a YAML file, with changes from the command line, read strictly.
 
-What is not in the schema (``ctxext/training/settings.py``) is an error with a suggestion, what has the wrong type or is
-out of range is an error that names the place and the value, and ``2e-5`` is a number (YAML 1.1 reads it as text).
+A key that the schema (``ctxext/training/settings.py``) lacks is an error with a suggestion. A value of the wrong type
+or out of range is an error that names the place and the value. ``2e-5`` is a number (YAML 1.1 reads it as text).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ExtensionSettings(Section):
     Args:
         method: name of a method; ``ctxext methods`` lists them. Or the path of a choice (``choice.json`` of
             ``ctxext choose``): the run starts from the method that was measured to be best, and records its numbers.
-        factor: target_length / trained_length, at least 1; none with a choice, which holds its own.
+        factor: target_length / trained_length, at least 1; none with a choice, which holds one already.
         target_length: tokens to extend to, instead of ``factor``.
         trained_length: tokens that the weights were trained for; needed for a checkpoint that is already extended.
         scaling: ``extend`` or ``replace``, for a checkpoint whose config scales its positions already.
@@ -99,7 +99,7 @@ class ExtensionSettings(Section):
     _one_of_both = model_validator(mode="after")(_factor_or_length)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``ctxext.patch`` beside model and method."""
+        """Return the arguments of ``ctxext.patch`` except model and method."""
         return {**self.model_dump(exclude={"method", "parameters"}, exclude_none=True), **self.parameters}
 
 
@@ -108,22 +108,22 @@ class Data(Section):
 
     Args:
         train: text, PDF, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a
-            list. Rows with ``messages`` are conversations, of which answers alone are learned, with ``packed``.
+            list. Rows with ``messages`` are conversations; only answers are learned; this needs ``packed``.
         split: the split of a data set to read, also of a folder with ``train.jsonl`` and ``test.jsonl``.
         column: the column that holds the text or the messages.
         tokens: number of tokens at which reading documents ends; None reads all. Data sets are streamed, so that no
             more of a large data set is fetched.
         length: tokens of a training sequence, with what the tokenizer puts in front of a text.
         positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; or ``packed`` for
-            several documents in a sequence, each of which begins at position 0 and sees itself alone.
+            several documents in a sequence, where each begins at position 0 and sees itself alone.
         shortest: tokens below which a document is left out; None leaves out documents that do not fill a sequence, or
             with ``packed`` none.
         masked: share of tokens to fill in, above 0 and below 1, for a model that fills in masked tokens (BERT, RoBERTa,
             ModernBERT); BERT was trained with 0.15. None trains on predicting the next token.
         retrieval: share of the sequences that hold something to find again, from 0 to 1, so that the model does not
             learn from prose alone; see ``retrieval_kinds``. Not with ``packed`` or ``masked``.
-        retrieval_kinds: things to find again, in equal parts: ``keys`` (numbers told somewhere, one of which is the
-            answer at the end), ``copies`` (a passage to repeat), ``chains`` (numbers handed on from name to name).
+        retrieval_kinds: things to find again, in equal parts: ``keys`` (numbers told somewhere, one the answer at
+            the end), ``copies`` (a passage to repeat), ``chains`` (numbers handed on from name to name).
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
@@ -335,6 +335,7 @@ class Settings(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
+        # Pydantic has checked every field by now, so each rule is about fields that are valid alone.
         data = self.data
         is_safetensors = self.checkpoint is not None and not self.checkpoint.endswith(".gguf")
         early = sum(stage.steps for stage in self.stages)
@@ -494,9 +495,7 @@ def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
                 continue
             if spelled[earlier] == key:
                 raise InvalidParameterError(f"--{key} is given more than once, and takes one value. Give it once.")
-            raise InvalidParameterError(
-                f"--{spelled[earlier]} and --{key} are both on the command line, and say the same. Give one of them."
-            )
+            raise InvalidParameterError(f"--{spelled[earlier]} and --{key} set the same option. Pass one of them.")
         if path in values:
             value = [item for each in (values[path], value) for item in (each if isinstance(each, list) else [each])]
         values[path], spelled[path] = value, key
@@ -543,7 +542,7 @@ def _explained(error: ValidationError, path: str) -> UnknownNameError | InvalidP
 
 
 def _siblings(place: Sequence[str]) -> list[str]:
-    """Return the dotted names that exist beside an unknown name."""
+    """Return the dotted names in the section of an unknown name."""
     section: Any = Settings
     for name in place[:-1]:
         of_items = typing.get_args(section)  # of a list of sections, whose names are numbers

@@ -60,7 +60,7 @@ class TrainedTable:
             weight.register_hook(partial(_without, self.kept[name]))  # type: ignore[no-untyped-call]
 
     def require_kept(self) -> None:
-        """Raise ``VerificationError`` unless every row that was to stay is what it was, bit for bit."""
+        """Raise ``VerificationError`` unless every untrained row is unchanged, bit for bit."""
         for name, weight in self.weights.items():
             if not torch.equal(weight.detach()[self.kept[name]], self.before[name]):
                 raise VerificationError(
@@ -69,7 +69,7 @@ class TrainedTable:
                 )
 
     def __str__(self) -> str:
-        """Return in words how many rows of which table are trained, for a report."""
+        """Return in words how many rows of each table are trained, for a report."""
         counts = [
             f"{int((~kept).sum()):,} of {len(kept):,} rows of {name} are trained" for name, kept in self.kept.items()
         ]

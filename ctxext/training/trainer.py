@@ -1,4 +1,4 @@
-"""Trainer for long sequences: runs on any number of processes, and stops at a loss that is no number."""
+"""Trainer for long sequences: runs on any number of processes, and stops at a NaN or infinite loss."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class NotANumberError(CtxextError, ArithmeticError):
 
 
 class LongTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer that refuses to train on a loss or gradient that is no number, and under an engine that falsifies it.
+    """A Trainer that refuses NaN or infinite losses and gradients, and engines that would falsify them.
 
-    Its data are ``Sequences``, in their own order: ``TrainingArguments(train_sampling_strategy="sequential",
+    Its data are ``Sequences``, read in the given order: ``TrainingArguments(train_sampling_strategy="sequential",
     remove_unused_columns=False)``.
 
     Args:
@@ -67,7 +67,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **whole)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimizer, with the embedding's weights in a group of their own."""
+        """Create the Trainer's optimizer, with the embedding's weights in a separate group."""
         fresh = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         embedding = self.subject.model.get_input_embeddings().weight
@@ -83,7 +83,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         """Train as the Trainer does; afterwards the model can be measured, with masks and caches."""
         parallelism = self.accelerator.parallelism_config
         if resume_from_checkpoint is not None and parallelism is not None and parallelism.sp_size > 1:
-            # The Trainer cannot skip what was read already in the data loader that DeepSpeed puts around its own.
+            # DeepSpeed wraps the data loader, and then the Trainer cannot skip the sequences that were read already.
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
             data = self.train_dataset
             self.train_dataset = DerivedSequences(data, state.global_step * len(data) // self.args.max_steps)

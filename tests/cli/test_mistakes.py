@@ -64,7 +64,7 @@ REFUSED = {
     "plan LLAMA --memory 1KiB": "256 tokens take",
     "plan LLAMA --length 0": "length must be a positive whole number of tokens, found 0",
     "plan LLAMA --length 64 --mlp-tile 0": "mlp_tile must be at least 1 token, found 0",
-    "plan LLAMA --length 64 --no-checkpointing --offload": "offload is about what checkpointing keeps",
+    "plan LLAMA --length 64 --no-checkpointing --offload": "offload requires checkpointing=True",
 }
 
 

@@ -134,7 +134,7 @@ def test_tiles_of_several_rows_pass_through_gpt2s_layers() -> None:
 def test_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParameterError, match="mlp_tile must be at least 1 token, found 0"):
         Memory(mlp_tile=0)
-    with pytest.raises(InvalidParameterError, match="offload is about what checkpointing keeps"):
+    with pytest.raises(InvalidParameterError, match="offload requires checkpointing=True"):
         Memory(checkpointing=False, offload=True)
     mixtral, gpt_oss = tiny("mixtral"), tiny("gpt_oss")
     for model, memory, said in (

@@ -112,7 +112,7 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ),
         (
             [*TRAIN, "--factor", "4", "--extension.factor=4"],
-            r"--factor and --extension\.factor are both on the command",
+            r"--factor and --extension\.factor set the same option",
         ),
         ([*TRAIN, "--seed", "1", "--steps", "2", "--seed", "2"], r"--seed is given more than once"),
         ([*TRAIN, "--merge", "--merge", "no"], r"--merge is given more than once"),
@@ -138,7 +138,7 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ([*TRAIN, "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
         (
             [*TRAIN, "--checkpointing", "no", "--save_attention", "yes"],
-            r"save_attention is about what checkpointing keeps",
+            r"save_attention requires checkpointing=True",
         ),
     ],
 }
