@@ -108,7 +108,7 @@ class Data(Section):
 
     Args:
         train: text, PDF, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a
-            list. Rows with ``messages`` are conversations; only answers are learned; this needs ``packed``.
+            list. Rows with ``messages`` are conversations (only with ``packed``), where only answers are learned.
         split: the split of a data set to read, also of a folder with ``train.jsonl`` and ``test.jsonl``.
         column: the column that holds the text or the messages.
         tokens: number of tokens at which reading documents ends; None reads all. Data sets are streamed, so that no
@@ -122,8 +122,8 @@ class Data(Section):
             ModernBERT); BERT was trained with 0.15. None trains on predicting the next token.
         retrieval: share of the sequences that hold something to find again, from 0 to 1, so that the model does not
             learn from prose alone; see ``retrieval_kinds``. Not with ``packed`` or ``masked``.
-        retrieval_kinds: things to find again, in equal parts: ``keys`` (numbers told somewhere, one the answer at
-            the end), ``copies`` (a passage to repeat), ``chains`` (numbers handed on from name to name).
+        retrieval_kinds: things to find again, in equal parts: ``keys`` (numbers told somewhere, and at the end a
+            question for one), ``copies`` (a passage to repeat), ``chains`` (numbers handed on from name to name).
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
