@@ -32,8 +32,8 @@ def checked_messages(value: Any, row: Mapping[str, Any], place: str) -> tuple[di
     """Return the messages in a row of a table, which may hold them as JSON texts.
 
     Raises:
-        InvalidParameterError: an item that is no message of text; tools, which are not read; or a conversation that is
-            learned in part.
+        InvalidParameterError: an item that is not a message of text; tools, which are not read; or a conversation that
+            is learned in part.
     """
     messages = [parsed(message) for message in parsed(value)]
     for message in messages:
@@ -89,7 +89,7 @@ def _as_written(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     that asks whether a field is there would write it.
 
     Raises:
-        InvalidParameterError: arguments that are no object.
+        InvalidParameterError: arguments that are not a JSON object.
     """
     written: dict[str, Any] = {"content": None} | {key: value for key, value in message.items() if value is not None}
     calls, call = parsed(written.pop("tool_calls", None)), parsed(written.pop("function_call", None))

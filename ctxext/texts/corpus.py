@@ -82,7 +82,7 @@ class Corpus:
 
     Args:
         prefix: Words for the tokens in front of each document.
-        read: Number of documents that were read; those that are missing here were too short, or copies.
+        read: Number of documents that were read; the missing ones were too short, or copies.
         copies: Number of documents left out since an earlier one has the same tokens.
     """
 
@@ -119,14 +119,14 @@ def corpus_of(
     limit: int | None = None,
     bos: str = "auto",
 ) -> Corpus:
-    """Tokenise documents and keep those that are long enough.
+    """Tokenise documents and keep the long enough ones.
 
     Args:
-        documents: Documents, such as those of ``read_documents``; not read further than ``limit`` needs.
+        documents: Documents, such as ``read_documents`` yields; not read further than ``limit`` needs.
         tokens: Tokens that each document must have after the first ``skip``, prefix included; at least 2. The rest is
             cut off.
         whole: True to keep the rest too (a sliding window reads on).
-        shorter: True to keep conversations with fewer tokens too; those without an answer in them are left out.
+        shorter: True to keep conversations with fewer tokens too; conversations without an answer are left out.
         skip: Tokens left out at the start of each text (title pages, lists of persons).
         limit: Number of documents to take, the first that are long enough; None takes all.
 
@@ -147,6 +147,7 @@ def corpus_of(
         tokenised = tokenise(document, tokenizer, prefix=prefix)
         present = tokenised.tokens - skip
         longest = max(longest, present)
+        # A short conversation needs two tokens behind the prefix: one to predict, and one to predict it from.
         may_be_short = shorter and tokenised.answers is not None
         if present < (tokenised.prefix + 2 if may_be_short else tokens):
             continue
@@ -154,6 +155,7 @@ def corpus_of(
         if may_be_short and not taken.answered:
             silent += 1
             continue
+        # Documents that differ only in the tokens cut off are copies too, so the hash is taken after the cut.
         if taken.sha256 in seen:
             copies += 1
             continue
@@ -180,7 +182,7 @@ def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None
     """Tokenise a whole document, a conversation by the tokenizer's chat template.
 
     Args:
-        prefix: Token ids to put in front; None for those that the tokenizer itself, or its chat template, puts there.
+        prefix: Token ids to put in front; None for the tokenizer's or the chat template's default.
 
     Raises:
         InvalidParameterError: a conversation that the tokenizer cannot write, see ``chat_tokens``.
@@ -202,7 +204,7 @@ def prefix_for(tokenizer: Any, bos: str) -> list[int]:
     """Return the token ids to put in front of a document.
 
     Args:
-        bos: Name of the tokens: ``auto`` for those that the tokenizer itself puts in front of a text, ``none``, ``bos``
+        bos: Name of the tokens: ``auto`` for the tokens that the tokenizer puts in front by default, ``none``, ``bos``
             or ``eos`` for its token of that name, or any one token of its vocabulary, such as ``<|endoftext|>``.
 
     Raises:

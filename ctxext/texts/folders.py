@@ -74,10 +74,10 @@ def _few(names: list[str]) -> str:
 
 
 def read_folder(path: Path, is_table: Callable[[Path], bool]) -> Folder:
-    """Sort the files of a folder, and of the folders in it, into those that hold text and the rest.
+    """Sort the files of a folder, and of the folders in it, into files with text and the rest.
 
     A file that links lead to as well is read once. Links are followed inside the folder, and in the hub's cache to
-    its own files; see ``ctxext.files.followed``.
+    files of the cache; see ``ctxext.files.followed``.
     """
     folder = Folder(path)
     _walk(path, folder, is_table, set())

@@ -27,7 +27,7 @@ class Haystack:
     """Sentences, each as token ids, to be taken from any sentence on.
 
     Args:
-        sentences: Token ids of each sentence, of which none is empty.
+        sentences: Token ids of each sentence; no sentence is empty.
         repeated: True if the first follows the last; a text that does not repeat can be too short.
     """
 
@@ -157,8 +157,8 @@ _ABBREVIATION = re.compile(rf"\b(?:[A-Z]|i\.e|e\.g|{'|'.join(_TITLES.split())})\
 def split_sentences(text: str) -> list[str]:
     """Cut a text at the ends of its sentences. Whitespace stays in front of what follows, and nothing is lost.
 
-    A stop is no end where a small letter follows, nor after an initial or a title. Good enough to hide something
-    between two sentences; no more is needed, and no model has to be downloaded for it.
+    A stop does not end a sentence where a small letter follows, nor after an initial or a title. This is good enough to
+    hide something between two sentences, and needs no download of a model.
 
     Returns:
         Pieces that join to ``text``; one piece where no sentence ends inside it.

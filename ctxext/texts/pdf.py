@@ -29,7 +29,7 @@ def pdf_text(path: Path) -> str:
         raise InvalidParameterError(
             f"The PDF {str(path)!r} is encrypted. Save a copy without a password, such as by `qpdf --decrypt`."
         ) from error
-    # What pypdf stumbles over in a damaged file is not always an error of its own.
+    # In a damaged file pypdf does not always raise a PyPdfError.
     except (PyPdfError, OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise InvalidParameterError(f"The PDF {str(path)!r} cannot be read: {error}.") from error
     written = [page for page in pages if page]

@@ -17,7 +17,7 @@ class Likeness(NamedTuple):
     """A class of texts that repeat about as much.
 
     Args:
-        below: Share of repeats, above that of the class before.
+        below: Upper bound of the share of repeats, above the bound of the class before.
         texts: Number of texts of docs/evidence/need.csv that it rests on.
         gain: Nats per token that twice the window gains on 95 percent of such texts, by their mean and deviation.
         said: Words for what such a text has to gain.
@@ -37,7 +37,7 @@ CLASSES = (
 
 
 def likeness_of(share: float) -> Likeness:
-    """Return the class of texts of which this share repeats."""
+    """Return the class of texts with this share of repeats."""
     return next((each for each in CLASSES if share < each.below), CLASSES[-1])
 
 
@@ -46,7 +46,7 @@ class Repeats(NamedTuple):
 
     Args:
         beyond: Tokens behind the first window.
-        share: Share of those that repeats from afar, 0 to 1; 0 where no token is beyond.
+        share: Share of these tokens that repeats from afar, 0 to 1; 0 where no token is beyond.
     """
 
     name: str

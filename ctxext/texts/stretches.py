@@ -74,7 +74,7 @@ class SplitTexts:
 
 
 def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: int, tokenizer: Any = None) -> SplitTexts:
-    """Cut documents into stretches and keep some documents for the verdict; of a single one, some of its stretches.
+    """Cut documents into stretches and keep some documents for the verdict, or some stretches of a single document.
 
     A stretch that is in others is left out first, so that nothing is both chosen on and judged on.
 
@@ -124,9 +124,9 @@ def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
 def _distinct(
     documents: Sequence[list[TextStretch]], tokenizer: Any
 ) -> tuple[list[list[TextStretch]], tuple[str, ...]]:
-    """Return the stretches of documents without those that are in others, and the names of those left out.
+    """Return the stretches without copies and excerpts of others, and the names of the stretches left out.
 
-    The longest document comes first, so that of a text and its excerpt the text is kept.
+    The longest document comes first, so that a text is kept and its excerpt is left out.
     """
     characters = {stretch: _characters(stretch, tokenizer) for stretches in documents for stretch in stretches}
     every = max(1, sum(map(len, characters.values())) // MOST_RUNS)

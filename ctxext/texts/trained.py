@@ -25,8 +25,8 @@ def refuse_trained(checkpoint: str, sources: Sequence[str], split: str | None) -
     """Refuse texts that a checkpoint was trained on, as the ``run.json`` of its run tells.
 
     Args:
-        checkpoint: Directory of a checkpoint or an adapter, or anything else, of which nothing is known.
-        sources: Sources of ``read_documents``; none stands for the installed plays.
+        checkpoint: Directory of a checkpoint or an adapter; anything else has no record and passes.
+        sources: Sources of ``read_documents``; none means the installed plays.
         split: Split of them that is read; None for the only one.
 
     Raises:
