@@ -36,8 +36,8 @@ FURTHER = 1.5
 # ones are kin of the last, or see no old text at all.
 REMAPS = ("self_extend", "retrieval_heads", "rerope", "dual_chunk")
 # The grid: turns from which a frequency is divided in full; the ratio to those from which it is kept (the smallest is a
-# step, whose ends round to neighbouring dimensions); what it is divided by, as a share of the factor; and how much of
-# YaRN's temperature is taken.
+# step, whose ends round to neighbouring dimensions); the divisor, as a share of the factor; and the share of YaRN's
+# temperature.
 SLOW = (1.0, 0.5, 2.0)
 RATIOS = (32.0, 4.0, 1.001)
 STRETCHES = (1.0, 0.75, 1.5)
@@ -64,7 +64,7 @@ def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
         RetrievalHeads(factor=factor, share=share, window=window)
         for share, window in itertools.product(SHARES, NEAR_WINDOWS)
     ]
-    # Of two that are the same, the first stays: what is made for the target itself before what is made for more.
+    # Of two equal methods the first stays, so methods made for the target come before methods made for more.
     numbers = [*grid(factor), *critical(factor, rope)]
     return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *heads[1:], *numbers, *further]))
 
@@ -139,7 +139,7 @@ def short_label(method: Method) -> str:
 def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, tuple[str, ...]]]:
     """Return the readings whose frequencies differ, and by the name of each, the names of the readings equal to it.
 
-    A dynamic method whose frequencies at the target are those of a static method is left out beside it.
+    A dynamic method with the same frequencies at the target as a static method is left out.
     """
     kept: dict[str, Reading] = {}
     twins: dict[str, tuple[str, ...]] = {}
@@ -174,7 +174,7 @@ class CandidateReach:
         plain = plain_inv_freq(rope)
         is_new = plain * rope.trained_length < 2 * math.pi
         frequencies = method.frequencies(rope, length).inv_freq
-        if not is_new.any():  # every dimension turned in training: the slowest one stands for what is new
+        if not is_new.any():  # every dimension turned in training: the slowest one represents new angles
             is_new[plain.argmin()] = True
         turning = is_new & (frequencies > 0)
         stretch = (plain / frequencies)[turning].log().mean().exp().item()
@@ -230,7 +230,7 @@ class Candidate:
         return self.reach.stretch if self.reach.is_judged_inside else None
 
     def to_dict(self, course: dict[str, Any]) -> dict[str, Any]:
-        """Return plain JSON values, those of the candidate's course among them."""
+        """Return plain JSON values, including the values of the candidate's course."""
         reading = asdict(self.reading)
         about = {"twins": self.twins, "stretch": self.stretch, "label": self.label}
         return {"reading": reading, "course": course, "method": self.reading.method} | about

@@ -95,7 +95,7 @@ class PlannedChoice:
             )
         tokenizer = checkpoint.tokenizer
         self.split = split_texts(corpus.documents, tokens=length + 1, seed=settings.seed, tokenizer=tokenizer)
-        if settings.keys:  # it says what is too short for one
+        if settings.keys:  # raises the error for a length too short for a key
             make_prompts(tokenizer, [length], DEPTHS[:1], seed=settings.seed)
         self.rope = find_sites(subject, trained, scaled=own_length is not None)[0].spec
         self.candidates, self.refusals = self._tried(trying)
@@ -104,7 +104,7 @@ class PlannedChoice:
         self.journal = Journal(cells, self.group.process, identity=identity)
         self._runtimes: dict[str, LoadedBy] = {}
         self.costs = self._costs()
-        self.costs.sizes(self.budget.passes)  # what is too small is said before anything is read
+        self.costs.sizes(self.budget.passes)  # refuses a budget that is too small before anything is read
 
     def _costs(self) -> Costs:
         judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates.values())
@@ -139,7 +139,7 @@ class PlannedChoice:
 
     @property
     def done(self) -> str:
-        """Finished work, in words: what is left depends on what was read."""
+        """Finished work, in words; the number of jobs left depends on the losses read so far."""
         return f"{len(self.journal.finished())} jobs"
 
     @property
@@ -168,6 +168,8 @@ class PlannedChoice:
             seed=self.settings.seed,
             progress=self.progress,
         )
+        # A budget in seconds becomes passes only when a few jobs have been timed. So the sizes, and the number of texts
+        # to choose on, are set here and not before.
         allowed, costs = self.budget.passes, self.costs
         if self.budget.seconds is not None:
             judged = [name for name, each in self.candidates.items() if each.reach.is_judged_inside]
@@ -185,7 +187,7 @@ class PlannedChoice:
         )
         finish = halving.run()
         about = provenance_of(self.checkpoint, self.corpus, seed=self.settings.seed).to_dict()
-        del about["extensions"]
+        del about["extensions"]  # empty: each candidate's record holds its extension
         choice = Choice(
             candidates=tuple(self.candidates.values()),
             finish=finish,

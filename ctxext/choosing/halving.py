@@ -3,13 +3,13 @@
 Where the losses come from, a model or a file, is not known here: see ``CandidateLosses``. There are three rounds.
 
 1. **Inside.** Every candidate reads the beginning of each text, which is cheap. It is dropped only if another one that
-   reaches at least as far reads better there; of those that are left, the most promising go on.
+   reaches at least as far reads better there. The most promising of the rest go on.
 2. **Whole.** They read whole texts. A candidate is stopped at a chunk of a text as soon as it is beyond rescue: it
    would be worse even if it read the rest as well as the best one did.
 3. **More.** The best few read more texts, and are asked for keys hidden in them.
 
 A candidate that stretches too little reads well until the farthest distances come, and then falls apart: a mean hides
-that. So the last part of the texts (``end_of``) is a bound of its own, as the trained window is.
+that. So the last part of the texts (``end_of``) is a separate bound, as the trained window is.
 
 **What may be said.** Every difference is paired by token. Losses are looked at more than once, and for many candidates,
 so that some differences will look real by chance. The chance of 5 percent is therefore shared out in advance, a part to
@@ -39,8 +39,8 @@ from ctxext.quantities import duration
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
 STOPPED = "stopped"
-# How much of the chance of 5 percent each round may spend. What is left, 0.025, is that of a verdict that calls the
-# choice better than another where it is not: half of the 5 percent, two-sided, that such a verdict has.
+# How much of the chance of 5 percent each round may spend. The remaining 0.025 are for a verdict that wrongly calls the
+# choice better than another: half of the 5 percent, two-sided, that such a verdict has.
 LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}
 # Chunks of a text, at whose ends a candidate may be stopped; and by how many standard errors at least it must be worse.
 PIECES, RESCUE = 8, 4.0
@@ -214,10 +214,10 @@ class Course:
         round: last round of the candidate; ``rung`` in JSON.
         dropped: reason for which it came no further, in words; empty for a finalist.
         by: name of the candidate that it was compared with there.
-        inside: loss inside the window minus that of the published YaRN; None where it was not read there.
+        inside: loss inside the window minus the published YaRN's; None where it was not read there.
         beyond: the same difference beyond the window, on all tokens that the candidate has read.
         end: the same difference at the end of the texts, see ``end_of``; None where it has not read them whole.
-        worse_by: loss minus that of ``by``, for which it was dropped; None where it is not shown to be worse.
+        worse_by: loss minus the loss of ``by``, for which it was dropped; None where it is not shown to be worse.
         keys: loss of each hidden key, nats; empty for a candidate that reads none.
         trace: tokens read beyond the window, and the mean difference to the published YaRN until there.
     """
@@ -343,7 +343,7 @@ class Halving:
         return Finish(choice=order[0], runner_up=runner_up, finalists=tuple(order), courses=courses)
 
     def _best_dropped(self, choice: str) -> str:
-        """Return the best candidate among those that read whole texts and were dropped; empty for none."""
+        """Return the best of the candidates that read whole texts and were dropped; empty for none."""
         means = {
             name: course.beyond.mean
             for name, course in self.courses.items()
@@ -383,8 +383,9 @@ class Halving:
     def _promising(self, left: Sequence[str], means: Mapping[str, float]) -> list[str]:
         """Return as many candidates as may go on, the published YaRN first.
 
-        Those that were read inside come in the order of how few others read better there with at least their reach; of
-        equals, those nearest to the factor asked for. They take turns with those that cannot be judged inside.
+        Candidates that were read inside are sorted by how many others with at least their reach read better there, the
+        fewest first; equals by how near they are to the factor asked for. They take turns with the candidates that
+        cannot be judged inside.
         """
 
         def place(name: str) -> tuple[int, float]:
@@ -442,8 +443,8 @@ class Halving:
     ) -> tuple[str, PairedDifference] | None:
         """Return the leader that a candidate cannot reach any more, and by how much; None while it can.
 
-        A candidate is beyond rescue if it would be worse even if it read what is left of the text as well as the best
-        of those that have read it.
+        A candidate is beyond rescue if it would be worse even if it read the rest of the text as well as the best
+        candidate that has read it.
         """
         if len(seen) <= self.trained or name == self.usual:
             return None
@@ -499,7 +500,7 @@ class Halving:
         return fallen or (damaged and not self.reaches[name].dynamic)
 
     def _without_worse(self, names: Sequence[str], at: str, comparisons: int) -> list[str]:
-        """Drop those that are shown to damage the window more than the published YaRN, or to be worse than the best."""
+        """Drop candidates shown to damage the window more than the published YaRN, or to be worse than the best."""
         left = []
         for name in names:
             damage = self.courses[name].inside
@@ -552,9 +553,9 @@ def chosen(
 ) -> list[str]:
     """Return the finalists in the order in which they would be chosen.
 
-    First come those that keep the window, and hold to the end of the texts, as well as the published YaRN does. Among
-    them come those first that lose the fewest keys, and then the lowest loss beyond the window. Among those as good as
-    that, by less than ``AS_GOOD`` and not shown to be worse, it is the one that most runtimes load.
+    Finalists that keep the window, and hold to the end of the texts, as well as the published YaRN come first. Among
+    them the fewest lost keys decide, and then the lowest loss beyond the window. Among finalists within ``AS_GOOD`` of
+    that loss, and not shown to be worse, the one that most runtimes load comes first.
     """
     lost = keys_lost(keys)
     left = dict(beyond)

@@ -35,7 +35,7 @@ TIMED = 3
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WholeTextJob(Job):
-    """One candidate and one whole text, read until ``stop``, given all losses so far, returns something."""
+    """Reads one text with one candidate, chunk by chunk, until ``stop``, called with all losses, returns a reason."""
 
     text: TokenisedDocument
     stop: Callable[[Tensor], object]
@@ -74,7 +74,7 @@ class MeasuredLosses:
         self.readers = {reading.name: Reader(reading, self.readings, ()) for reading in every}
 
     def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Return the line that the journal has of each job; those that no earlier run finished are done first."""
+        """Return the journal's line of each job, after doing the jobs that no earlier run finished."""
         missing = [job for job in jobs if job.key not in self._finished]
         for job in jobs:
             if job.key in self._finished and job.key not in self.passes:
@@ -172,8 +172,9 @@ class MeasuredLosses:
         Raises:
             InvalidParameterError: a budget that does not last for the smallest sizes.
         """
-        # What is far too small is said before a whole text is read, which the published YaRN does in any case. Calls of
-        # 256 tokens are slower than their share: they refuse only what a pass 16 times as fast could not hold.
+        # A budget that is far too small is refused before the published YaRN reads a whole text, which every budget has
+        # to hold. Calls of 256 tokens are slower than their share: they refuse only what a pass 16 times as fast could
+        # not hold.
         for tokens, doubt in ((min(256, self.costs.prefix), 16.0), (self.costs.prefix, 1.0)):
             text, passes = self.split.choosing[0], self._beginning(tokens)
             inside = self._seconds([self._job(name, text, passes(name, text)) for name in judged[:TIMED]])

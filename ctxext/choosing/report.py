@@ -34,6 +34,7 @@ def choice_page(choice: Choice) -> Page:
         caption=f"{len(rows) - SHOWN} more did not get as far; -o FILE.md lists them." if len(rows) > SHOWN else "",
         styles={chosen: "best"},
     )
+    # Held-out texts compare the winner of the rounds, even where they overrule it and YaRN is the choice.
     winner = choice.label(choice.finish.choice)
     reasons = TextTable(header=(f"{winner}, on {choice.judged_on}", ""), rows=choice.reasons(), prose=True)
     figure = Figure(
@@ -150,7 +151,7 @@ def _draw_beyond(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
 
 
 def _near_the_best(axes: Any, values: Sequence[float], ends: Sequence[float]) -> None:
-    """Show what is near the best, and count what ends far above: it would hide the differences that matter."""
+    """Show the values near the best, and count the rest: far values would hide the differences that matter."""
     axes.axhline(0, color=USUAL, lw=1.4, ls=DASHED, zorder=2)
     least = min(0.0, *values, 0.0)
     top = min(max(0.02, -least), max(0.0, *ends, 0.0) + 0.15 * max(0.02, -least))

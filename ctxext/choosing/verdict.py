@@ -29,7 +29,7 @@ USUAL = "YaRN as published"
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The winner of the rounds on texts that were never read before; differences are its loss minus that of another.
+    """The winner of the rounds on texts that were never read before; differences are its loss minus another's.
 
     Args:
         versus_usual: difference beyond the window to the published YaRN; None where that is the winner.
@@ -305,7 +305,7 @@ class Choice:
         return {"method": self.method.to_dict(), "sentences": sentences, "record": self.record} | values
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per candidate, unrounded, those that came furthest first: its differences, its fate and why."""
+        """Return a row per candidate, the furthest first: its unrounded differences, its fate and why."""
         places = {name: place for place, name in enumerate(self.finish.finalists)}
 
         def place(candidate: Candidate) -> tuple[int, int, bool, float]:
