@@ -1,6 +1,6 @@
-"""Measure what a longer context is worth, with truncation (no longer context, only the last tokens) beside it.
+"""Measure what a longer context is worth, against truncation (no longer context, only the last tokens).
 
-| module | what it measures | begin with |
+| module | measures | begin with |
 |---|---|---|
 | ``perplexity`` | perplexity by position, or by a published protocol | ``make_plan``, then ``prepare`` |
 | ``masked`` | the loss of masked tokens, by models that read to both sides | ``masked_readers``, then ``masked_jobs`` |
@@ -9,5 +9,5 @@
 | ``retrieval.choices`` | whether the right answer is likelier than wrong ones | ``make_prompts``, as for RULER |
 | ``comparison`` | all methods side by side | ``prepare`` |
 
-What is prepared is a ``measuring.survey.Survey``: call ``begin``, ``measure`` and ``result``.
+A prepared measurement is a ``measuring.survey.Survey``: call ``begin``, ``measure`` and ``result``.
 """

@@ -48,7 +48,7 @@ class Series:
             ``truncated`` for the best of such.
         buckets: the trained window as one bucket, then equal buckets beyond it.
         in_window_ratio: perplexity inside the trained window over the unpatched model's, dimensionless.
-        versus_truncation: Loss minus that of the best truncation in each bucket beyond the window.
+        versus_truncation: Loss minus the best truncation's in each bucket beyond the window.
         dynamic: True where the method's frequencies follow the length, so that the one pass at the full length
             charges its stretched frequencies to every position.
         windows: Tokens that the best truncation sees in each bucket beyond the window; empty for other readings.
@@ -72,9 +72,9 @@ class Score:
 
     Args:
         end: Last positions before that length, a quarter of the trained window: the gain of the length itself.
-        versus_truncation: Loss at the end minus that of the best truncation there; None at the trained length.
+        versus_truncation: Loss at the end minus the best truncation's there; None at the trained length.
         by_document: Difference of each document, nats per token.
-        window: Tokens that a truncation sees at the end; for the best one, those of the window that is best there.
+        window: Tokens that a truncation sees at the end; for the best truncation, the size of the best window there.
             None at the trained length, and for readings that truncate nothing.
         window_of_whole: Tokens that it sees for all positions up to the length.
         selected: True at the end for the best truncation where the selection is better than each of them.
@@ -143,7 +143,7 @@ class FactorSeries:
 
     @property
     def drawn(self) -> tuple[Series, ...]:
-        """The series to draw. The best truncation stands for single windows and the selection."""
+        """The series to draw. The best truncation represents single windows and the selection."""
         return tuple(item for item in self.series if not is_short(item.name))
 
 
@@ -183,7 +183,7 @@ class ComparisonResult:
 
 @dataclass(eq=False, kw_only=True)
 class Comparison(Survey[LossJob | PromptJob]):
-    """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``."""
+    """A planned comparison: call ``begin``, ``measure`` the pending jobs, then call ``result``."""
 
     corpus: Corpus
     seed: int
@@ -272,7 +272,7 @@ class Comparison(Survey[LossJob | PromptJob]):
             end, whole = ends[length], wholes[length]
             stretch = end.bucket(name, self.last_stretch(length), length)
             score = Score(length=length, end=stretch, whole=whole.bucket(name, 0, length))
-            if length > self.trained_length:
+            if length > self.trained_length:  # up to there nothing is truncated
                 pairs = zip(end.losses(name), end.losses(TRUNCATED), strict=True)
                 score = replace(
                     score,
@@ -335,7 +335,7 @@ class Comparison(Survey[LossJob | PromptJob]):
 
 
 def _series(table: LossTable, readings: Sequence[Reading], trained: int, length: int) -> Iterator[Series]:
-    """Yield the losses of readings by position; of the truncations, the best one is chosen for each bucket."""
+    """Yield the losses of readings by position, for the truncations the best one of each bucket."""
     edges, fine = edges_for(trained, length), min(CURVE, length - trained)
     curve_edges = edges_for(trained, length, inside=min(fine, trained), beyond=fine)
     plain = torch.stack([*table.span(0, trained).losses(UNPATCHED)])
@@ -385,7 +385,7 @@ def prepare(
     Args:
         corpus: Function that is called once with the tokens that each document must have, and returns them whole.
         output: Folder for cells and report; None keeps the cells in memory.
-        select: True to measure chosen chunks beside the truncations (``ctxext.measuring.selection``).
+        select: True to measure chosen chunks as well as truncations (``ctxext.measuring.selection``).
 
     Raises:
         CtxextError: for all that cannot be right, before anything is computed.
@@ -405,7 +405,7 @@ def prepare(
     loss_jobs: dict[tuple[str, int], list[LossJob]] = {}
     passkey_jobs: dict[tuple[str, PasskeyPrompt], PromptJob] = {}
     for reader in readers:
-        if reader.reading.name != TRUNCATED:  # the best of the windows, each of which is measured by itself
+        if reader.reading.name != TRUNCATED:  # the best of the windows, which are measured one by one
             loss_jobs |= _loss_jobs(reader, documents, point)
             passkey_jobs |= {} if reader.reading.name == SELECTED else _passkey_jobs(reader, prompts)
     jobs: list[LossJob | PromptJob] = [job for jobs in loss_jobs.values() for job in jobs]
@@ -439,7 +439,7 @@ def _lengths_of(reading: Reading, lengths: Sequence[int]) -> tuple[int, ...]:
 def _reaching(
     readings: Sequence[Reading], refusals: Sequence[Refusal], lengths: Sequence[int]
 ) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
-    """Move methods that reach no length beyond the trained one to those that are refused."""
+    """Move methods that reach no length beyond the trained one to the refused methods."""
     methods = [reading for reading in readings if not reading.is_reference]
     short = [reading for reading in methods if reading.reach is not None and reading.reach < lengths[1]]
     refused = [*refusals]

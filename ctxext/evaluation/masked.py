@@ -1,4 +1,4 @@
-"""Masked-token loss: how well does a model that reads to both sides (BERT, RoBERTa, ModernBERT) fill in what is masked?
+"""Masked-token loss: how well does a model that reads to both sides (BERT, RoBERTa, ModernBERT) fill in masked tokens?
 
 **Masks.** In a pass every seventh token of the text is masked (14.3 percent), always by the mask token itself. The
 first one is at another place in every pass, in an order that the seed decides: the passes over one text never mask a
@@ -144,7 +144,7 @@ class MaskedText:
 
 
 def tokens_needed(tokenizer: Any, length: int) -> int:
-    """Return how many tokens a document needs to be read at a length, those in front of it included."""
+    """Return how many tokens a document needs to be read at a length, special tokens in front included."""
     return length - len(special_suffix(tokenizer))
 
 
@@ -155,7 +155,7 @@ def masked_texts(
 
     Args:
         length: tokens of each text, special ones included.
-        every: Tokens of which one is masked; at least 2.
+        every: Number of tokens per masked token; at least 2.
         passes: Passes over each text, each masking other tokens; from 1 to ``every``.
 
     Raises:
@@ -312,8 +312,8 @@ class MaskedScore:
     Args:
         kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``.
         tokens: Masked tokens whose losses were averaged, over all texts.
-        versus: Loss minus the baseline's on the same tokens: beyond the trained length that of the best window
-            around each, within it the unextended model's; None for the baseline itself.
+        versus: Loss minus the baseline's on the same tokens; None for the baseline itself. The baseline is the best
+            window around each token beyond the trained length, and the unextended model within it.
         window: Tokens of the best window on these masked tokens; None for other readings.
     """
 
@@ -355,7 +355,7 @@ class MaskedReport(Report):
     """A whole measurement.
 
     Args:
-        every: Tokens of which one was masked.
+        every: Number of tokens per masked token.
     """
 
     TITLE, KIND, FORMAT = "a masked-token report", "masked", 1
@@ -409,7 +409,7 @@ def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: i
 
 
 def _scores(table: LossTable, length: int, trained: int) -> Iterator[tuple[str, MaskedScore]]:
-    """Yield the scores of every reading at one length, with its name; those of the best windows first.
+    """Yield the scores of every reading at one length, with its name, beginning with the best windows.
 
     The losses of a text are NaN where nothing was masked.
     """
@@ -452,7 +452,7 @@ def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
 
 
 def masked_page(report: MaskedReport) -> Page:
-    """Return losses at each length, those of the greatest by position, sentences, a figure."""
+    """Return losses at each length, losses by position at the greatest length, sentences, a figure."""
     last, readings = report.lengths[-1], [r for r in report.readings if window_of(r.name) is None]
     whole = {r.label: {tokens_label(s.length): s for s in r.scores if s.kind == WHOLE} for r in readings}
     tables = _losses_and_gaps(

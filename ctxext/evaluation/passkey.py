@@ -2,8 +2,8 @@
 
 A prompt is built from tokens, not characters: an opening, a haystack with the key between two of its sentences, a
 question. The haystack is repeated noise, which is easy to tell from the key, or any text, which is a needle test.
-Length and depth are explicit, the key has always five digits, and every cell has its own seed, so that a cell can be
-repeated alone.
+Length and depth are explicit, the key has always five digits, and every cell has a separate seed, so that a cell
+can be repeated alone.
 
 Source of the task: Mohtashami & Jaggi, arXiv:2305.16300, appendix; wording and construction are our own.
 """
@@ -115,7 +115,7 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
 
     The key stands between two sentences, as near as they allow to the fraction ``depth`` of the haystack's tokens. The
     last sentence is cut so that the length fits.
-    Special tokens that the tokenizer itself puts in front of a text stand in front of the prompt and count.
+    Special tokens that the tokenizer puts in front of a text come first in the prompt and count.
 
     Args:
         depth: Place of the key, from 0 (right after the opening) to 1 (right before the question).
@@ -257,7 +257,7 @@ class PasskeyTrial:
     Args:
         distance: Tokens between the key and the answer.
         correct: True if greedy decoding would produce the key.
-        loss: Mean loss of the key's tokens, nats; it moves before ``correct`` does.
+        loss: Mean loss of the key's tokens, nats, which changes before ``correct`` does.
     """
 
     length: int

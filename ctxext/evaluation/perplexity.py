@@ -54,7 +54,7 @@ class PerplexityPlan:
         stride: Tokens between windows; None in position mode.
         method: Name of the method; None measures the checkpoint as it is.
         fitted_lengths: Length that the positions of each length are made for.
-        select: True to measure chosen chunks beside the truncations.
+        select: True to measure chosen chunks as well as truncations.
     """
 
     mode: str
@@ -118,16 +118,16 @@ def make_plan(
     unpatched: bool = True,
     select: bool = False,
 ) -> PerplexityPlan:
-    """Check the options against the model, which is at the end what it was.
+    """Check the options against the model, and leave the model unchanged.
 
     Args:
         lengths: Tokens to read; default the reach of the extended model. In position mode one length is divided into
             seven spans: up to a quarter, a half and the whole of the trained window, and four equal ones beyond.
         stride: Tokens between windows; default an eighth of the shortest length (sliding) or 256 (yarn, longlora).
-        arguments: Arguments of ``ctxext.patch`` beside the method; without factor and target length, the greatest
+        arguments: Arguments of ``ctxext.patch`` besides the method; without factor and target length, the greatest
             length is the target.
         memory: Budget in bytes for weights and passes; None for no limit.
-        select: True to measure chosen chunks beside the truncations (``ctxext.measuring.selection``).
+        select: True to measure chosen chunks as well as truncations (``ctxext.measuring.selection``).
 
     Raises:
         CtxextError: as ``ctxext.patch``.
@@ -210,7 +210,7 @@ class LossesAt:
 
 @dataclass(eq=False, kw_only=True)
 class Perplexity(Survey[LossJob]):
-    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
+    """A planned measurement: call ``begin``, ``measure`` the pending jobs, then call ``result``.
 
     Args:
         inside: Positions inside the trained window that are compared with the unpatched model's.
@@ -237,6 +237,7 @@ class Perplexity(Survey[LossJob]):
         losses, lines = self.losses(), self.journal.finished()
         scores: dict[str, list[PerplexityScore]] = {reading.name: [] for reading in self.readings}
         spans = [(LENGTH, 0, length) for length in self.plan.lengths]
+        # PerplexityReading.scores holds scores of positions first.
         if self.plan.mode == "position":
             spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.plan.lengths))] + spans
         for span in spans:
@@ -278,7 +279,7 @@ class Perplexity(Survey[LossJob]):
     ) -> Iterator[tuple[str, PerplexityScore]]:
         """Yield the score of each reading that has the length ``stop``, with its name.
 
-        The tokens that the protocol scores of the measured model are those of the others too. Between two lengths, a
+        All readings are scored on the tokens that the protocol scores for the measured model. Between two lengths, a
         dynamic method's losses come from the pass at the greater one.
         """
         plan, measured = self.plan, self.readings[-1].at[stop]
@@ -318,9 +319,9 @@ class Perplexity(Survey[LossJob]):
         return mean_of_windows(texts, [[window.scored for job in jobs for window in job.windows] for jobs in measured])
 
     def _compared(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what is compared: losses by document, or of LongLoRA's stream, where windows score a token together.
+        """Return the losses to compare: by document, or of LongLoRA's stream, where windows score a token together.
 
-        Neighbouring windows hold the same tokens, so that they would be no independent groups.
+        Neighbouring windows hold the same tokens, so they would not be independent groups.
         """
         if self.plan.mode != "longlora":
             return losses
@@ -336,12 +337,12 @@ class Perplexity(Survey[LossJob]):
 def _joined(
     losses: Mapping[str, Tensor], texts: Sequence[Sequence[LossJob]], start: int = 0, stop: int | None = None
 ) -> list[Tensor]:
-    """Return the losses of each text, those of its jobs one after the other, from ``start`` to ``stop``."""
+    """Join the losses of each text's jobs in their order, and return positions ``start`` to ``stop``."""
     return [torch.cat([losses[job.key] for job in jobs])[start:stop] for jobs in texts]
 
 
 def _counted(texts: Sequence[Sequence[LossJob]], losses: Sequence[Tensor], start: int = 0) -> list[Tensor]:
-    """Return the losses of each text, which begin at position ``start``; of a conversation those of its answers."""
+    """Return the losses of each text, which begin at position ``start``, but only of answers in a conversation."""
     return [
         part if (answers := jobs[0].text.answers) is None else part[answers[0, start + 1 :][: len(part)]]
         for jobs, part in zip(texts, losses, strict=True)
@@ -359,7 +360,7 @@ def prepare(
     journal: Journal | None = None,
     group: ProcessGroup | None = None,
 ) -> Perplexity:
-    """Lay out the references' jobs, then those of the extended model, before anything is measured.
+    """Lay out the references' jobs, then the extended model's, before anything is measured.
 
     The references are read by the checkpoint unpatched. A checkpoint that comes extended may have been trained since,
     so that taking its extension off gives a model that nobody uses: then they are read by ``reference``, or, without
@@ -550,6 +551,7 @@ def _notes(
     remembered: bool,
 ) -> tuple[str, ...]:
     notes = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
+    # The published protocols average whole windows, so only the other two can leave out tokens.
     conversations = [document for document in corpus.documents if document.answers is not None]
     if conversations and plan.mode in ("position", "sliding"):
         scored, tokens = sum(text.answered for text in conversations), sum(text.tokens for text in conversations)

@@ -40,8 +40,8 @@ class PerplexityScore:
         versus_truncation: Loss minus the best truncation's on the same tokens, every token weighing the same;
             None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
             single token.
-        window: Tokens that a truncation sees, beyond the trained window; for the best one, those of the window that is
-            best on the tokens of this score.
+        window: Tokens that a truncation sees, beyond the trained window; for the best truncation, the size of the
+            window that is best on the tokens of this score.
         selected: True for the best truncation where the selection is better than each of them.
     """
 
@@ -68,9 +68,9 @@ class PerplexityReading:
         name: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens, and ``truncated`` for the one of them
             that is best on the tokens of a score; or a method's name.
         scores: Scores of positions first, then of lengths.
-        in_window: Loss inside the trained window minus the unpatched model's on the same tokens; None where there
-            is no unpatched model to compare with, and for the references.
-        dynamic: True where positions follow the length of the text, so that every length took its own pass.
+        in_window: Loss inside the trained window minus the unpatched model's on the same tokens; None without an
+            unpatched model to compare with, and for the references.
+        dynamic: True where positions follow the length of the text, so that every length took a separate pass.
         tokens: Tokens that went through the model, in all passes.
     """
 
@@ -142,6 +142,7 @@ def perplexity_page(result: PerplexityResult) -> Page:
     references = [r.name for r in result.readings if r.name != UNPATCHED and is_reference(r.name)]
     styles = dict.fromkeys(map(label_of, references), "reference")
     tables = []
+    # Position mode has two tables, by position and by length; in the other modes both kinds are the same.
     for shown in dict.fromkeys((kind, LENGTH)):
         cells = {label_of(r.name): {_span(s): _perplexity(r, s) for s in r.at(shown)} for r in result.readings}
         columns = [_span(score) for score in result.readings[-1].at(shown)]

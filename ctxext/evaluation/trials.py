@@ -1,7 +1,7 @@
 """Prompts that ask for things hidden in long texts, their trials by kind and length, and what a reading keeps.
 
-A command yields prompts, each of which scores its answer as a trial. The rest is here: which tokens a window shows, the
-table of trials of every reading, its intervals, and what is left of a score at greater lengths.
+A command yields prompts, and each prompt scores its answer as a trial. The rest is here: which tokens a window shows,
+the table of trials of every reading, its intervals, and the share of a score that is kept at greater lengths.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class TrialReport(Report):
     """A whole measurement: the same prompts, read in several ways.
 
     Args:
-        readings: Trials of each way to read, those of the unextended model first, where it was asked too.
+        readings: Trials of each way to read, the unextended model's first, where it was asked too.
     """
 
     readings: tuple[Any, ...]
@@ -141,7 +141,7 @@ class TrialReport(Report):
     def of(
         cls: type[ReportT], survey: Survey[PromptJob], provenance: Provenance, *, in_each: Any = None, **about: Any
     ) -> ReportT:
-        """Summarise a finished survey; ``in_each`` has more fields of every reading, ``about`` those of the report."""
+        """Summarise a finished survey; ``in_each`` has more fields of every reading, ``about`` of the report."""
         kind, _ = get_args(get_type_hints(cls)["readings"])
         return cls(
             readings=trials_of(kind, survey, **(in_each or {})),
@@ -155,14 +155,14 @@ def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT
     """Return the largest length at which the score keeps 85 percent of the shortest length's score.
 
     This is *not* RULER's effective length, which is the largest length with an average above 85.6, the score of
-    Llama-2-7B at 4K: a bar that a small model misses at every length. This one asks what is left of the model's own
-    score. It says nothing of how good that score is.
+    Llama-2-7B at 4K: a bar that a small model misses at every length. This one asks how much of the score at the
+    shortest length is kept. It says nothing of how good that score is.
 
     Args:
         keep: Share of the score at the shortest length, above 0 and at most 1.
 
     Returns:
-        Tokens; None where the score at the shortest length is 0, of which nothing can be kept.
+        Tokens; None where the score at the shortest length is 0, so that nothing can be kept.
 
     Raises:
         InvalidParameterError: no score, or ``keep`` out of range.

@@ -39,7 +39,7 @@ from ctxext.measuring.readings import TIMES, Reading
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, windows_of
 
-# Beyond this ratio to its own window a perplexity counts as broken.
+# Beyond this ratio to the perplexity inside the window, a perplexity counts as broken.
 BROKEN = 2.0
 
 
@@ -119,7 +119,7 @@ def headline(result: ComparisonResult) -> str:
 
 
 def windows_in_words(trained_length: int, last: str = "and") -> str:
-    """Name the truncations of which the best is the baseline, such as ``2K, 4K, 6K and 8K``."""
+    """Name the truncations that the baseline is the best of, such as ``2K, 4K, 6K and 8K``."""
     *first, longest = map(tokens_label, windows_of(trained_length))
     return f"{', '.join(first)} {last} {longest}" if first else longest
 
@@ -246,7 +246,7 @@ def _main_table(result: ComparisonResult) -> TextTable:
     def cells(row: Row) -> list[str]:
         texts = [perplexity_label(row.inside.perplexity), NONE if row.reading.is_reference else str(row.short_context)]
         for length in beyond:
-            score = row.at(length)
+            score = row.at(length)  # None where the method does not reach
             chosen = score is not None and score.selected
             texts.append(_with_window(row, score.end.perplexity, score.window, chosen) if score else NONE)
             is_baseline = row.reading.name == TRUNCATED
@@ -414,7 +414,7 @@ def _draw_distances(axes: Any, rows: Sequence[tuple[Row, Score, PairedDifference
     low = min(-0.25 * limit, *(gap.mean - gap.margin for gap in gaps)) * 1.1
     axes.axvline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
     for place, (row, score, gap) in enumerate(rows):
-        colour = COLOURS.get(_method(row.reading), OTHERS[0])  # that of the method, whatever the factor
+        colour = COLOURS.get(_method(row.reading), OTHERS[0])  # the method's colour, whatever the factor
         if gap.mean > limit:
             axes.plot(limit * 0.985, place, marker=">", ms=6, color=colour, clip_on=False)
         else:

@@ -166,7 +166,7 @@ def _without_formulas(figure: Any) -> None:
 
 
 def colours_for(methods: Iterable[str]) -> list[str]:
-    """Return a colour for each method: its own, or another where it is unknown or was there before."""
+    """Return a colour for each method, another than its usual one where that is unknown or taken."""
     others = itertools.cycle(OTHERS)
     colours: list[str] = []
     for method in methods:
@@ -206,7 +206,7 @@ def lines_panel(
     """Return a panel of lines over positions, lengths or distances.
 
     Args:
-        lines: lines; those without points are left out.
+        lines: Lines; a line without points is left out.
         ticks: places to label on the horizontal axis, in tokens or with their labels.
         doubling: True where equal steps of the horizontal axis double the number of tokens.
         log: True for a logarithmic vertical axis; by default where its values span more than a factor of 3.
@@ -231,7 +231,7 @@ def lines_panel(
             _plain_ticks(axes)
         labels = ticks if isinstance(ticks, Mapping) else {tick: tokens_label(tick) for tick in ticks}
         axes.set_xticks(list(labels), list(labels.values()))
-        axes.xaxis.minorticks_off()
+        axes.xaxis.minorticks_off()  # a log axis would label some of them between ours
         if trained_length is not None:
             _shade(axes, trained_length)
         last = max(line.points[-1][0] for line in lines)
@@ -264,7 +264,7 @@ def differences_panel(
         groups: method, label and a difference for each column.
         x_label: Name of the columns.
         below: Meaning of a difference below the line.
-        colours: one for each group; by default those of the methods.
+        colours: Colour of each group; by default the colour of its method.
     """
     means = [[difference.mean for difference in differences] for _, _, differences in groups]
     highest = [max(group) for group in means]
@@ -316,6 +316,7 @@ def heat_panel(
         for (row, length), (value, text) in cells.items():
             place = rows.index(row), lengths.index(length)
             values[place] = value
+            # The ends of the scale are too dark for dark text.
             ink = "white" if value < 0.15 or value > 0.85 else INK
             axes.text(place[1], place[0], text, fontsize=8.5, ha="center", va="center", color=ink)
         axes.imshow(values, cmap=shades, vmin=0, vmax=1, aspect="auto")
@@ -355,7 +356,7 @@ def _plain_ticks(axes: Any) -> None:
 
 
 def _shade(axes: Any, trained_length: int) -> None:
-    """Shade the trained window, and name it at the top: inside it, or beside it where it is narrow."""
+    """Shade the trained window, and name it at the top: inside it, or next to it where it is narrow."""
     low, high = axes.get_xlim()
     axes.axvspan(low, min(trained_length, high), color=BAND, lw=0, zorder=0)
     axes.set_xlim(low, high)

@@ -54,7 +54,7 @@ class TextTable:
     """Table with a header row and a header column.
 
     Args:
-        header: names of the columns; the first is that of the header column.
+        header: names of the columns; the first belongs to the header column.
         rows: cells as text. A cell may have two lines, for a narrow terminal; everywhere else they are one.
         styles: ``best`` or ``reference`` of single rows, by their first cell.
         prose: True where its cells are sentences, which are aligned to the left, and not numbers.
@@ -251,7 +251,7 @@ def losses_page(
 
 
 def write_page(page: Page, folder: Path, name: str, data: str) -> list[Path]:
-    """Write a page as HTML, JSON (``data``) and Markdown into an existing folder, its figures in one of their own.
+    """Write a page as HTML, JSON (``data``) and Markdown into an existing folder, with a folder for its figures.
 
     Raises:
         ResultsError: a file cannot be written.

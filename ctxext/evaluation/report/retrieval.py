@@ -32,7 +32,7 @@ def _page(
 
 
 def _by_length(report: TrialReport, title: str, shown: Callable[[Any], str], row: Any = None) -> TextTable:
-    """Return a table with a line of each reading, and what is shown of its trials of a row at each length."""
+    """Return a table with a line for each reading; ``shown`` writes the cell of its trials of a row at a length."""
     readings = [reading.only(row=row) for reading in report.readings]
     cells = [[reading.only(length=length) for length in report.lengths] for reading in readings]
     return TextTable(
@@ -110,6 +110,7 @@ def ruler_page(report: RulerReport) -> Page:
         )
         effective = reading.relative_effective_length
         reach = "0 at the shortest" if effective is None else f"keeps 85% to {tokens_label(effective)}"
+        # A reading has no cell at a length that it was not asked at.
         cells = {
             (name, at): (scores[name, at] / 100, f"{scores[name, at]:.0f}")
             for name in names
@@ -175,6 +176,7 @@ def retrieval_page(report: RetrievalReport) -> Page:
         )
         for task in tasks
     ]
+    # Without a row, all tasks count together: the last column.
     kept = [
         [reading.label, *(_kept(reading.only(row=task), report.base) for task in (*tasks, None))]
         for reading in report.readings
@@ -193,7 +195,7 @@ def retrieval_page(report: RetrievalReport) -> Page:
 
 
 def retrieval_sentences(report: RetrievalReport) -> list[str]:
-    """Return what each extension chooses at its greatest length beside the truncation, and how to read the tables."""
+    """Compare each extension's choices at its greatest length with the truncation's, and explain the tables."""
     truncated = next((reading for reading in report.readings if reading.reading == TRUNCATED), None)
     sentences = []
     for reading in report.readings:
@@ -202,7 +204,7 @@ def retrieval_sentences(report: RetrievalReport) -> list[str]:
         last = reading.only(length=reading.lengths[-1])
         other = truncated.only(length=reading.lengths[-1])
         points, margin = last.beyond(other), last.beyond(other, margin=True)
-        if points is None or margin is None:
+        if points is None or margin is None:  # other texts, which cannot be paired
             continue
         sentences.append(
             f"{reading.label} at {tokens_label(reading.lengths[-1])} tokens: {last.score:.0f}% right, "

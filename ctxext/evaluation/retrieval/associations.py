@@ -1,12 +1,12 @@
 """Pairs of a sentence and a question about it that share no content word: only knowledge of the world joins them.
 
-The idea is that of NoLiMa, Modarressi et al., arXiv:2502.05167. Its sentences are under a licence that does not allow
+The idea comes from NoLiMa, Modarressi et al., arXiv:2502.05167. Its sentences are under a licence that does not allow
 their use here, so all of these are our own.
 """
 
 from __future__ import annotations
 
-# A kind of knowledge: the sentence, the beginning of the answer, and pairs of what stands in each of them.
+# A kind of knowledge: the sentence, the beginning of the answer, and pairs of phrases that fill the two.
 Kind = tuple[str, str, tuple[tuple[str, str], ...]]
 
 COUNTRIES: Kind = (

@@ -2,8 +2,8 @@
 
 A small model that writes no right answer may still know which one is right. Several questions are asked about a text,
 which is read once, and all answers are scored behind each of them: the right answer to one question is a wrong one to
-the others. An answer's loss is held against its own mean over the questions, so that it counts for nothing how likely a
-word is by itself. Whether greedy decoding would write the right answer follows from the same logits, since with the
+the others. An answer's loss is compared with its mean over the questions, so that a word that is likely anyway gains
+nothing. Whether greedy decoding would write the right answer follows from the same logits, since with the
 right answer fed in, the likeliest token is right at every step.
 """
 
@@ -48,7 +48,7 @@ class ChoicePrompt(HidingPrompt):
     """One text and the questions about it; with the longest request and an answer it has exactly ``length`` tokens.
 
     Args:
-        index: Number of the text among those of its task, from 0.
+        index: Number of the text within its task, from 0.
         text: Token ids of the text; nothing is to be added in front.
         answers: Token ids of the right answer to each question, all equally long.
     """
@@ -118,6 +118,7 @@ def make_prompts(
     haystack, alike, front = haystack or noise(tokenizer), alike_for(tokenizer), len(special_prefix(tokenizer))
     prompts = []
     for task, index in itertools.product(tasks, range(samples)):
+        # Without the length in it: the same questions are asked at every length.
         drawn = f"retrieval {task} {choices} {seed} {index}"
         questions = TASKS[task](alike, choices, index, random.Random(drawn))
         requests = [tokens_behind(tokenizer, request) for request in questions.requests]
@@ -226,7 +227,7 @@ class ChoiceTrial:
 
     @property
     def margin(self) -> float:
-        """The mean gain of right answers less that of wrong ones, nats; 0 on average where nothing is known."""
+        """The mean gain of right answers minus the mean gain of wrong ones, nats; 0 on average for guesses."""
         gains, choices = self.gains, len(self.answers)
         right = sum(row[place] for place, row in enumerate(gains))
         return right / choices - (sum(map(sum, gains)) - right) / (choices * (choices - 1))

@@ -1,6 +1,6 @@
 """Questions that no search for the words of the question answers, several about one text.
 
-| task | what is hidden | what is asked | in the style of |
+| task | hidden | asked | in the style of |
 |---|---|---|---|
 | ``rounds`` | several rounds of two requests, among rounds of others | the answer to the n-th of one of them | MRCR |
 | ``associations`` | a sentence each about several people | whom a question fits, by knowledge of the world | NoLiMa |
@@ -65,7 +65,7 @@ class QuestionSet:
     Args:
         needles: Texts to hide, in the order in which they are to stand.
         requests: Ends of the prompt, one for each question; the answer follows.
-        answers: Right answer to each request, a wrong one to the others; none of them stands in a request.
+        answers: Right answer to each request, a wrong one to the others; no request contains any of them.
         others: Texts to hide the needles among; none for the haystack that all tasks share.
     """
 
@@ -76,7 +76,7 @@ class QuestionSet:
     others: tuple[str, ...] = ()
 
 
-# Chooses those of a pool that have the most common number of tokens, at least so many.
+# Chooses the strings of a pool that have the most common number of tokens, at least so many.
 Alike = Callable[[Sequence[str], int], list[str]]
 
 
@@ -125,7 +125,7 @@ def rounds(alike: Alike, choices: int, index: int, generator: random.Random) -> 
 
 
 def associations(alike: Alike, choices: int, index: int, generator: random.Random) -> QuestionSet:
-    """Ask whom each question fits, of which no content word stands in the sentence about that person."""
+    """Ask whom each question fits; the sentence about that person contains no content word of the question."""
     sentence, request, pairs = KINDS[index % len(KINDS)]
     names = generator.sample(alike(NAMES.split(), choices), choices)
     facts = generator.sample(pairs, choices)
@@ -187,7 +187,7 @@ def variables(alike: Alike, choices: int, index: int, generator: random.Random) 
 
 
 def _mixed(series: Sequence[Sequence[str]], generator: random.Random) -> tuple[str, ...]:
-    """Mix several series of texts at random, each of which keeps its order."""
+    """Mix several series of texts at random, and keep the order within each."""
     iterators = [iter(texts) for texts in series]
     turns = [iterator for iterator, texts in zip(iterators, series, strict=True) for _ in texts]
     generator.shuffle(turns)

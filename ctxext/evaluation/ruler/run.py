@@ -197,6 +197,7 @@ def ruler_prompts(
     prompts = []
     for length, kind in itertools.product(lengths, chosen):
         task = kind(_setting(tokenizer, length, essay, chat))
+        # The other prompts have about the size of the first, so the search for their sizes begins there.
         near, source = draw(task, index=0, seed=seed).size, digest(essay.text) if task.in_essay and essay else None
         prompts += [
             RulerPrompt(
@@ -264,7 +265,7 @@ class RulerReport(TrialReport):
 
     Args:
         chat: True if prompts stood in the model's chat template.
-        essay: Text that stands in for NVIDIA's essays, None where no task needed one.
+        essay: Text used instead of NVIDIA's essays, None where no task needed one.
         left_out: Reasons why tasks were not measured, by their names.
     """
 

@@ -47,7 +47,7 @@ class CommonWords(Task):
 
     @property
     def least(self) -> int:
-        """Common words alone are no task; one other word is."""
+        """The common words and one other word: with common words alone there is nothing to tell apart."""
         return COMMON + 1
 
     @property

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from ctxext.errors import require_package
 from ctxext.texts.documents import Document
 
-# Sizes that largest_fit interpolates before it halves what is left.
+# Sizes that largest_fit interpolates before it halves the rest of the range.
 GUESSES = 8
 
 
@@ -31,7 +31,7 @@ class Setting:
         length: Tokens of prompt and reply together.
         count: Function from a text to its tokens, as the model will read it.
         essay: Text in English to hide things in, where NVIDIA uses the essays of one author; repeated where it is too
-            short, as NVIDIA does. None where there is no text.
+            short, as NVIDIA does. None without a text.
         dress: Function that puts a user's message into the model's chat template; the answer begins behind it.
     """
 
@@ -47,7 +47,7 @@ class Question:
 
     Args:
         answers: Strings that a right reply contains.
-        index: Number of the prompt among those of its task and length, from 0.
+        index: Number of the prompt within its task and length, from 0.
         tokens: Tokens of the prompt, as the model reads it; 0 where nobody counted.
         size: Units in the prompt, see ``Task.unit``; 0 where no length was to be filled.
     """
@@ -94,7 +94,7 @@ class Task(ABC):
 
     @property
     def most(self) -> int | None:
-        """The largest size that there is; None where there is no end."""
+        """The largest possible size; None without a limit."""
         return None
 
     @abstractmethod
@@ -125,7 +125,7 @@ def words(kind: str) -> tuple[str, ...]:
 
 
 def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ()) -> list[str]:
-    """Return the first ``count`` different texts that ``draw`` makes, leaving out those of ``without``."""
+    """Return the first ``count`` different texts that ``draw`` makes, except the texts of ``without``."""
     drawn_texts: dict[str, None] = {}
     while len(drawn_texts) < count:
         drawn = draw()
@@ -137,10 +137,10 @@ def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ())
 def largest_fit(
     tokens: Callable[[int], int], least: int, room: int, *, most: int | None = None, near: int | None = None
 ) -> int:
-    """Find the size whose text fits ``room`` tokens while that of the next size does not.
+    """Find the size whose text fits ``room`` tokens while the text of the next size does not.
 
     A text is almost, but not exactly, proportional to its size, since words are drawn again for every size. So the next
-    size to try is interpolated, and what is returned has been counted: it fits, and one unit more does not.
+    size to try is interpolated, and the returned size has been counted: it fits, and one unit more does not.
 
     Args:
         tokens: Function from a size to the tokens of its text.
