@@ -286,16 +286,13 @@ def header_of(config: Path) -> dict[str, str]:
 
 
 def recipe_rows() -> list[list[str]]:
-    """Return all configs, from the comments in front of them; those that differ in the method alone share a row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    """Return all configs, from the comments in front of them."""
+    rows = [["config", "hardware", "memory", "time"]]
     for path in sorted(CONFIGS.rglob("*.yaml")):
         header = header_of(path)
-        method = yaml.safe_load(path.read_text(encoding="utf-8"))["extension"]["method"]
-        family = path.stem.replace(f"-{method}", "-*")
-        key = (family, header["Hardware"], _short(header["Memory"]), _short(header["Time"]))
-        rows.setdefault(key, []).append(f"[{method}]({path.relative_to(ROOT)})")
-    lines = [["config", "method (`*`)", "hardware", "memory", "time"]]
-    return lines + [[f"`{family}`", ", ".join(links), *rest] for (family, *rest), links in rows.items()]
+        link = f"[{path.stem}]({path.relative_to(ROOT)})"
+        rows.append([link, header["Hardware"], _short(header["Memory"]), _short(header["Time"])])
+    return rows
 
 
 def _short(text: str) -> str:

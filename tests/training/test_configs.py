@@ -1,4 +1,4 @@
-"""Every config: what its header must say, and two steps of it on a tiny model of the same architecture."""
+"""Every config and every run that the guide makes of one: what it says, and two steps of it on a tiny model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
 from tests._models import tiny
 from tests.texts.test_conversations import PLAIN, chat_tokenizer, write
-from tests.training._recipe import CONFIGS, losses, recipe, words_of
+from tests.training._recipe import CONFIGS, RECIPES, losses, recipe, words_of
 from tests.walk.tiny import TRAINED_LENGTH
 
 LLAMA_3_1 = {
@@ -42,8 +42,10 @@ CHECKPOINTS: dict[str | None, tuple[int, str, dict[str, Any]]] = {
     "google-bert/bert-base-uncased": (512, "bert", {"vocab_size": 258}),
 }
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-# A config for 32K tokens differs from its twin for 16K in the factor and the length, which are tiny here either way.
-TWINS = {path for path in CONFIGS if path.with_name(path.name.replace("-32k-", "-16k-")) in set(CONFIGS) - {path}}
+# Runs of the guide: a config, and settings in place of some of its own.
+GUIDE = (RECIPES.parent / "docs" / "guides" / "training.md").read_text(encoding="utf-8")
+OTHERS = re.findall(r"^\| .* \| `([\w.-]+\.yaml) ([^`]+)` \|$", GUIDE, re.MULTILINE)
+RUNS = [(path, "") for path in CONFIGS] + [(RECIPES / "configs" / name, settings) for name, settings in OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +66,14 @@ def models(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
     return found
 
 
-def read(path: Path) -> Settings:
-    return read_settings(path, ["--data.train", "books.parquet"])
+def read(path: Path, others: str = "") -> Settings:
+    return read_settings(path, ["--data.train", "books.parquet", *others.split()])
 
 
 def test_there_are_configs_for_every_promise() -> None:
-    assert len(CONFIGS) >= 20
-    settings = [read(path) for path in CONFIGS]
+    assert len(CONFIGS) == 12
+    assert len(OTHERS) == 9
+    settings = [read(*run) for run in RUNS]
     assert {one.checkpoint for one in settings} == set(CHECKPOINTS)
     assert {one.extension.method for one in settings} >= {"yarn", "pi", "ntk", "abf", "llama3", "alibi", "nope"}
     assert {one.data.positions for one in settings} == {"consecutive", "pose", "packed"}
@@ -78,7 +81,8 @@ def test_there_are_configs_for_every_promise() -> None:
     assert any(one.stages for one in settings)
     assert any(one.quantisation for one in settings)
     assert any(one.table and one.data.masked for one in settings)
-    assert 0 < len(TWINS) < len(CONFIGS) / 2
+    for path, others in RUNS:
+        assert others == "" or read(path, others) != read(path)
 
 
 @every_config
@@ -104,13 +108,12 @@ def test_it_says_what_it_is(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=pytest.mark.nightly if path in TWINS else (), id=path.stem) for path in CONFIGS],
-)
-def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("path", "others"), RUNS, ids=[f"{path.stem} {others}" for path, others in RUNS])
+def test_it_trains_two_steps(
+    path: Path, others: str, models: dict[str | None, Path], corpus: Path, tmp_path: Path
+) -> None:
     """All is as in the config but what makes it large, or needs a GPU."""
-    real = read(path)
+    real = read(path, others)
     small = {
         "checkpoint": models[real.checkpoint],
         "data.train": corpus,
@@ -133,7 +136,7 @@ def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus:
     if path.stem.endswith("chats"):
         turns = [{"role": "user", "content": "aa"}, {"role": "assistant", "content": "zzz"}]
         small["data.train"] = write(tmp_path / "chats.jsonl", *8 * [{"messages": turns}])
-    settings = read_settings(path, words_of(small))
+    settings = read_settings(path, words_of(small, *others.split()))
     stages = [Stage(**stage.model_dump() | {"steps": 1, "length": 24}) for stage in real.stages]
     recipe.finetune(settings.model_copy(update={"stages": stages}))
     found = losses(tmp_path / "run")
