@@ -71,7 +71,7 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
     for stream in (sys.stdout, sys.stderr):  # what a terminal's encoding lacks (×, ±, a name) becomes a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    # Whatever imports it, DeepSpeed tells standard output that there is no GPU.
+    # DeepSpeed reports a missing GPU on standard output, whatever imports it.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
     # transformers warns of every rope type that it does not know, and trying methods tries those. Where it is not
     # imported yet, the help of a command must not wait for it.
@@ -101,8 +101,8 @@ def inspect(
 ) -> None:
     """Show which positions a checkpoint has and which methods extend it. No weights are loaded.
 
-    Reads a directory, an adapter directory, a GGUF file or a name on the hub. A longer window pays where a text comes
-    back to what it said long before: --text counts how much of it does.
+    Reads a directory, an adapter directory, a GGUF file or a name on the hub. A longer window pays where a text returns
+    to passages from long before: --text counts how much of the text does.
 
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B --text mine.txt
     """
@@ -154,8 +154,8 @@ def patch(
 ) -> None:
     """Write an extended copy of a checkpoint: a new config, and the same weights.
 
-    The weights are never loaded, except those of a GGUF file, which are dequantised to bfloat16; without --method it
-    becomes a plain checkpoint. DST appears whole at the end, or not at all.
+    The weights are never loaded, except from a GGUF file, where they are dequantised to bfloat16. Without --method, a
+    GGUF file becomes a plain checkpoint. DST appears whole at the end, or not at all.
 
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
@@ -231,7 +231,7 @@ for _command in (plan, choose, heads, show, ask, serve, check):
 
 @app.command(cls=StrictCommand)
 def methods(as_json: Json = False, markdown: Markdown = False) -> None:
-    """List every method that extends a checkpoint: what it does, when to pick it, and its name in stock transformers.
+    """List every method that extends a checkpoint: its effect, when to pick it, and its name in stock transformers.
 
     `ctxext lab methods` lists the encodings that a model has to be trained with.
 

@@ -31,7 +31,7 @@ from ctxext.progress import StageBar
 from ctxext.texts.documents import read_documents
 
 UNSURE_SAYS = "this model may be too small, or the text may not say"
-SMALL = 10**9  # parameters below which a model finds what is written, and understands little of it
+SMALL = 10**9  # parameters; smaller models find passages in a text, and understand little of them
 
 
 @dataclass(frozen=True, kw_only=True)

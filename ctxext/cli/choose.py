@@ -82,7 +82,7 @@ class ChoiceOutputOptions(OutputOptions):
 
     @property
     def folder(self) -> Path | None:
-        """Folder that keeps finished jobs, beside the first output; None for no output."""
+        """Folder that keeps finished jobs, next to the first output; None for no output."""
         return self.output[0].with_name(f"{self.output[0].stem}.rounds") if self.output else None
 
 
@@ -105,6 +105,7 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
     from ctxext.choosing.report import choice_page
 
     session = Session(source, results)
+    # Texts of any length, uncut: the plan divides them into stretches to choose on and to judge on.
     read = texts if texts.text or texts.documents is not None else replace(texts, documents=PLAYS)
     corpus = read.read(session.checkpoint, tokens=2, whole=True)
     group, folder = session.group, results.folder
@@ -114,7 +115,7 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
             return PlannedChoice(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
 
     choice = _run(session, session.planned(plan))
-    if not session.group.is_main:
+    if not session.group.is_main:  # the processes share the measuring; one of them writes
         return
     results.write(choice, choice_page(choice), session.console)
     if results.save is not None:

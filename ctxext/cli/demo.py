@@ -112,7 +112,7 @@ class Passage:
 
     @classmethod
     def of(cls, text: TokenisedDocument, tokenizer: Any, length: int) -> Passage:
-        """Cut the last ``length`` positions out of a text, the fact among them, on a line of its own.
+        """Cut the last ``length`` positions out of a text, and put the fact among them as a separate line.
 
         Raises:
             InvalidParameterError: the text is too short.
@@ -229,7 +229,7 @@ class Pace(NamedTuple):
 
 
 class _MeasuredError(Exception):
-    """End of a pass of which no more is needed."""
+    """Ends a pass early, after the layers that are timed."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -241,7 +241,7 @@ class Demo(Survey[ReadAndAnswer]):
     trained_length: int
 
     def announcement(self, pace: Pace) -> str:
-        """Return the sentence that says what is about to be measured."""
+        """Return the sentence that announces the measurement and its time."""
         takes = f"About {pace.seconds:.0f} s."
         if pace.idle < BUSY * pace.seconds:
             takes = f"Busy: about {duration(pace.seconds)}, on an idle machine {duration(pace.idle)}."
@@ -271,6 +271,8 @@ class Demo(Survey[ReadAndAnswer]):
                 marks.clear()
                 with torch.no_grad(), contextlib.suppress(_MeasuredError):
                     model(input_ids=self.passage.text.input_ids[:, :tokens].to(device), use_cache=False)
+                # Only the first layers ran: the others take as long. On an idle machine all threads would share the
+                # processor time of the pass evenly.
                 (began, worked), (ended, done) = marks
                 share = len(layers) / len(timed)
                 paces[tokens] = Pace((ended - began) * share, (done - worked) * share / torch.get_num_threads())
@@ -316,6 +318,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         InvalidParameterError: a factor or length out of range, a method twice, or a text that is too short.
         IncompatibleError: a method that cannot be right on this model.
     """
+    # A second document is enough to refuse: a folder or a data set may hold many.
     documents = list(islice(read_documents([options.text]), 2)) if options.text else [default_text()]
     if len(documents) != 1:
         several = "more" if documents else "none"
@@ -324,7 +327,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         )
     readings = Readings(checkpoint)
     trained, names = readings.trained_length, options.method or METHODS
-    readings.windows = (trained // 2, trained)
+    readings.windows = (trained // 2, trained)  # truncations: set before the readings are listed
     found, refusals = readings.find(chosen_methods(checkpoint.subject, names, (options.factor,), trained))
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
@@ -400,7 +403,7 @@ class TextReading:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo measured, and what it was measured on."""
+    """Everything that the demo measured, with its text and lengths."""
 
     trained_length: int
     length: int
@@ -499,6 +502,7 @@ def sentences(result: DemoResult) -> list[str]:
         f"A longer window {verdict} on this text: {gains} nats per token over the best truncation.",
         f"Asked for a number {result.distance:,} tokens back, {answers}{rest}.",
     ]
+    # The stored measurements below were made with both default methods on the default text.
     if result.text == DEFAULT and {row.name.split()[0] for row in result.extended} == PLAY.keys():
         if best.name.startswith("yarn"):
             found.append(

@@ -19,7 +19,7 @@ from ctxext.progress import StageBar, terminal
 from ctxext.registry import method_names
 
 TASKS = ("text", "parity", "s3", "flipflop", "copy", "reverse", "order")
-BASELINES = ("rope", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm")  # beside the encodings
+BASELINES = ("rope", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm")  # to compare the encodings with
 
 
 class LabGroup(TyperGroup):
@@ -94,7 +94,7 @@ def run(
     """Train one small model with each kind of position information, test it on 8 times the length, and show it.
 
     Every encoding that ctxext has takes the place of a tiny Llama's rotation before the first step; models that need no
-    positions stand beside them. The page says first who learned order at all, then what of the papers' claims this
+    positions are trained too. The page says first who learned order at all, then what of the papers' claims this
     size shows. Every finished part is kept: run the same command again after an interruption, and it goes on.
 
     [bold]Example[/]: ctxext lab run --only rope,alibi,t5_bias --task text -o lab
@@ -108,7 +108,7 @@ def run(
     from ctxext.laboratory.report import lab_page
     from ctxext.laboratory.run import prepare
 
-    require_matplotlib()
+    require_matplotlib()  # now: the page is drawn at the end, perhaps a night later
     console = terminal()
     laboratory = prepare(
         output,

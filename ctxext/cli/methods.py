@@ -1,4 +1,4 @@
-"""The list of methods, printed from the file that is kept beside them, so that none of them is imported."""
+"""The list of methods, printed from the file in their folder, so that none of them is imported."""
 
 from __future__ import annotations
 

@@ -128,10 +128,10 @@ def run_script(command: Callable[..., None]) -> None:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take groups of options: each field of a dataclass becomes an option, in the place of the group.
+    """Let a command take dataclasses of options: each field becomes an option of the command line.
 
-    typer knows single options only. It reads the signature of a function, which here is that of the single options,
-    and hands over their values, which are put together again.
+    typer knows single options only. It reads the signature of a function, which here lists the single options. Their
+    values are put together into the dataclasses again.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     options = {name: _options_of(parameter) for name, parameter in parameters.items()}
@@ -293,7 +293,7 @@ class ExtensionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOptions:
-    """Contents of an extended copy of a checkpoint, beside its config."""
+    """Contents of an extended copy of a checkpoint, besides its config."""
 
     link: bool = option(
         "Hard-link the weights: takes no space, but changes to the weights in DST also change SRC.",
@@ -330,7 +330,7 @@ class MethodOptions:
     trained_length: Trained = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the library that these options stand for."""
+        """Return these options as arguments of the library."""
         plural = {name: getattr(self, name) or () for name in ("method", "factor", "length")}
         others = {name: value for name, value in vars(self).items() if name not in plural and name != "reference"}
         return {f"{name}s": value for name, value in plural.items()} | others

@@ -1,4 +1,4 @@
-"""The commands that draw: one method as it is, and several beside each other."""
+"""The commands that draw: one method alone, and several methods next to each other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PictureOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RotationOptions:
-    """Rotation to draw: that of a checkpoint, or the one that numbers describe."""
+    """Rotation to draw, from a checkpoint or from numbers."""
 
     checkpoint: Annotated[
         str | None,

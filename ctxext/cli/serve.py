@@ -60,6 +60,7 @@ def serve(
     from ctxext.serving.server import application, bound, require_batches
     from ctxext.serving.server import serve as answer
 
+    # The cheapest step first: take the port, load without weights, check that batches are possible, load the weights.
     listening = bound(server.host, server.port)
     loading = source.loading | extension.arguments() | {"name": server.name}
     served = load_served(source.checkpoint, weights=False, **loading)

@@ -62,7 +62,7 @@ def _verdict_table(verdicts: Sequence[MethodCheck]) -> Table:
 
 
 def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
-    """Print the methods to take, the others, those that are useless until trained, and reasons of refusals."""
+    """Print the methods to take, the others, methods that are useless until trained, and reasons of refusals."""
     applies = [verdict for verdict in verdicts if verdict.refused is None]
     ready = [verdict for verdict in applies if not verdict.needs_training]
     show_heading("take", to_take([verdict.method for verdict in ready]), console)
@@ -143,7 +143,7 @@ def repeats_in(texts: Sequence[str], tokenizer: Any, window: int | None) -> list
 
 
 def show_repeats(repeats: Sequence[Repeats], checkpoint: str, said: Sequence[str], console: Console) -> None:
-    """Print whether each text would gain from a longer window, those that repeat most first, and how to measure it."""
+    """Print whether each text would gain from a longer window, the most repetitive first, and how to measure it."""
     longer = sorted((one for one in repeats if one.beyond), key=lambda one: -one.share)
     for one in longer:
         console.print(Text.assemble((one.name, "bold"), f": {one.verdict}"), soft_wrap=True)

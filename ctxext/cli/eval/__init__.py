@@ -1,4 +1,4 @@
-"""``ctxext eval``: one command a file, found in this folder; a file's function of its own name is the command.
+"""``ctxext eval``: one command per file in this folder, the function with the same name as its file.
 
 Everything here is imported to print the help of ``ctxext``, so heavy imports live inside the commands.
 """

@@ -45,7 +45,7 @@ class Session:
     """One measurement from its options to its files: the loaded checkpoints, the processes, the terminal.
 
     Args:
-        results: Place of the result; without it the command writes files of its own.
+        results: Options for the files of the result; None if the command writes its files itself.
         reference: name of the checkpoint that the references are read with, where it is another.
         masked: True for masked language models.
         methods: Methods with their parameters; None among them is skipped.
@@ -81,7 +81,7 @@ class Session:
         self.reference: Checkpoint | None = None if reference is None else self.load(reference, weights=weights)
 
     def planned(self, plan: Callable[[], Planned]) -> Planned:
-        """Plan a measurement without weights, which tells mistakes before they are read, then with them."""
+        """Plan first without weights, to report mistakes early, and again once they are loaded."""
         made = plan()
         return plan() if self.load_weights() else made
 
@@ -103,7 +103,7 @@ class Session:
             return load_checkpoint(name, masked=self._masked, **how)
 
     def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
-        """Print what is about to be measured: the checkpoint, its trained length in tokens, and what happens to it."""
+        """Print the checkpoint, its trained length in tokens, and a description of the measurement."""
         from ctxext.measuring.labels import tokens_label
 
         trained = f", trained to {tokens_label(trained_length)} tokens, in {checkpoint.dtype_note}, {about}"
@@ -111,14 +111,14 @@ class Session:
 
     @property
     def journal(self) -> Journal:
-        """The journal that keeps finished jobs beside the first output; in memory where none was named."""
+        """The journal that keeps finished jobs next to the first output; in memory if no output was named."""
         from ctxext.measuring.journal import Journal
 
         named = self.results.output
         return Journal(named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None, self.group.process)
 
     def bar(self, total: float) -> StageBar:
-        """Return a bar for so much work, on standard error, where that is no terminal a line for each finished job.
+        """Return a bar on standard error for work of this cost; without a terminal, a line for each finished job.
 
         It is quiet in all processes but the main one.
         """
@@ -155,7 +155,7 @@ class Session:
 
 
 def texts_in_words(corpus: Corpus) -> str:
-    """Name the texts of a corpus, how many were left out, and what stands in front of each."""
+    """Name the texts of a corpus, how many were left out, and the prefix of each."""
     from ctxext.measuring.labels import few_of
 
     counts = {"shorter documents": corpus.read - len(corpus.documents) - corpus.copies, "copies": corpus.copies}
@@ -186,7 +186,7 @@ def cost_of(jobs: Sequence[Job]) -> float:
 
 @contextlib.contextmanager
 def ending_on_interrupt(console: Console, work: Resumable) -> Iterator[None]:
-    """End a command on Ctrl-C with what is finished and how to go on, and exit code 130."""
+    """End a command on Ctrl-C with exit code 130, after the number of finished jobs and how to go on."""
     try:
         yield
     except KeyboardInterrupt:

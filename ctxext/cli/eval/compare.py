@@ -50,7 +50,7 @@ class ComparedOptions(MethodOptions):
     select: bool = option(SELECT_SAYS, "--select", default=False)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``comparison.prepare`` that these options stand for."""
+        """Return these options as arguments of ``comparison.prepare``."""
         arguments = super().arguments()
         return arguments | {"factors": arguments["factors"] or (2.0,)}
 
@@ -90,9 +90,10 @@ def compare(
     from ctxext.evaluation.report.figures import require_matplotlib
     from ctxext.measuring.labels import all_of, tokens_label
 
-    require_matplotlib()
+    require_matplotlib()  # now: the report is drawn at the end, perhaps hours later
     session = Session(source, methods=asked.method or ())
     console = session.console
+    # Cached, because the comparison may be planned twice; only planning tells how many tokens it needs.
     corpus = functools.cache(lambda tokens: texts.read(session.checkpoint, tokens=tokens, whole=True))
 
     def plan() -> Comparison:

@@ -67,6 +67,7 @@ def masked(
 
     session = Session(source, results, reference=reference, masked=True, methods=asked.method or ())
     loaded = session.checkpoint
+    # Readers are made twice: mistakes in the options are reported before the weights are loaded.
     readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     lengths = lengths_of(readers)
     corpus = texts.read(loaded, tokens=tokens_needed(loaded.tokenizer, lengths[-1]))

@@ -83,6 +83,7 @@ def perplexity(
     )
     plan = planned(session.checkpoint.model)
     corpus = _corpus(session.checkpoint, texts, plan, reading.tokens)
+    # Prepared twice: mistakes in the options are reported before the weights are loaded.
     prepare(session.checkpoint, corpus, plan, reference=session.reference)
     session.load_weights()
     loaded = session.checkpoint

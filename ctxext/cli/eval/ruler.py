@@ -29,7 +29,7 @@ class RulerOptions:
     task: list[str] | None = option("A task, such as vt. Repeatable. Default: all that the inputs allow.")
     samples: int = option("Prompts per task and length; NVIDIA takes 500.", default=10, min=1)
     chat: bool = option("Format prompts with the model's chat template.", "--chat", default=False)
-    seed: Seed = 42  # that of NVIDIA's prompts
+    seed: Seed = 42  # as for NVIDIA's prompts
 
     def __post_init__(self) -> None:
         refuse_unknown("RULER task", self.task, TASKS)
