@@ -1,7 +1,7 @@
 """Generation of answers: token by token, drawn as a request asks, up to where the text ends.
 
 A ``Draw`` is one answer. In turn or in continuous batches, it is called with the logits of its next token: a request
-means the same in both, whatever runs beside it.
+means the same in both, whichever other requests run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOG = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class Told:
-    """A token of a prompt or an answer, and what is told about it.
+    """A token of a prompt or an answer, as a client is told about it.
 
     Args:
         start: characters of the text before it.
@@ -111,7 +111,7 @@ class TokenText:
         return str(both[len(head) :] if both.startswith(head) else self.tokenizer.decode([token]))
 
     def told(self, logits: Tensor, before: int | None, token: int, written: AnswerText, tops: int) -> Told:
-        """Return what is told about the last token of a text, which was drawn from these logits."""
+        """Return the record of the last token of a text, which was drawn from these logits."""
         logprobs = logits.float().log_softmax(-1)
         likeliest = logprobs.topk(min(tops, logprobs.shape[-1])).indices.tolist()
         named = [(self.behind(before, other), float(logprobs[other])) for other in likeliest]
@@ -150,7 +150,7 @@ class Grammar:
         return Grammar(self.matcher.deep_copy(), self.ends)
 
     def _require(self) -> None:
-        """Refuse JSON that the schema leaves too many ways to write, of which a matcher in error would allow none."""
+        """Refuse a schema that leaves too many ways to write its JSON: a matcher in error would allow no token."""
         if fault := self.matcher.get_error():
             raise InvalidParameterError(f"{FORCED}: the JSON schema cannot be kept: {fault.splitlines()[0]}.")
 
@@ -223,7 +223,7 @@ class Draw:
     """One answer while it is generated.
 
     Args:
-        asked: Request; where it is silent about sampling, the checkpoint's settings decide.
+        asked: Request. The checkpoint's settings decide what the request does not say about sampling.
         tops: likeliest tokens whose log-probabilities are told; None tells none.
         number: place among the answers to one prompt, which have different seeds.
     """
@@ -243,6 +243,7 @@ class Draw:
     ) -> None:
         sampled = usual if usual.do_sample else GenerationConfig()
 
+        # Where a checkpoint decodes greedily, its temperature, top_k and top_p mean nothing, but its penalty holds.
         def chosen(name: str, neutral: Any) -> Any:
             of_checkpoint = getattr(usual if name == "repetition_penalty" else sampled, name)
             given = getattr(asked, name)
@@ -310,7 +311,7 @@ class Draw:
         return logits if self.grammar is None else self.grammar.allowed(logits)
 
     def _take(self, token: int, scores: Tensor) -> None:
-        """Write a token down, see whether it is the last, and give out what is certain."""
+        """Record a token, decide whether it is the last, and emit the text that no later token can change."""
         written = self.written
         written.add(token)
         if self.tops is not None:
@@ -370,7 +371,7 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
             return torch.full((1,), draw.gone or draw.finish is not None, device=ids.device)
 
         ids, more = torch.tensor([draw.prompt], device=self.model.device), dict[str, Any]()
-        graphs = isinstance(self.prefixes, GraphPrefixes)  # over a cache of its own, whatever may be kept
+        graphs = isinstance(self.prefixes, GraphPrefixes)  # these need their one cache even where no prompt is kept
         if graphs or self.prefixes.why_not is None:
             cache, draw.cached = self.prefixes.take(draw.prompt, draw.owner)
             more[cache_argument(self.model) or "past_key_values"] = cache
@@ -390,7 +391,7 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
             self.prefixes.put(draw.prompt + draw.tokens, cache, draw.owner)
 
     async def read(self, prompt: list[int], reader: TokenText, tops: int) -> list[Told]:
-        """Return what is told about the tokens of a prompt."""
+        """Return the records of the tokens of a prompt."""
         # Shielded: transformers writes the result into a future that a client who left would have cancelled.
         told: list[Told] = await asyncio.shield(self.async_submit(self._read, prompt, reader, tops))
         return told
@@ -423,7 +424,7 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         return super().prepare_tensor_args(requests_in_batch, arg_storage)  # type: ignore[no-any-return]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
-        """Return logits of which only those of the drawn tokens are finite."""
+        """Return logits that are finite for the drawn tokens only."""
         scores = super().__call__(input_ids, scores, logits_processor_args)
         rows = []
         for state, row in zip(self.states, scores, strict=False):
@@ -507,7 +508,7 @@ class Together(CBGenerateManager):  # type: ignore[misc]
 
 
 def _only(token: int, scores: Tensor) -> Tensor:
-    """Return logits of which only that of a token is finite."""
+    """Return logits that are finite for one token only."""
     return torch.full_like(scores, -math.inf).index_fill(-1, torch.tensor([token], device=scores.device), 0.0)
 
 
@@ -520,6 +521,7 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
     queue: asyncio.Queue[tuple[int, AnswerPiece | BaseException]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
+    # The model runs in another thread, and an asyncio queue takes items in the thread of its loop only.
     def into(number: int) -> Callable[[Any], Any]:
         return lambda item: loop.call_soon_threadsafe(queue.put_nowait, (number, item))
 
@@ -545,7 +547,7 @@ async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> Async
             if item.finish is not None:
                 waited.remove(number)
             yield number, item
-    finally:
+    finally:  # also when the client is gone: nobody waits for the other answers then
         engine.running -= {*draws}
         for number in waited:
             engine.leave(draws[number])

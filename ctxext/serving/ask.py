@@ -58,7 +58,7 @@ def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = Fal
     """Return the tokens of a prompt: the text, then the question, in the chat template where there is one.
 
     Args:
-        completes: True for the beginning of a line in place of a question, without a template.
+        completes: True if ``question`` is the beginning of a line to complete, without a template.
     """
     if completes:
         return list(tokenizer(f"{text}\n{question}")["input_ids"])
@@ -149,7 +149,7 @@ class ReadText:
     def extend(self, sliding_window: str | None = None) -> None:
         """Extend a plain model as far as the text needs, by the method that is recommended without training.
 
-        ``sliding_window`` is that of ``ctxext.patch``.
+        ``sliding_window`` is as for ``ctxext.patch``.
 
         Raises:
             IncompatibleError: no such method applies to the model.
@@ -305,10 +305,10 @@ class ReadText:
         return new_cache(self.subject.model, self._room)
 
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
-        """Return the tokens that the model writes after a prompt, of which the cache may hold the beginning."""
+        """Return the tokens that the model writes after a prompt, whose beginning the cache may hold."""
         graphs, cached = self.compiles and new > 1, int(cache.get_seq_length())
         if graphs and len(prompt) - cached > CHUNK:
-            self._write(prompt[:-1], cache, 1)  # in chunks, which are no graphs
+            self._write(prompt[:-1], cache, 1)  # in chunks, which run outside of graphs
         elif cached:  # older transformers would read all of it again in chunks
             for end in range(cached + CHUNK, len(prompt), CHUNK):
                 self._write(prompt[:end], cache, 1)

@@ -1,8 +1,8 @@
 """Find out by its answers whether a running server computes an extension, and which window it accepts.
 
 A server may take the flags or the config of an extension, and compute something else without a word. Its answers tell:
-after a long prompt, the probabilities of the next token are those of the extended model, of the plain one, or of a
-model extended by one of the usual mistakes. Each of these is run here.
+after a long prompt, the probabilities of the next token match the extended model, the plain one, or a model extended by
+one of the usual mistakes. Each of these models is run here.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def check_server(
     base: float = USUAL_BASE,
     progress: Progress = lambda stage, done: None,
 ) -> ServerCheck:
-    """Compare a server's answers with those of a model as it was extended, and as servers get it wrong.
+    """Compare a server's answers with the model as it was extended, and with the mistakes that servers make.
 
     Args:
         model: the model that the server ought to compute. Its extension is taken off.
@@ -294,8 +294,8 @@ def _answers(
     """Ask for continuations of longer and longer prompts, and find where the server stops to give any.
 
     Returns:
-        The answers; the tokens of the longest prompt that was answered, with its answer; those of the shortest that was
-        not, None if there is none.
+        The answers, the length in tokens of the longest prompt that was answered, and of the shortest prompt that was
+        refused, or None if none was refused. Both lengths include an answer.
     """
     answers: list[Continuation] = []
     waiting, refused, reason = sorted(set(lengths)), None, ""
@@ -358,7 +358,7 @@ def _readings(
     in_files = scaling_of(subject.config) is not None
     scaling = ("replace" if in_files else None) if state is None else state.extension.scaling
     sites = find_sites(subject, trained, scaled=scaling == "extend")
-    if len(sites) != 1:  # of several, each would need factors of its own
+    if len(sites) != 1:  # several would need different factors
         return
     for label, wrong in _mistakes(method, sites[0].spec, base).items():
         divisors = tuple((plain_inv_freq(sites[0].spec) / wrong.inv_freq).tolist())
@@ -376,7 +376,7 @@ def _readings(
 
 
 def _mistakes(method: Method | None, rope: RopeSpec, base: float) -> dict[str, Frequencies]:
-    """Return what servers compute in place of an extension, or of the scaling in the files if ``method`` is None."""
+    """Return the usual mistakes of servers in an extension, or in the scaling in the files if ``method`` is None."""
     plain, usual = plain_inv_freq(rope), replace(rope, base=base, inv_freq=None)
     mistakes = {f"base {base:g} in place of {rope.base:g}": Frequencies(plain_inv_freq(usual))}
     if not isinstance(method, RopeMethod):
@@ -420,7 +420,7 @@ def _log_probabilities(subject: Subject, ids: Tensor, answers: Sequence[Continua
 
 
 def _distance(answer: Continuation, logs: Tensor) -> float:
-    """Return how far a reading is from an answer, in nats: in its largest probabilities, or in what it would choose."""
+    """Return how far a reading is from an answer, in nats: in its largest probabilities, or in the chosen tokens."""
     if answer.top:
         own = logs[0].topk(len(answer.top)).values
         return float((own - torch.tensor(answer.top)).abs().mean())

@@ -54,7 +54,7 @@ OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticErr
 
 
 async def in_thread(work: Callable[..., Any], *given: Any, long: bool = False) -> Any:
-    """Run work beside the event loop, which answers others meanwhile and notices a client that leaves."""
+    """Run work in a thread: the event loop answers others meanwhile, and notices a client that leaves."""
     return await asyncio.get_running_loop().run_in_executor(LONG_WORK if long else SHORT_WORK, work, *given)
 
 
@@ -161,7 +161,7 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def usage(draws: list[Draw]) -> dict[str, Any]:
-    """Return the tokens of a request: those of each prompt once, and those of all answers."""
+    """Return the token counts of a request: each prompt once, and all answers."""
     prompt = sum(len(draw.prompt) for draw in draws if draw.number == 0)
     answers = sum(len(draw.tokens) for draw in draws)
     cached = {"cached_tokens": sum(draw.cached for draw in draws if draw.number == 0)}
@@ -240,7 +240,7 @@ class Speech:
 
     Args:
         parser: Parser that tells thoughts, words and calls apart; None if all are words.
-        forced: Names of tools, one of which the whole text calls.
+        forced: Names of tools; the whole text is a call of one of them.
     """
 
     def __init__(self, parser: Any, forced: Iterable[str]) -> None:
@@ -457,6 +457,7 @@ class Responses(Templates):
                 lines += closed() + events.tool_call(call["id"], **call["function"])
             for line in lines:
                 yield line
+        # Even an empty answer has a message, where clients look for its text.
         if not (events.message_open or events.message_item or events.tool_calls):
             for line in events.start_message():
                 yield line

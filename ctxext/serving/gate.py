@@ -106,7 +106,7 @@ class Gate:
         if self.key and scope["path"] != "/health" and not secrets.compare_digest(shown, self.key):
             return error_response(401, "This server needs its API key (Authorization: Bearer KEY).")
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        # A page in a browser may point its own name to 127.0.0.1 (DNS rebinding), and asks by that name.
+        # A page in a browser may point its domain to 127.0.0.1 (DNS rebinding), and asks under that domain.
         if self.is_local and not all(map(LOCAL.fullmatch, hosts)):
             sentence = f"Host {hosts[0]!r} is not answered, but localhost. Start the server with --api-key or --host."
             return error_response(421, sentence)

@@ -50,8 +50,8 @@ def load_served(
     no cache is computed again while it decodes.
 
     ``method``, as for ``ctxext.patch``, takes the place of an extension that was saved. Requests ask for ``name``, by
-    default that of the checkpoint, as given. All else is as for ``load_checkpoint`` and ``ctxext.patch``. A method that
-    reads weights has them loaded even where ``weights`` is False.
+    default the name of the checkpoint, as given. All else is as for ``load_checkpoint`` and ``ctxext.patch``. A method
+    that reads weights has them loaded even where ``weights`` is False.
 
     Raises:
         CtxextError: as ``load_checkpoint`` and ``ctxext.patch``.

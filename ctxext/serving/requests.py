@@ -335,7 +335,7 @@ class Templated(Sampling):
 
     @property
     def forced(self) -> dict[str, dict[str, Any]]:
-        """Parameters of the tools one of which has to be called, by name; empty if the model may answer otherwise."""
+        """Parameters by name of the tools that the model must choose from; empty if it may answer otherwise."""
         if self.tool_choice in (None, "none", "auto"):
             return {}
         name = getattr(getattr(self.tool_choice, "function", self.tool_choice), "name", None)
@@ -417,6 +417,7 @@ def checked(kind: type[Asked], text: bytes, vocabulary: int) -> Asked:
     prompt: Any = getattr(request, "prompt", ())
     rows = prompt if isinstance(prompt, list) else []
     flat = [token for row in rows for token in (row if isinstance(row, list) else [row])]
+    # The schema knows no vocabulary. A larger id would fail inside the model, and on a GPU end all later requests too.
     for name, tokens in (
         ("logit_bias", request.bias),
         ("stop_token_ids", request.stop_token_ids or []),

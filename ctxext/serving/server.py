@@ -63,7 +63,7 @@ def application(
     Args:
         key: Key that clients must show; None answers everybody.
         continuous_batching: answer several requests in each pass of the model.
-        cached_tokens: tokens of all requests whose keys and values such batches hold; default what is free on a GPU,
+        cached_tokens: tokens of all requests whose keys and values such batches hold; default the free memory of a GPU,
             and 8 windows on a CPU, whose memory others need too.
         keep_tokens: tokens of prompts and answers whose keys and values are kept for requests that begin alike, where
             these are answered one by one; default two windows, 0 for none.

@@ -1,7 +1,7 @@
 """A plugin of vLLM that serves checkpoints whose attention ctxext remaps, on a CPU.
 
-vLLM calls ``register`` in each of its processes (the API server, the engine, the workers). What it registers leaves all
-other models alone::
+vLLM calls ``register`` in each of its processes (the API server, the engine, the workers). The registered code leaves
+all other models alone::
 
     config.json --ServedConfig--> config with the rotation of the training, the longer window, and the remapping
                                       |
@@ -117,7 +117,7 @@ def _chunked(config: Any, place: str, device: str) -> Any:
     chunk, local = int(asked["chunk_size"]), int(asked["local_size"])
     trained = int(asked.get("original_max_position_embeddings") or chunk)
     head_dim = heads_of(config)[2]
-    # Qwen's largest relative position is the chunk itself, one more than those of a text of that length.
+    # Qwen's largest relative position is the chunk itself, one more than a text of that length has.
     spec = RopeSpec(int(head_dim), float(config.rope_parameters["rope_theta"]), max(trained, chunk + 1))
     method = DualChunk(
         factor=config.max_position_embeddings / spec.trained_length, chunk=chunk, local=local, temperature="growing"

@@ -39,7 +39,7 @@ class RemapBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 
 class RemapImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attention of one layer in pieces; it takes the arguments of vLLM's own.
+    """Attention of one layer in pieces, with the arguments of vLLM's implementation.
 
     Raises:
         IncompatibleError: if the layer, or the engine around it, needs what pieces do not compute here.
@@ -55,7 +55,7 @@ class RemapImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             raise IncompatibleError(f"vLLM does not serve this checkpoint with ctxext's plugin: {reason}")
 
     def _why_not(self) -> str | None:
-        """Return why attention in pieces cannot replace that of this layer; None if it can."""
+        """Return why attention in pieces cannot replace the attention of this layer; None if it can."""
         needs = {
             "ALiBi": self.alibi_slopes is not None,
             "a sliding window": self.sliding_window != -1,
