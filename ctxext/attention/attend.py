@@ -127,7 +127,7 @@ def attend_as_before(implementation: str, call: LayerCall) -> Tensor:
 
 
 def decoder_of(subject: Subject, place: RotaryPlace) -> nn.Module:
-    """Return the module that owns the rotary module; it builds the mask and calls the layers."""
+    """Return the module that owns the rotary module, builds the mask and calls the layers."""
     owner: nn.Module = subject.model.get_submodule(place.path.rpartition(".")[0])
     return owner
 
@@ -143,7 +143,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def why_no_layer_attends_by_layout(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
-    """Return why ctxext's attention cannot replace that of any layer of this model; None if it may."""
+    """Return why ctxext's attention cannot replace the attention of any layer of this model; None if it may."""
     decoder = decoder_of(subject, places[0])
     if not all(_rotates_like(subject, places[0], place) for place in places[1:]):
         return "its positions differ by layer type"
@@ -164,7 +164,7 @@ def _rotates_like(subject: Subject, first: RotaryPlace, other: RotaryPlace) -> b
 
 
 def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
-    """Return why ctxext's attention cannot replace that of all layers of this model; None if it can."""
+    """Return why ctxext's attention cannot replace the attention of all layers of this model; None if it can."""
     text = subject.text
     if places[0].layer_type is not None:
         return "its positions differ by layer type"
@@ -188,10 +188,10 @@ def why_no_custom_attention(subject: Subject, places: list[RotaryPlace], seen: L
 
 @dataclass
 class TriedLayer:
-    """Replacement of the attention of one layer in a trial: it returns an empty result, and keeps what it was given.
+    """Replacement of the attention of one layer in a trial: it records its arguments, and returns an empty result.
 
     Args:
-        mask: the layout in place of the mask; None as long as the layer was not called.
+        mask: the layout that replaces the mask; None until the layer is called.
         window: tokens that a query sees, of the mask or of the layer; None for all.
         keys: the keys, without data; layers that share theirs get one tensor.
         arguments: names of further arguments of the attention function that hold something.
@@ -289,7 +289,7 @@ def _paths(decoder: nn.Module) -> list[str]:
 
 @dataclass
 class LeaveAttend:
-    """Attention of a layer that an extension leaves as it is, under its own mask."""
+    """Attention of a layer that an extension leaves as it is, under the mask of the model."""
 
     implementation: str
     checks_window: ClassVar[bool] = False
@@ -328,7 +328,7 @@ def install_attention(
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
     Args:
-        attend: replacement of the attention of all layers; or that of each, by its path below the decoder.
+        attend: replacement of the attention of all layers, or one for each layer by its path below the decoder.
         crossing: paths of layers that attend to an encoder's text; they get attention without distances.
     """
     decoder, leave = decoder_of(subject, place), LeaveAttend(subject.text._attn_implementation)

@@ -1,4 +1,4 @@
-"""Encodings on a live model: modules of their own, and what hands them positions, queries and keys."""
+"""Encodings on a live model: their modules, and the code that hands them positions, queries and keys."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def install_encoding(
 ) -> int:
     """Attach the encoding, make attention and the first layer use it, and return the number of its weights.
 
-    Encodings that are attached already, as those of a loaded checkpoint are, stay.
+    Encodings that are attached already stay: a loaded checkpoint has trained ones.
     """
     decoder = decoder_of(subject, place)
     layers = attention_layers(decoder)
@@ -218,7 +218,7 @@ def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module) -> Enco
     """Build an encoding on the device and in the dtype of its owner's weights."""
     like = next(weight for weight in owner.parameters() if weight.is_floating_point())
     made_on = torch.device("meta" if like.is_meta else "cpu")  # a dry run draws no random numbers
-    with torch.inference_mode(False), made_on:  # what is made in inference mode could not be trained
+    with torch.inference_mode(False), made_on:  # weights made in inference mode could not be trained
         return method.build(spec).to(like.device, like.dtype)
 
 

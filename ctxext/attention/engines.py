@@ -44,7 +44,7 @@ class RemapAttend:
     """Attention of a layer in the pieces of a method.
 
     Args:
-        far: Pieces of the heads: of all, or of those that read far.
+        far: Pieces of all heads, or of the heads that read far.
         near: Pieces of the heads that do not read far, if there are both kinds.
         heads: Groups of both kinds.
         drops: True if keys out of sight are dropped from the cache after a call; False where the layer calls again.
@@ -71,7 +71,7 @@ class RemapAttend:
 
     @property
     def reach(self) -> Reach | None:
-        """Numbers of tokens that a query of the heads with the smallest ones sees; None if there is no bound."""
+        """Numbers of tokens that a query sees in the heads that see the fewest; None without a bound."""
         return (self.near or self.far).reach
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class RemapAttend:
                 f"call it sees {ways[layout.sees]}. Call ctxext.unpatch(model), and patch the model as it is now."
             )
         if self.heads is not None:
-            self.heads.far_groups(layer.q.device)  # before a graph, which may not keep what it makes
+            self.heads.far_groups(layer.q.device)  # before a graph, which may not keep a tensor that it makes
         engine = next((engine for engine in ENGINES if engine.why_not(self, layer, held) is None), None)
         if engine is None:
             raise IncompatibleError(PIECES.why_not(self, layer, held))
@@ -187,7 +187,7 @@ def _why_not_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -
 
 
 def _in_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
-    """Compute heads that attend in the same pieces together, and those that read far and the others apart."""
+    """Compute the heads together that attend in the same pieces: heads that read far, then the others."""
     (q, k, v, mask), few = layer[:4], None if held is None else held.near
     layout, sinks = mask.layout.memo("analysed", lambda: _analysed(mask.layout)), layer.given.get("s_aux")
     if by.heads is None or by.near is None:

@@ -55,7 +55,7 @@ class HeadScores:
     """Scores of the key-value groups of a model; a group is as good as its best query head.
 
     Groups are numbered through all attention layers: the number of a group is the number of groups in the layers
-    before, plus its index in its own layer.
+    before, plus its index in its layer.
 
     Args:
         kv_heads: key-value groups of each attention layer, in the order of layers.
@@ -79,7 +79,7 @@ class HeadScores:
         return tuple(sum(each) / len(each) for each in zip(*self.probes.values(), strict=True))
 
     def ranked(self) -> tuple[int, ...]:
-        """Return the numbers of all groups, best first; of equal scores the lower number."""
+        """Return the numbers of all groups, best first; the lower number comes first among equal scores."""
         return tuple(best_first(self.scores))
 
     def chosen(self, *, share: float | None = None, threshold: float | None = None) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class HeadScores:
         """Read what ``save`` wrote.
 
         Raises:
-            InvalidParameterError: there is no such file, or it holds something else.
+            InvalidParameterError: the file is missing, or holds something else.
         """
         way = "Write it by `ctxext heads CHECKPOINT -o heads.json`, or by ctxext.heads(model).save(path)."
         try:
@@ -151,7 +151,7 @@ class HeadScores:
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
-    """Return the numbers of groups, the greatest score first; of equal scores the lower number."""
+    """Return the numbers of groups, greatest score first; the lower number comes first among equal scores."""
     return sorted(range(len(scores)), key=lambda group: (-scores[group], group))
 
 
@@ -204,7 +204,7 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
 
     Source: Wu et al., arXiv:2404.15574, section 2: a head retrieves if, where the model copies a token of the needle,
     its greatest attention is on that token. Counted here is the attention itself, and that to the token before; the
-    answer is given and not sampled. The name induction is that of Olsson et al., arXiv:2209.11895.
+    answer is given and not sampled. The name induction comes from Olsson et al., arXiv:2209.11895.
     """
     if not isinstance(seeds, Sequence) or not seeds or any(type(seed) is not int for seed in seeds):
         raise InvalidParameterError(f"seeds must be whole numbers, such as (0, 1), found {shown(seeds)}.")
@@ -234,7 +234,7 @@ def _probes(subject: Subject, tokenizer: Any, text: str | None, seeds: Sequence[
 
 
 def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
-    """Return the method with the numbers of the groups that read far, in place of a file of scores, or of nothing.
+    """Return the method with the numbers of the groups that read far, instead of a file of scores or None.
 
     The ``subject`` is not patched. Where the method names no heads, they are scored by induction.
 
@@ -269,7 +269,7 @@ def fingerprint_of(model: nn.Module) -> str:
     """Return digits of the names and shapes of a model's tensors, then digits of samples of their values.
 
     The dtype that a model was loaded in does not count: values are rounded to bfloat16. Where some values are not in
-    memory, their digits are left out, so that what is returned begins the fingerprint of the whole model. Where ZeRO-3
+    memory, their digits are left out, so that the result begins the fingerprint of the whole model. Where ZeRO-3
     or FSDP has shared the weights out, "unknown".
     """
     if is_shared_out(model):
@@ -409,9 +409,9 @@ class _Recorder:
     """Attention of a model's layers to what a text said before, summed up while the model reads it.
 
     Args:
-        own: name of its own attention implementation.
+        own: name of the attention implementation that the model had before.
         layers: for each attention layer so far, the score of each of its groups; the best of all its calls.
-        windowed: those of them that look back over a window only.
+        windowed: the layers among them that look back over a window only.
     """
 
     subject: Subject
@@ -484,7 +484,7 @@ class _Recorder:
 
 
 def _as_bias(mask: Tensor) -> Tensor:
-    """Return a mask as what is added to scores, in float32: true or 0 for the tokens that are seen."""
+    """Return a mask in the form that is added to scores, in float32. It has true or 0 for the tokens that are seen."""
     if mask.dtype != torch.bool:
         return mask.float()
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)

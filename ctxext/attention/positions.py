@@ -60,7 +60,7 @@ def _layout_mask(
     use_vmap: bool = False,
     **options: Any,
 ) -> LayoutMask | Tensor | None:
-    """Build the layout in place of a mask; registered with transformers as mask function ``ctxext``."""
+    """Build the layout that replaces a mask; registered with transformers as mask function ``ctxext``."""
     device = attention_mask.device if attention_mask is not None and device is None else device
     slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     sees_both_ways = shows_all(mask_function)
@@ -70,7 +70,7 @@ def _layout_mask(
     elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots):
         refusal = SEES_AHEAD  # transformers does not guarantee a plain causal mask here
     call = current.call
-    if call is None and refusal and local_size is None:  # the decoder would make a causal mask of its own
+    if call is None and refusal and local_size is None:  # the decoder would make a causal mask itself
         raise IncompatibleError(f"{refusal} {UNPATCH}")
     if call is None:  # generate() prepares masks before the decoder runs: keep the padding mask until then
         return attention_mask if attention_mask is None else _over_all_slots(attention_mask, slots)
@@ -188,7 +188,7 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
 
     Raises:
         InvalidParameterError: if the mask or the positions have two meanings, or none.
-        IncompatibleError: if the positions do not continue those of the cache.
+        IncompatibleError: if the positions do not continue the positions of the cache.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -294,7 +294,7 @@ def _one_document(positions: Tensor, real: Tensor, slots: Tensor, places: Tensor
 
 
 def _require_agreement(given: Tensor | None, counted: Tensor, slots: Tensor, real: Tensor | None) -> None:
-    """Raise unless the positions of a cached call continue those of the cache, with padding counted or not.
+    """Raise unless the positions of a call continue the positions of the cache, with padding counted or not.
 
     A cache has no record of the document of a key, so documents cannot restart behind one.
     """

@@ -44,7 +44,7 @@ class HeadPieces:
 
     @functools.cached_property
     def reach(self) -> Reach | None:
-        """Numbers of tokens that a query sees; None if there is no bound, or later tokens are seen too."""
+        """Numbers of tokens that a query sees; None without a bound, or if later tokens are seen too."""
         return None if self.ahead else reach_of([piece.region for piece in self.pieces])
 
     def turned(self, layout: Layout, precise: torch.dtype, *, form: RotationForm) -> tuple[TurnedPiece, ...]:
@@ -74,7 +74,7 @@ class HeadPieces:
         return layout.memo(("pieces", self, precise), build)
 
     def sharpened(self, q: Tensor, layout: Layout, precise: torch.dtype) -> Tensor:
-        """Return queries with the temperature of the method; all tokens of an encoder's text have that of the last."""
+        """Return queries with the temperature of the method; all tokens of an encoder's text share the last one's."""
 
         def positions() -> Tensor:
             return _last_positions(layout) if self.ahead else layout.query_positions

@@ -89,6 +89,7 @@ class Share:
         far, left = dict[str, TriedLayer](), dict[str, str]()
         for path, layer in tried.layers.items():
             assert layer.mask is not None
+            # In this order: what does not rotate, or sees a window only, is left alone, whatever else it computes.
             window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS - OWN_ARGUMENTS
             if layer.crosses:
                 left[path] = "the text of an encoder"
@@ -112,8 +113,8 @@ class Share:
             raise IncompatibleError(f"{uncovered[0]} rotates outside of transformers' attention interface")
         if not far:
             raise IncompatibleError(
-                "all of its layers look back over a window only, so none has a distance to remap. Without the window "
-                "it has: pass sliding_window='lift' (--sliding-window lift)"
+                "every layer has a sliding window, so there are no long distances to remap. Remove the window with "
+                "sliding_window='lift' (--sliding-window lift)"
             )
         return cls(far, left)
 

@@ -34,7 +34,7 @@ class _Seen(Exception):
 
 
 def _show_queries(layer: LayerCall) -> Tensor:
-    """Raise ``_Seen`` with the queries of the first layer, in place of its attention."""
+    """Raise ``_Seen`` with the queries of the first layer, instead of computing its attention."""
     raise _Seen(layer.q.detach())
 
 

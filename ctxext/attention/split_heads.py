@@ -1,4 +1,4 @@
-"""Remap positions in layers of which some heads read far, and the others the first and the newest tokens only."""
+"""Remap positions in layers where some heads read far, and the others the first and the newest tokens only."""
 
 from __future__ import annotations
 

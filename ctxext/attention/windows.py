@@ -1,4 +1,4 @@
-"""Sliding windows of a config: the choice of the user about them, and what is told of those that stay."""
+"""Sliding windows of a config: apply the user's choice and describe the windows that remain."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
     may be too narrow.
 
     Raises:
-        IncompatibleError: if every attention layer has a window narrower than the extension, and there is no
-            choice.
+        IncompatibleError: if every attention layer has a window narrower than the extension, and the user made
+            no choice.
         InvalidParameterError: if the choice is unknown.
     """
     if choice not in (None, "keep", "lift"):
