@@ -41,7 +41,7 @@ class DecoderCall:
 class _CurrentCall(threading.local):
     """The running decoder call of a thread; not a context variable, which torch.compile cannot trace.
 
-    The attribute has no value in the class: torch 2.11 would compile that one in.
+    No class-level default: torch 2.11 would bake it into the graph.
     """
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class PositionedForward(ForwardOverride):
     ) -> Any:
         """Run the decoder.
 
-        ``ctxext_length`` counts the tokens of the text of which this call holds a part, for dynamic methods: those of
-        the whole sequence under sequence parallelism; with ``growth="request"`` those that the text may reach, one
-        number for each row, or one for all. ``ctxext_sharded`` says that this call holds a shard, and context
-        parallelism replaced torch's attention by one over the whole sequence; it needs ``ctxext_length``, and
-        ``position_ids`` counted from its start.
+        ``ctxext_length`` is for dynamic methods. It counts the tokens of the whole text, where this call holds a part
+        of the text: under sequence parallelism, the whole sequence. With ``growth="request"`` it counts the tokens that
+        the text may reach, as one number for each row, or one for all. ``ctxext_sharded`` says that this call holds a
+        shard, and context parallelism replaced torch's attention by one over the whole sequence. It needs
+        ``ctxext_length``, and ``position_ids`` counted from the start of the sequence.
         """
         given = self.given(args, kwargs)
         by_layout = getattr(self.module.config, "_attn_implementation", None) == ATTENTION
@@ -101,7 +101,7 @@ class PositionedForward(ForwardOverride):
 
 
 def _tokens(declared: Any) -> int | Sequence[int]:
-    """Return a declared length, or those of the rows, in Python's numbers."""
+    """Return a declared length, or one length for each row, in Python's numbers."""
     found: Any = declared.tolist() if hasattr(declared, "tolist") else declared  # of torch and numpy
     if isinstance(found, str) or not isinstance(found, int | Sequence):
         raise InvalidParameterError(f"ctxext_length must be a number of tokens, or one for each row; found {found!r}.")
@@ -161,10 +161,10 @@ def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | None:
-    """Return the padding mask out of those that generate() prepared for each layer type.
+    """Return the padding mask out of the masks that generate() prepared for each layer type.
 
-    Under the name ctxext that of attention is the padding mask, over all slots of a static cache. Recurrent layers want
-    that of the tokens so far, and have none of their own where nothing is padded.
+    Under the name ctxext, the mask of attention layers is the padding mask, over all slots of a static cache. Recurrent
+    layers want the padding mask of the tokens so far, and get no mask where nothing is padded.
     """
     padding = (mask for mask in masks.values() if mask is not None)
     longest: Tensor | None = max(padding, key=lambda mask: mask.shape[-1], default=None)

@@ -30,7 +30,7 @@ ON_THE_DEVICE = ("use_cuda_graph", "use_async_batching", "varlen_compile_config"
 
 
 class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
-    """Manager of continuous batching for a patched model; it declares how long each request may become.
+    """Manager of continuous batching for a patched model, which declares how long each request may become.
 
     It serves the model under the extension under which it was made, and no other.
     """
@@ -43,7 +43,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
         super().__init__(batching.subject.model, **settings)
 
     def _require_extended(self) -> None:
-        """Raise ``PatchStateError`` if the model is no longer extended as it was when this manager was made."""
+        """Raise ``PatchStateError`` if the extension of the model changed after this manager was made."""
         guards = guards_of(self._batching.subject.model)
         if not guards or guards[0].extension != self._extension:
             raise PatchStateError(
@@ -97,7 +97,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
             self.model.set_attn_implementation(self._original_attn_impl)
 
     def _declare(self) -> None:
-        """Write beside the keys how long each request of the next pass may become."""
+        """Record on the cache how long each request of the next pass may become."""
         if self._batching.method.dynamic:
             states = [request.state for request in self.batch_processor.inputs_and_outputs.requests_in_batch]
             reaches = [len(state.initial_tokens) + state.max_new_tokens for state in states]
@@ -119,7 +119,7 @@ class ContinuousBatching:
 
     @property
     def attends(self) -> list[Any]:
-        """Objects that compute attention in place of the model's layers."""
+        """Objects that compute attention instead of the model's layers."""
         modules = (vars(module) for module in self.subject.model.modules())
         return [attributes["_ctxext_attend"] for attributes in modules if "_ctxext_attend" in attributes]
 
@@ -229,9 +229,9 @@ def _refuse_managed(work: Work) -> None:
 
 
 def _batch_continuously(work: Work) -> None:
-    """Make continuous batching right, or refuse it, and hide a manager that was kept from before the extension.
+    """Install a continuous-batching manager or a refusal, and discard a manager cached before patching.
 
-    Such a manager would share the blocks of equal prompts, whose keys have other positions.
+    An earlier manager would share the blocks of equal prompts, whose keys have other positions.
     """
     model, method, edits = work.subject.model, work.method, work.edits
     edits.set(model, "_cached_continuous_batching_manager", None)

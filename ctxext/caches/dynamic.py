@@ -73,7 +73,7 @@ def _tokens_among(mask: Any, cache: Any, width: int, *, earlier: bool) -> Tensor
 
 
 def _without_padding(positions: Tensor, real: Tensor) -> Tensor:
-    """Give padding the positions of the tokens beside it, as any other ones would begin or lengthen a text.
+    """Give padding the position of the token before it, or of the first one. Others would begin or lengthen a text.
 
     Args:
         positions: positions of the slots of a call, ``[rows, slots]``, perhaps with axes in front.
@@ -112,8 +112,8 @@ class DynamicSite:
     """The frequencies of one layer type as a function of the length.
 
     They come from transformers' rope function if there is one, so that a model equals its plain reload bit for bit.
-    Where a method leaves texts inside the trained window alone, they are those of the model before the extension, in
-    which float32 rounds some frequencies to a neighbour of what the formula gives.
+    Where a method leaves texts inside the trained window alone, the model's frequencies before the extension stay:
+    float32 has rounded some of them to a neighbour of the formula's value.
     """
 
     rotary: nn.Module
@@ -151,7 +151,7 @@ class DynamicSite:
         return fitted_module
 
     def in_graph(self, fitted: int) -> GraphRotary:
-        """Return what a graph takes in place of the rotary module of a text that is fitted to this length."""
+        """Return the module that replaces, in a graph, the rotary module of a text fitted to this length."""
         key = ("graph", fitted, self._plain.device)
         rotary: GraphRotary | None = self._modules.get(key)
         if rotary is None:
@@ -285,7 +285,7 @@ def follow_length(
     """Make the rotary modules of a model, and the decoders that call them, follow the length of each sequence.
 
     Raises:
-        IncompatibleError: if a module rotates other positions than those of the sequence.
+        IncompatibleError: if a module does not rotate by the positions of the sequence.
     """
     method, paths = form.method, dict.fromkeys(site.path for site in form.sites)
     owners = {path: _owner(subject.model, path) for path in paths}

@@ -50,7 +50,7 @@ class LengthRule:
         """Return the length to which positions of a text have to be fitted now.
 
         Args:
-            length: tokens of the text so far, those of this call included.
+            length: tokens of the text so far, including this call.
             cached: the length to which its cached tokens are fitted; None if there are none, or it is unknown.
             declared: the ``ctxext_length`` of the call for this text.
         """
@@ -61,9 +61,9 @@ class LengthRule:
         return fitted
 
     def require_declared(self, length: int, before: int, declared: int | None) -> None:
-        """Raise ``InvalidParameterError`` for a text longer than declared, of which ``before`` tokens are cached."""
+        """Raise ``InvalidParameterError`` for a text longer than declared; ``before`` tokens of it are cached."""
         if not self.by_request or declared is None or before not in (0, length - 1):
-            return  # assisted decoding looks at several tokens at once, of which those beyond the end are dropped
+            return  # assisted decoding reads several tokens at once, and drops the ones beyond the end
         if self.fitted(declared) < self.fitted(length):
             raise InvalidParameterError(
                 f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
@@ -73,8 +73,8 @@ class LengthRule:
     def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
         """Return the fitted length of a row's ``before`` cached tokens; None if it is unknown.
 
-        A cache without a record holds a learned prefix, or stands for the part of a text before a shard. Its tokens
-        count as fitted to their own number.
+        A cache without a record holds a learned prefix, or the part of a text before a shard. Its tokens are taken as
+        fitted to the number of them.
         """
         return self.fitted(before) if known is None else known.of(row, rows)
 
@@ -342,7 +342,7 @@ class RefuseFixedPositions:
 
 @dataclass
 class FittedForward(PositionedForward):
-    """Replacement of ``model.forward``, whose graph gets rotary modules in place of declared lengths."""
+    """Replacement of ``model.forward``, whose graph gets rotary modules instead of declared lengths."""
 
     def __call__(self, *args: Any, ctxext_fitted: FittedModules | None = None, **kwargs: Any) -> Any:
         """Run the model; ``ctxext_fitted`` comes from ``model.prepare_inputs_for_generation``."""
@@ -375,7 +375,7 @@ class RequestedLengths:
         return settings
 
     def prepare_cache(self, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Prepare the cache as transformers does, and put the declared lengths beside it."""
+        """Prepare the cache as transformers does, and add the declared lengths to the arguments."""
         model: Any = self.model
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if positions is not None and (mask is None or positions.ndim == 3):
@@ -390,7 +390,7 @@ class RequestedLengths:
 
 
 def _never_compiles(*_: Any, **__: Any) -> bool:
-    """Return False, in place of ``model._valid_auto_compile_criteria``."""
+    """Return False, as a replacement of ``model._valid_auto_compile_criteria``."""
     return False
 
 

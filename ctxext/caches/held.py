@@ -65,7 +65,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(regions: Sequence[Region]) -> Reach | None:
-    """Return the numbers of tokens that queries see in any of these regions; None if there is no bound."""
+    """Return the numbers of tokens that queries see in any of these regions; None without a bound."""
     first = newest = whole_before = 0
     for region in regions:
         if isinstance(region, Sinks):
@@ -80,7 +80,7 @@ def reach_of(regions: Sequence[Region]) -> Reach | None:
 class HeldLayer(DynamicLayer):  # type: ignore[misc]
     """A growing cache layer of a remapped model, which knows what became of each key.
 
-    A layer of transformers becomes one by a change of its class alone: the class has what is true of a new layer.
+    A layer of transformers becomes one by a change of its class alone: the class has the values of a new layer.
 
     Args:
         first_slots: slots of the first tokens of each row, ``[batch, first]``, -1 in front of them; None while the
@@ -159,10 +159,10 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
     def settle(self, layout: Layout, pieces: Sequence[TurnedPiece], *, by_kernel: bool) -> tuple[Tensor, int]:
         """Rotate keys in place, once, when only the farthest piece will read them from now on.
 
-        The model caches a key with its own rotation. After some steps the key is far from every query that is still to
-        come; its rotation for the last piece is written into the cache then. Without that, every step would rotate all
-        far keys again. A cropped cache brings near keys back, and these are rotated back. The kernel of a step rotates
-        keys as it reads them, so that for it near keys are rotated back, and no others.
+        The model caches a key as it rotated it. After some steps the key is far from every query that is still to come.
+        Then the key is rotated for the last piece in the cache. Without that, every step would rotate all far keys
+        again. A cropped cache brings near keys back, and these are rotated back. The kernel of a step rotates keys as
+        it reads them, so that for it near keys are rotated back, and no others.
 
         Returns:
             The keys to attend to, and how many leading ones have the rotation of the last piece.
@@ -186,7 +186,7 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
     def drop(self, layout: Layout, reach: Reach, heads: SplitGroups | None = None) -> None:
         """Drop keys that no later query can see; ``layout`` is the layout of all keys of a call.
 
-        Of groups of two kinds, only the near ones see so little; they get a layer of their own then.
+        With two kinds of groups, only the near groups see so little. Their keys move to the layer ``near`` then.
         """
         if heads is not None and self.near is None:
             if not is_worth_dropping(reach, layout, layout.key_length):

@@ -1,4 +1,4 @@
-"""The object that stands in place of an attention mask, from the decoder to its layers."""
+"""The object that replaces an attention mask, from the decoder to its layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MaskReadError(IncompatibleError, AttributeError):
 
 
 class LayoutMask:
-    """A layout in place of an attention mask.
+    """A layout, passed to layers instead of an attention mask.
 
     It is not a dataclass: engines that cast a layer's inputs descend into those, and would copy the layout per layer.
 
@@ -40,7 +40,7 @@ class LayoutMask:
         is_plain: True if the replaced mask is causal or full and hides padding only.
         crosses: True if the keys come from an encoder, so that they belong to another text than the queries.
         travels: the numbers of an encoding for each token of this layer.
-        refusal: why there is no layout. A layer that keeps its own attention does without.
+        refusal: why there is no layout. A layer whose attention is not replaced needs none.
     """
 
     ndim = 2

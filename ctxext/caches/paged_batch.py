@@ -31,7 +31,7 @@ class PagedBatch:
 
     Args:
         queries: tokens of each request in this pass.
-        lengths: tokens of each request so far, those of this pass included.
+        lengths: tokens of each request so far, including this pass.
         keys: by type of attention layer, the keys of each request that the cache returns, its newest.
     """
 

@@ -268,7 +268,7 @@ class CacheGuard:
 
     @outside_graphs("ctxext: a growing cache becomes one whose keys can be rotated and dropped.")
     def _hold(self, cache: Any) -> None:
-        """Make the growing layers of a cache held ones, also those that it makes later."""
+        """Turn the growing layers of a cache into held layers, and the layers that it makes later too."""
         for layer in getattr(cache, "layers", ()):
             if plain_class(layer) is DynamicLayer:
                 self._own(layer)
@@ -357,7 +357,7 @@ def _unless_fitted(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class DynamicGuard(CacheGuard):
-    """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
+    """Cache guard of a decoder whose positions follow the length of each sequence. It records the lengths, too."""
 
     by_length = True
 

@@ -1,7 +1,7 @@
 """Store numbers of each token in a cache of transformers, as further dimensions of the token's key.
 
 A cache can grow, be cropped, be reordered for beams and be offloaded. Further dimensions of its keys go through all of
-that with them, so ctxext needs no cache class of its own.
+that with them, so ctxext needs no further cache class.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Travelling:
     """The numbers of an encoding for each token, in one layer and one call.
 
     Args:
-        numbers: numbers of the call's tokens; after an update of the cache, of all its tokens. ``heads`` are those of
-            queries or of keys.
+        numbers: numbers of the call's tokens; after an update of the cache, of all its tokens. ``heads`` counts the
+            heads of queries or of keys.
     """
 
     numbers: Float[Tensor, "batch heads seq numbers"]
