@@ -201,13 +201,14 @@ def attend_rows(
         key_turn: cosines and sines of the further rotation of keys, ``[batch or 1, slots, pairs]``.
         turned: truth for each piece whose keys take ``key_turn``.
         biases: constants that pieces add to their scores; at most ``MOST_PIECES`` pieces.
-        form: dimensions that rotate; angles are those of ``form.backwards`` already.
+        form: dimensions that rotate; angles already have the direction of ``form.backwards``.
         settled: slots from the start whose keys have ``key_turn`` already.
         softcap: bound of a score before its bias, which ``tanh`` approaches.
         sinks: learned scores, one of each head, that take weight and give nothing.
         near: keys and values of some heads, where ``k`` and ``v`` are the others', and the place of each key head: its
-            number in ``k``, or -1 less its number among the near ones. Their slots follow those of ``k``, and ``where``
-            has two rows of groups, ``k``'s and theirs, who are in no piece whose keys rotate.
+            number in ``k``, or -1 less its number among the near ones. The near slots follow the slots of ``k``, and
+            ``where`` has two rows of groups, one for ``k`` and one for ``near``. The pieces of ``near`` never rotate
+            keys.
     """
     (batch, heads, tokens, width), slots = q.shape, where.shape[3]
     near_k, near_v, places = near or (k, v, where)

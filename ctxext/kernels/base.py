@@ -178,6 +178,7 @@ class Call:
         if layout is None:
             layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
         _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout, softcap=softcap)
+        # A window that hides nothing would exclude the backends without windows.
         if window is not None and layout.consecutive and window >= layout.key_length:
             window = None
         order: Literal["consecutive", "increasing", "free", "external"] = "free"
@@ -405,6 +406,7 @@ def _require_arguments(
         raise InvalidParameterError("slopes require a gradient, but are constants here. Pass slopes.detach().")
     if slopes.device != q.device:
         raise InvalidParameterError(f"slopes are on {slopes.device}, q on {q.device}.")
+    # On a GPU a look at the values would wait for all its work, and a graph or a fake tensor has no values.
     readable = slopes.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(slopes, FakeTensor)
     if readable and not layout.memo(
         "slopes", lambda: bool((slopes >= 0).all() & slopes.isfinite().all()), owner=slopes

@@ -30,7 +30,7 @@ class PartRule(NamedTuple):
             Only a backend with ``bands`` is given more keys than queries.
         mask: Visible pairs, bool, ``[batch, heads or 1, query, key]``; not together with ``causal``.
         softcap: Bound of the scores; only given to a backend with ``softcaps``.
-        window: Keys that a query of a causal call sees, the last of them its own; only given to a backend with
+        window: Keys that a query of a causal call sees, up to the key of the query itself; only given to a backend with
             ``bands``.
     """
 

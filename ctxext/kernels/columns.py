@@ -70,7 +70,7 @@ def alibi_columns(
 ) -> Float[Tensor, "batch heads seq 8"]:
     """Return the columns that go in front of q (or k).
 
-    Only positions are needed, so each rank of a sequence-parallel run builds its own. Both sides must be given the
+    Only positions are needed, so each rank of a sequence-parallel run builds its columns. Both sides must be given the
     same ``origin``: sharded runs use a constant, such as half the global length.
 
     Args:
@@ -166,7 +166,7 @@ def with_score_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def with_place_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of a call whose score is the difference of two places, in columns as for slopes.
 
-    The error is that of ``alibi_columns``, with the difference of two places for ``slope * distance``. Places of both
+    The error is as in ``alibi_columns``, with the difference of two places for ``slope * distance``. Places of both
     sides get gradients, although a term common to all keys of a query changes nothing: the rounding error of a pair's
     gradient is then on both sides, and cancels for inputs that both places share.
     """

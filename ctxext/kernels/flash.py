@@ -265,7 +265,7 @@ class Flash4(_Columned):
 
     def widest_for(self, need: Need) -> int:
         major = need.capability[0] if need.capability is not None else 0
-        # Beside all sizes up to 128, Blackwell has kernels of two shapes (_validate_head_dims of 4.0.0b36).
+        # Besides all sizes up to 128, Blackwell has kernels of two shapes (_validate_head_dims of 4.0.0b36).
         shape = (need.head_dim, need.value_dim or need.head_dim)
         is_shape = (need.lse and shape == (192, 128)) or (not need.training and shape == (256, 256))
         return 256 if major == 9 else shape[0] if is_shape and major in (10, 11) else 128

@@ -119,7 +119,7 @@ class Flex(AttentionBackend):
 
 
 def _options(q: Tensor, k: Tensor) -> dict[str, bool] | None:
-    """Return what the compiler must be told: not to take its kernel for few queries where that has too many rows.
+    """Return options that disable the decoding kernel where its row block would be too large.
 
     The kernel for fewer than 128 queries reads a key once for all query heads of its group, as rows of one block. Where
     these are more than a block of the mask, torch 2.11 to 2.13 find no kernel at all ("No choices to select").
@@ -146,7 +146,7 @@ def _blocks_of(rule: PartRule, query: int, key: int, device: torch.device) -> Bl
 
 @functools.cache
 def _compiled(device: str) -> Callable[..., Any]:
-    """Compile one function per device; its cache is keyed by shapes, so later calls only look it up.
+    """Compile one function per device. Its cache is keyed by shapes, so later calls only look it up.
 
     ``fullgraph`` makes too many recompilations an error; otherwise torch would silently go on in plain Python with full
     score matrices. torch's limit of eight is below the number of kinds of calls: dtypes, documents or none, one query

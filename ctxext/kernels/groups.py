@@ -58,7 +58,7 @@ class SplitGroups:
         return groups
 
     def places(self, device: torch.device) -> Int[Tensor, " groups"]:
-        """Return the number of each group among those that read far, or -1 less its number among the others."""
+        """Return the number of each group among the groups that read far, or -1 less its number among the others."""
         key = (device, 0)
         if key not in self._orders:
             far, near = self.far.numbers, self.near.numbers

@@ -59,7 +59,7 @@ class Layout:
     Args:
         query_positions: ``[batch, query]``, tokens from the start of the document, at least 0 for a token.
         key_positions: ``[batch, key]``, counted in the same way.
-        query_documents: ``[batch, query]`` ids; negative is no token. None: everything is document 0.
+        query_documents: ``[batch, query]`` ids, negative for padding. None: everything is document 0.
         key_documents: ``[batch, key]``; given iff ``query_documents`` is.
         spans: the same information as blocks of plain attention, if it has that form and the host knows it.
         consecutive: True if positions step by exactly one inside every span.
@@ -141,7 +141,7 @@ class Layout:
             keys: keys per document, its newest tokens, at least as many as its queries; None for all.
 
         Raises:
-            InvalidParameterError: if there is no document or an empty one.
+            InvalidParameterError: if a document is empty, or none is given.
         """
         if not lengths or min(lengths) < 1:
             raise InvalidParameterError(f"lengths must be at least one positive integer each, found {list(lengths)}.")
@@ -319,7 +319,7 @@ class Layout:
         return change(self.query_positions), change(self.key_positions), qd, kd
 
     def distances(self, *, queries: slice | None = None) -> Int[Tensor, "batch query key"]:
-        """Return query position minus key position for each pair; its absolute value if tokens see both ways."""
+        """Return query position minus key position for each pair, as absolute values if tokens see both ways."""
         rows = slice(None) if queries is None else queries  # torch 2.11 cannot trace a slice as a default
         apart = self.query_positions[:, rows, None] - self.key_positions[:, None, :]
         return apart.abs() if self.sees == "both" else apart
@@ -367,7 +367,7 @@ class Layout:
     def memo(self, key: Any, build: Callable[[], T], *, owner: Tensor | None = None) -> T:
         """Return ``build()``, cached under ``key`` so that the layers of one forward pass share the work.
 
-        ``owner`` is the tensor that the result depends on; it is compared by identity and version. While compiling,
+        ``owner`` is the tensor that the result depends on, compared by identity and version. While compiling,
         only keys that are strings are cached; the compiler merges most equal expressions by itself.
         """
         if torch.compiler.is_compiling():

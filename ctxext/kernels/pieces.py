@@ -1,4 +1,4 @@
-"""Attention in pieces: each region of pairs of tokens has its own positions of queries and keys.
+"""Attention in pieces: each region of pairs of tokens has other positions of queries and keys.
 
 Every method that gives distant tokens positions known from training has this form. An ordinary kernel computes a piece
 on rectangles without a mask (``ctxext.kernels.regions``), and also returns the logarithm of the sum of exponentials
@@ -9,9 +9,9 @@ of each query's scores. With it, the parts of a query are merged exactly::
 A piece whose keys have a weight other than 1 adds its logarithm to ``lse_part``, at no further cost. A sink (a learned
 score of each head, which takes a share of the softmax and gives nothing) is a part with an output of 0, merged last.
 
-A *region* of pairs and its rotations make a *piece*. Each *tile* of queries is merged at once. What of a piece lies in
-a tile is cut into *parts*, each of which is one call of a kernel; here for near keys (n) up to 2 tokens back, and far
-ones (f)::
+A *region* of pairs and its rotations make a *piece*. Each *tile* of queries is merged at once. The share of a
+piece in a tile is cut into *parts*, and each part is one call of a kernel. Here for near keys (n) up to 2 tokens back,
+and far keys (f)::
 
     keys      0 1 2 3 4 5
     tile 1    n . . . . .    one part: the near piece, causal
@@ -83,7 +83,7 @@ class RotationForm(NamedTuple):
 
 
 class Turn:
-    """A rotation of queries or keys from their own position, for which they are rotated already, to another one.
+    """A rotation of queries or keys from the position that the model rotated them for to another position.
 
     Angles are computed once, so that all layers of a forward pass share them.
 
@@ -181,10 +181,10 @@ class Part(NamedTuple):
     """One call of a kernel: queries and keys by their slots, as (start, stop).
 
     Args:
-        query: slots of queries, inside those of the tile.
+        query: slots of queries, inside the slots of the tile.
         kind: ``FULL``, ``CAUSAL`` or ``FADING``, see ``ctxext.kernels.regions``; ``FULL`` with a mask.
         mask: visible pairs, bool ``[rows, 1, query, key]``; None if ``kind`` decides.
-        window: keys that a query of a causal part sees, the last of them its own; None for all.
+        window: keys that a query of a causal part sees, up to the key of the query itself; None for all.
     """
 
     piece: int
@@ -316,7 +316,7 @@ def attend_pieces(
     """Compute attention in ``pieces``, differentiable in q, k, v and sinks.
 
     Args:
-        backend: the backend of the parts; it serves ``call.need`` with ``lse``.
+        backend: the backend of the parts, which serves ``call.need`` with ``lse``.
         call: the call of plain attention, with q and k as the model rotated them.
         pieces: disjoint regions. Pairs outside of them are not visible.
         settled: the number of leading key slots with the rotation of the last piece already. Only pieces with the same
@@ -488,7 +488,7 @@ class _Run:
             most = (BAND_ROWS if self.whole else _rows(q.device.type)) // (tile.query[1] - tile.query[0])
             for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
                 here = (slice(*tile.rows), query_heads, slice(*tile.query))
-                # Many parts are merged in the precision of the log-sum-exp, a few in that of the output.
+                # Many parts are merged in the precision of the log-sum-exp, a few in the precision of the output.
                 total = out[here] if self.whole else out[here].to(lse.dtype)
                 self._forward_tile(q[here], keys, v, tile, (key_heads.start, key_heads.stop), total, lse[here])
                 if total.dtype != out.dtype:
@@ -504,7 +504,7 @@ class _Run:
             here = (slice(None), slice(None), slice(part.query[0] - tile.query[0], part.query[1] - tile.query[0]))
             result = self._forward(part, queries(part), k_part, v_part)
             _merge_into(out[here], lse[here], *result, self.pieces[part.piece].bias)
-            del result  # not held beside that of the next part
+            del result  # so that two results are not held at once
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor

@@ -61,7 +61,7 @@ def tiles(
 ) -> Iterator[tuple[int, int]]:
     """Cut queries ``first .. stop`` (positions) into tiles in which every region has the form above.
 
-    A tile ends at the end of a chunk, and is no longer than the narrowest band. Queries before the first far key are
+    A tile ends at the end of a chunk, and never exceeds the narrowest band. Queries before the first far key are
     one tile of any length, in which all regions except one are empty: attention is plain there. Where tokens see both
     ways, the first queries have far keys ahead, unless the whole text ends before the first far key.
 
@@ -96,7 +96,7 @@ def _first_far(region: Region) -> int:
 
 
 def _width(region: Region) -> int | None:
-    """Return the number of keys in a band, of which a query sees all; None for other regions, and without an end."""
+    """Return the number of keys that a query sees in a band; None for other regions, and without an end."""
     band, nearest = (region.of, 1) if isinstance(region, Ahead) else (region, 0)
     return band.stop - max(band.start, nearest) if isinstance(band, Band) and band.stop is not None else None
 
@@ -148,7 +148,7 @@ def _ahead(region: Band | Chunks, first: int, stop: int, length: int) -> Iterato
 def _between(first: int, stop: int, low: int, high: int, *, near: int | None, far: int | None) -> Iterator[Rectangle]:
     """Yield rectangles of keys ``low .. high`` that lie ``near`` or more, and less than ``far``, tokens behind.
 
-    None is no bound; a negative number of tokens behind is ahead.
+    None means without a bound, and a negative number of tokens behind means ahead.
     """
     if far is not None and low < (seen_by_all := min(high, stop - far)):
         if near is not None and seen_by_all > first + 1 - near and far > near:

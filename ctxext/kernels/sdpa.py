@@ -149,7 +149,7 @@ class Sdpa(AttentionBackend):
         assert rule.softcap is None, "refuses says that it has none"
         mask = rule.mask
         if q.device.type == "cpu" and torch.compiler.is_exporting():
-            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights in place of the
+            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights instead of the
             # log-sum-exp (torch/_decomp/decompositions.py), so an exported program gets ctxext's formula.
             return Reference().with_lse(q, k, v, rule)
         if v.shape[3] != q.shape[3] and (q.device.type == "cpu" or _is_for_flash(q)):

@@ -1,9 +1,9 @@
 """Attention of a few queries over a long cache, as in decoding: all pieces of a query under one softmax.
 
-Each pair of a query and a slot belongs to one piece or to none. The score of a pair is that of its piece, whose
-rotations the query and perhaps the key get, and one softmax runs over all slots. Nothing is merged by log-sum-exp, and
-no value is read on the host, so that a graph can hold a step: borders are in a tensor of the pieces' numbers, and
-shapes are those of the cache. On CUDA two Triton kernels do all of it (``_step_kernel``).
+Each pair of a query and a slot belongs to one piece or to none. The piece rotates the query, and perhaps the key, for
+their score, and one softmax runs over all slots. Nothing is merged by log-sum-exp, and no value is read on the host, so
+that a graph can hold a step: borders are in a tensor of the pieces' numbers, and the cache alone sets the shapes. On
+CUDA two Triton kernels do all of it (``_step_kernel``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepPlan(NamedTuple):
 
     Args:
         numbers: Number of the piece that serves each pair, ``[rows, groups or 1, query, key]``; ``HIDDEN`` for none.
-        for_kernel: Arguments of the kernel that follow ``numbers``; None where there is no kernel.
+        for_kernel: Arguments of the kernel that follow ``numbers``; None without a kernel.
     """
 
     pieces: tuple[TurnedPiece, ...]
@@ -42,7 +42,7 @@ class StepPlan(NamedTuple):
 
 
 def why_no_step(q: Tensor, k: Tensor) -> str | None:
-    """Return why a call is no step, which has few queries, and as many slots in each call; None if it is one."""
+    """Return why a call is not a step; None if it is. A step has few queries, and a fixed number of slots."""
     is_fixed = isinstance(q.shape[2], int) and isinstance(k.shape[2], int)
     return None if is_fixed and q.shape[2] <= FEW else f"a step has up to {FEW} tokens, and a fixed number of them"
 
@@ -121,7 +121,7 @@ def plan_step(
 
     Args:
         pieces: Pieces of attention; all keys that some of them rotate are rotated alike.
-        few: Pieces of the other groups, where ``many`` names those that attend in ``pieces``, bool ``[groups]``.
+        few: Pieces of the other groups; ``many``, bool ``[groups]``, marks the groups that attend in ``pieces``.
     """
     numbers = served_by(layout, pieces)
     if many is not None:
@@ -135,7 +135,7 @@ def plan_split(
 ) -> StepPlan:
     """Return the kernel's plan of a step on two layouts of keys, whose heads attend in ``pieces`` and in ``few``.
 
-    The slots of ``held`` follow those of ``layout``.
+    The slots of ``held`` follow the slots of ``layout``.
     """
     far, near = served_by(layout, pieces), served_by(held, few, len(pieces))
     sides, rows = (pad(far, (0, near.shape[3]), value=HIDDEN), pad(near, (far.shape[3], 0), value=HIDDEN)), q.shape[0]
