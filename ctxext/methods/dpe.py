@@ -29,7 +29,7 @@ class DPE(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
-            no bound on relative positions follows from searched sizes, some of which are 1.
+            no bound on relative positions follows from searched sizes, since some are 1.
         temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
             (of all).
         groups: tokens that share a position, at least 1 each, fastest frequency first: one size for each pair of

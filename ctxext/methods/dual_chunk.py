@@ -15,7 +15,7 @@ class DualChunk(RemapMethod):
     """Cut the text into chunks: positions count inside a chunk, and older chunks are seen from one farthest position.
 
     Pick it for checkpoints that are deployed with it (Qwen2.5-1M, together with YaRN), and where texts may grow without
-    limit. A query sees its own chunk unchanged, the last ``local`` tokens of the chunk before at their true distances,
+    limit. A query sees its chunk unchanged, the last ``local`` tokens of the chunk before at their true distances,
     and older chunks at distances that tell the place of a key in its chunk, but not which chunk is older: a key of an
     older chunk may seem nearer. Texts of up to ``chunk`` + 1 tokens are computed as by the unextended model.
 

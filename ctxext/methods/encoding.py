@@ -1,4 +1,4 @@
-"""The contract of methods that bring their own position encoding: a module, with or without weights, to train with."""
+"""The contract of methods that bring a position encoding: a module, with or without weights, to train with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ScoreForm = Literal["none", "columns", "places", "rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSpec:
-    """Facts about a model that a method with its own position encoding may use.
+    """Facts about a model that a method with a position encoding may use.
 
     Args:
         hidden_size: width of the states between layers.
@@ -165,8 +165,8 @@ class Encoding(nn.Module):
     def carried(self, states: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch heads seq numbers"] | None:
         """Compute numbers for each token from the states that its layer gets; return None if the encoding has none.
 
-        ``heads`` are those of queries or of keys. Where the numbers have a wider dtype than keys, a cache keeps more
-        digits of the numbers than of a key, at three times the memory: float32 beside keys in 16 bits.
+        ``heads`` counts the heads of queries or of keys. Where the numbers have a wider dtype than keys, a cache keeps
+        more digits of the numbers than of a key, at three times the memory: float32 with keys in 16 bits.
         """
         return None
 

@@ -14,7 +14,7 @@ from ctxext.methods.parameters import require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 # Divisor of a frequency that must not turn. JSON has no infinity. In a text of any practical length cos is then exactly
-# 1 and sin below 1e-18, which float32 and narrower types round away beside 1. The number fits a float32; its product
+# 1 and sin below 1e-18, which float32 and narrower types round away next to 1. The number fits a float32; its product
 # with a power of the base may overflow to infinity there, and the reciprocal of infinity is 0, as wanted.
 NEVER = 1e30
 
@@ -108,8 +108,8 @@ def clipped(
     Args:
         rope: the model's rotation.
         inv_freq: frequencies to clip, radians per token.
-        clip: number of frequencies, from 2 to all; "auto" for those that the weights know less than one turn of, in
-            the trained window; None for none.
+        clip: number of frequencies, from 2 to all; "auto" for the frequencies that make less than one turn in the
+            trained window; None for none.
 
     Raises:
         InvalidParameterError: if there are fewer frequencies, or fewer than two for "auto".

@@ -18,7 +18,7 @@ class Group(TableMethod):
     The order inside a group is lost, in short texts too. Without training the authors saw no clear difference.
 
     Args:
-        factor: target_length / trained_length. Dimensionless, at least 1. Where it is no whole number, groups differ
+        factor: target_length / trained_length. Dimensionless, at least 1. Where it is not a whole number, groups differ
             in size by one.
 
     Source: Zhu et al., arXiv:2404.12096, section 4.1 (grouped positions). Authors' code: dwzhu-pku/LongEmbed@033dc4a,

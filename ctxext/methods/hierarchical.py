@@ -14,7 +14,7 @@ from ctxext.methods.parameters import Range, require
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(TableMethod):
-    """Read a position as two digits in base trained_length, and move the row of the second by that of the first.
+    """Read a position as two digits in base trained_length, and move the row of the second by the row of the first.
 
     Pick it where short texts must stay as they are: the first trained_length rows are unchanged, every later position
     has a row of its own, and the squared trained length can be reached. Rows beyond the trained length are sums that

@@ -16,7 +16,7 @@ from ctxext.spec import Frequencies, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(RopeMethod):
-    """Divide each frequency by a factor of its own, from one set for short texts and another for long ones.
+    """Divide each frequency by a separate factor, from one set for short texts and another for long ones.
 
     Pick it when you have searched or published factors (Phi-3, Phi-4-mini, MiniCPM). With two different sets, a text
     that grows past the trained length switches sets, and its KV cache must be recomputed once; ``growth="request"`` or
@@ -27,8 +27,8 @@ class LongRoPE(RopeMethod):
         short_factor: divisors for texts up to trained_length, one per rotated pair (rotary_dim / 2). Above 0.
         long_factor: divisors for longer texts, as many. Above 0.
         attention_factor: multiplies cos and sin. Above 0; None is ``sqrt(1 + ln(factor) / ln(trained_length))``.
-        growth: length that decides between the sets: "exact" counts the tokens so far; "request" those of prompt and
-            ``max_new_tokens``, row by row, so that ``generate`` recomputes nothing.
+        growth: length that decides between the sets: "exact" counts the tokens so far; "request" counts the prompt
+            and ``max_new_tokens``, row by row, so that ``generate`` recomputes nothing.
 
     Raises:
         InvalidParameterError: from ``frequencies``, if the model has another number of frequencies.

@@ -29,10 +29,10 @@ class NoPE(RopeMethod):
         sharpening: c in ``1 + c ln(factor)``, which multiplies attention scores, since a softmax over more keys is
             flatter. Dimensionless, at least 0; the authors choose it by the loss at the longer length, after training.
 
-    Source: Kazemnejad et al., arXiv:2305.19466 (models trained without positions); for dropping those of a trained
-        model Gelberg et al., arXiv:2512.12167. Authors' code: SakanaAI/DroPE@260a8bb, custom_models/attention.py,
-        which holds cos at 1 and sin at 0 in classes of its own; here any runtime that divides frequencies by a factor
-        loads the result.
+    Source: Kazemnejad et al., arXiv:2305.19466 (models trained without positions); for dropping positions of a
+        trained model Gelberg et al., arXiv:2512.12167. Authors' code: SakanaAI/DroPE@260a8bb,
+        custom_models/attention.py, which holds cos at 1 and sin at 0 in further classes; here any runtime that divides
+        frequencies by a factor loads the result.
     """
 
     name: ClassVar[str] = "nope"

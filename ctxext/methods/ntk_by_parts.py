@@ -13,7 +13,7 @@ from ctxext.spec import Frequencies, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class NTKByParts(RopeMethod):
-    """Keep the frequencies that turn often in the trained window, divide those that hardly turn, blend between.
+    """Keep the frequencies that turn often in the trained window, divide the ones that hardly turn, blend between.
 
     Pick it to study YaRN without its temperature, in the form of the paper; for use, take YaRN. Plain transformers
     expresses it exactly as ``llama3`` with other thresholds.

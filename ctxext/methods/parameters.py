@@ -45,7 +45,7 @@ class Range:
         above: open lower end, instead of ``least``.
         most: largest number; None for ``MOST``.
         below: open upper end, instead of ``most``.
-        step: whole number of which the parameter must be a multiple.
+        step: whole number whose multiples the parameter may take.
         of: unit, for messages: "tokens".
     """
 
@@ -217,7 +217,7 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
 
 
 def require(condition: bool, parameter: str, value: object, expected: str) -> None:
-    """Raise ``InvalidParameterError`` naming the parameter, the value found and what is expected."""
+    """Raise ``InvalidParameterError`` naming the parameter, the value found and the values expected."""
     if not condition:
         raise InvalidParameterError(f"{parameter} must be {expected}, found {shown(value)}.")
 

@@ -25,7 +25,7 @@ Tokens = Range(above=0, most=MOST_TOKENS)
 class PositionMap:
     """Another position for each token: ``min(floor((p mod period) / group) * scale + offset, ceiling)``.
 
-    The default changes nothing. Where ``group`` or ``offset`` is a tuple, every frequency has a position of its own.
+    The default changes nothing. Where ``group`` or ``offset`` is a tuple, positions differ by frequency.
 
     Args:
         period: tokens after which positions begin again at 0; None for never.
@@ -47,7 +47,7 @@ class PositionMap:
         return self == PositionMap()
 
     def __call__(self, positions: Int[Tensor, " seq"]) -> Tensor:
-        """Compute positions in float64: ``[seq]``, or ``[seq, frequencies]`` where each frequency has its own."""
+        """Compute positions in float64: ``[seq]``, or ``[seq, frequencies]`` where they differ by frequency."""
         place = positions if self.period is None else positions % self.period
         if isinstance(self.group, tuple) or isinstance(self.offset, tuple):
             place = place[:, None]
@@ -155,13 +155,13 @@ class Ahead(Region):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of attention in which queries and keys stand at positions of its own.
+    """A part of attention in which queries and keys have other positions.
 
     Args:
         region: pairs of a query and a key that the piece serves.
         query: positions of the queries.
         key: positions of the keys.
-        weight: factor on the exponential of each score of the piece, which weighs its keys against those of other
+        weight: factor on the exponential of each score of the piece, which weighs its keys against the keys of other
             pieces. Above 0.
     """
 

@@ -39,7 +39,7 @@ class RetrievalHeads(RemapMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
         temperature: "none"; "logn" or "growing" (sharpen the attention of queries beyond the trained length); "yarn"
-            (of all); of the heads that read far only, since the others see no more tokens than in training.
+            (of all). It holds for the heads that read far only, since the others see no more tokens than in training.
         heads: the groups that read far: the .json file of scores that ``ctxext heads`` wrote; a list of their numbers,
             counted from 0 through the attention layers; or None, by which ``ctxext.patch`` scores the model's heads on
             random tokens, as ``ctxext.heads`` does. The config of a patched model holds the numbers.
@@ -63,7 +63,7 @@ class RetrievalHeads(RemapMethod):
             short ``chunk`` of dual_chunk makes it fewer tokens.
 
     Raises:
-        InvalidParameterError: for ``share`` or ``threshold`` beside a list of numbers, for both, or for a parameter of
+        InvalidParameterError: for ``share`` or ``threshold`` with a list of numbers, for both, or for a parameter of
             another far method.
 
     Source: retrieval heads: Wu et al., arXiv:2404.15574. A window for the others, inside the trained length: Xiao et
@@ -127,7 +127,7 @@ class RetrievalHeads(RemapMethod):
         return Streaming(factor=self.factor, sinks=self.sinks, window=self.window, exact=self.exact)
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
-        """Return the pieces of the heads that read far; those of the others are ``near_method``'s."""
+        """Return the pieces of the heads that read far; ``near_method`` has the pieces of the others."""
         far = self.far_method
         return (Piece(region=Band()),) if far is None else far.pieces(rope, length)
 

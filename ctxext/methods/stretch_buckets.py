@@ -17,7 +17,7 @@ class StretchBuckets(BucketMethod):
     already, but cannot tell how far back more distant tokens are. Near distances (up to 7
     tokens each way in an encoder, 15 in a decoder) keep a bucket each, unchanged; the distances between get coarser,
     which costs something without training. The method is not interpolation, which would divide near distances as well,
-    and changes no base or frequency; of the rotary methods NTK comes nearest.
+    and changes no base or frequency. NTK is the rotary method that comes nearest.
 
     A softmax over more keys is flatter. To counter that, ``temperature`` sharpens the self-attention whose buckets are
     stretched, without training (Chi et al.). The authors choose the temperature at which attention on longer texts is

@@ -21,7 +21,7 @@ class YaRN(RopeMethod):
     """Keep the fast frequencies, divide the slow ones by the factor, and sharpen attention a little.
 
     Pick it to train, or when another runtime must load the result: of the methods that those support it loses least
-    without training, and it needs the fewest steps with it. The defaults are those of the published checkpoints
+    without training, and it needs the fewest steps with it. The defaults come from the published checkpoints
     (authors, Qwen, DeepSeek), whose ramp is not the one printed in the paper.
 
     Args:
@@ -37,7 +37,7 @@ class YaRN(RopeMethod):
             in transformers, and does not multiply it, as in the authors' code.
         mscale: with ``mscale_all_dim``, the attention factor is
             ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`` (DeepSeek). Above 0 or None.
-        mscale_all_dim: see ``mscale``. DeepSeek's attention multiplies its own softmax scale by this part, which is
+        mscale_all_dim: see ``mscale``. DeepSeek's attention multiplies its softmax scale by this part, which is
             the architecture's business, not a frequency's.
         divisor: divisor of a frequency that is not kept, at least 1; None is ``factor``, as published. Measurements on
             a model may favour a divisor above or below the factor.
