@@ -21,7 +21,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 
 def own_bases(kind: type) -> list[type]:
-    """Return a class and its bases, without those of torch and those that all models of transformers share."""
+    """Return a class and its bases, without the bases of torch and the ones that all models of transformers share."""
     return [base for base in kind.__mro__ if _is_of_a_model(base.__module__)]
 
 
@@ -35,7 +35,7 @@ def _is_of_a_model(home: str) -> bool:
 
 
 def names_of(kind: type) -> dict[str, Any]:
-    """Return the names in the modules of a class and of its bases; those of the class take precedence."""
+    """Return the names in the modules of a class and of its bases; names of the class take precedence."""
     names: dict[str, Any] = {}
     for base in own_bases(kind):
         names = {**vars(sys.modules[base.__module__]), **names}

@@ -28,7 +28,7 @@ SAMPLED = 64
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
+    """Return 12 hex digits that identify a checkpoint: its config, and its tensors' names, shapes and samples.
 
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
     The dtype counts, since it rounds the weights, and so do the adapters in use. Where ZeRO-3 or FSDP has shared the

@@ -201,5 +201,5 @@ def _beside(current: Any, old: object) -> object:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the entries of a module's dictionary, without those that every module has (hooks, weights, parts)."""
+    """Return the entries of a module's dictionary, without the ones that every module has (hooks, weights, parts)."""
     return {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}

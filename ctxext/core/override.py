@@ -117,7 +117,7 @@ def _follow_replicas(work: Work) -> None:
 
 
 def _stands_in(value: Any, module: nn.Module) -> bool:
-    """Return whether ``value`` is an object that ctxext put in place of a method of ``module``."""
+    """Return whether ``value`` is an object of ctxext that replaces a method of ``module``."""
     return _is_ours(value) and any(getattr(value, field.name) is module for field in fields(value))
 
 

@@ -1,4 +1,4 @@
-"""Probe a model for the layers that rotate and the layers with a sliding window, by running its own code.
+"""Probe a model for the layers that rotate and the layers with a sliding window, by running its code.
 
 A twin of the model on the meta device reads a few tokens that hold no data. The outputs of its rotary modules, its
 hidden states and its attention masks carry marks, and marks follow tensors through every operation. A layer in which a
@@ -156,7 +156,7 @@ def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results, including those in lists.
+    """Yield the tensors among arguments or results, also inside lists.
 
     torch's own tree utilities would take as long as the rest of the probe.
     """

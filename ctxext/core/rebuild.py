@@ -1,6 +1,6 @@
 """Rebuild a model from a changed config, on the meta device, and carry the differences over to the live model.
 
-An in-place patch must leave the model as a reload of its own saved config would build it. Instead of knowing which
+An in-place patch must leave the model as a reload of its saved config would build it. Instead of knowing which
 attributes each of two hundred classes derives from its config, ctxext lets transformers build the model twice on the
 meta device, from the current config and from the changed one, and carries over the attributes that differ.
 """
@@ -180,9 +180,9 @@ class Rebuild:
 def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """Build a class of models from a copy of ``config`` on the meta device.
 
-    The copy has dtypes as ``from_pretrained`` sets them, in place of the names that ``save_pretrained`` leaves: the
-    activation of Apertus makes a tensor of the config's dtype. A part whose config has a dtype of its own would be
-    built in that one, and the rest in another.
+    The copy has dtypes as ``from_pretrained`` sets them, instead of the names that ``save_pretrained`` leaves: the
+    activation of Apertus makes a tensor of the config's dtype. The dtypes of sub-configs are removed, or a part would
+    be built in that dtype, and the rest in another.
     """
     config = copy.deepcopy(config)
     for name in config.sub_configs:
@@ -231,7 +231,7 @@ class Unfilled(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Build models on the meta device, also those that are attached to their method afterwards."""
+    """Build models on the meta device, also if their method is attached afterwards."""
     with torch.device("meta"), Unfilled(), restoring():
         yield
 

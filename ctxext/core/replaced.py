@@ -84,7 +84,7 @@ def _code_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def _package(code: Any) -> str:
-    """Return the package of a function or class; of a partial function, that of its innermost function."""
+    """Return the package of a function or class, or of the innermost function of a partial function."""
     while isinstance(code, functools.partial):
         code = code.func
     return str(getattr(code, "__module__", None) or type(code).__module__).partition(".")[0]

@@ -1,7 +1,7 @@
-"""Find the rotary frequencies of a model, read what they are before an extension, and prove what they are after it.
+"""Find the rotary frequencies of a model, read them before an extension, and prove them after it.
 
-The first proof compares live modules with those that the config builds: methods start from the config. The second one
-compares cos and sin of the live module with the method's mathematics in float64.
+The first proof compares live modules with the modules that the config builds: methods start from the config. The second
+proof compares cos and sin of the live module with the method's mathematics in float64.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class RotaryPlace:
 
 @dataclass(frozen=True)
 class RotarySite(RotaryPlace):
-    """A place with the frequencies that an extension starts from: plain ones, or those of the training."""
+    """A place with the frequencies that an extension starts from, either plain or as in the training."""
 
     spec: RopeSpec
 
@@ -186,10 +186,10 @@ def find_sites(
     """Find the frequencies of the decoder that reach beyond a sliding window, and the spec of each.
 
     ``scaled`` says that the weights were trained with the scaling of the config, rather than with plain frequencies.
-    ``places`` are those that ``survey`` has found already, if any.
+    ``places`` may pass the places that ``survey`` has found already.
 
     Raises:
-        IncompatibleError: if there are no such frequencies, or none that a method could extend.
+        IncompatibleError: if no such frequencies exist, or a method could extend none of them.
     """
     text = subject.text
     sites = []
@@ -213,7 +213,7 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
     """Return the places whose frequencies reach beyond a sliding window, and what the decoder's layers do with them.
 
     Raises:
-        IncompatibleError: if there is no such place, or if windowed layers stand beside full ones and the probe failed.
+        IncompatibleError: if no such place exists, or if windowed layers are mixed with full ones and the probe failed.
     """
     text = subject.text
     places, elsewhere = find_places(subject)
@@ -242,6 +242,7 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
             f"{type(subject.model).__name__} reads no tokens: the first argument of its forward is {first!r}. Patch "
             f"the model that contains it and reads the text."
         )
+    # Last, because the probe runs the model's code on a twin; everything above reads modules and config.
     layers = look(subject.model, list(dict.fromkeys(place.path for place in places)))
     if layers.failure and places[0].layer_type is None and mixes_windows(text):
         raise IncompatibleError(
@@ -324,7 +325,7 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
 def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> RopeSpec:
     """Read the frequencies that a checkpoint with scaled positions was trained with, and their scale of cos and sin.
 
-    Both are those that the config gives a text of ``trained_length`` tokens, in float32, as in the training.
+    The config gives both for a text of ``trained_length`` tokens, in float32, as in the training.
     """
     plain = _plain_spec(subject, place, trained_length)
     text = subject.text

@@ -32,7 +32,7 @@ from ctxext.version import __version__
 TESTED = {"transformers": "5.24.0", "torch": "2.13.0"}
 
 FORMAT = 1
-# Of an encoder-decoder: under "sides", what each side would hold if it were a model of its own, and its "place".
+# For an encoder-decoder. Under "sides", each side has the entries of a whole model, and its "place".
 SIDES_FORMAT = 2
 # What no logit depends on: who wrote it, how it was found (``ctxext choose``) and how it is expressed, what to tell a
 # user, how to undo it, which of several exact kernels computes it, and what follows from the rest. Whatever else a
@@ -63,7 +63,7 @@ KINDS = {
 }
 
 # A guard keeps programs without ctxext out of a checkpoint whose config has no field about its extension. It is a
-# sentence in place of a number: transformers 5 checks types and quotes it, and programs without checks cannot compute
+# sentence instead of a number: transformers 5 checks types and quotes it, and programs without checks cannot compute
 # with it. Live modules of a patched model have the number.
 
 GUARDED_FIELD = "layer_norm_epsilon"
@@ -94,7 +94,7 @@ def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
 def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return the ``config.ctxext`` of an encoder-decoder.
 
-    Each side, the encoder first, has the place of its config in the whole config, and its own saved form.
+    Each side, the encoder first, has its saved form, and the place of its config in the whole config.
     """
     held = {name: saved | {"place": place} for name, (place, saved) in sides.items()}
     first = next(iter(held.values()))
@@ -117,7 +117,7 @@ def version_of(saved: dict[str, Any]) -> str:
 def arguments_of(
     saved: dict[str, Any], attention: str | None = None
 ) -> ExtensionArguments | dict[str, ExtensionArguments]:
-    """Return the arguments that give a model this extension again; for an encoder-decoder, those of each side."""
+    """Return the arguments that give a model this extension again; for an encoder-decoder, by side."""
     if sides := saved_sides(saved):
         return {
             name: ExtensionArguments(
@@ -133,9 +133,9 @@ def arguments_over(
 ) -> tuple[ExtensionArguments | dict[str, ExtensionArguments], dict[str, Any] | None]:
     """Return the arguments for a config that is already extended, and the extension to take off before.
 
-    None is taken off where weights were trained with it: without its entry in the config, that one is then a scaling as
-    in any other checkpoint. The trained length of an encoder-decoder is that of its first extended side. Each side is
-    extended from its own.
+    Nothing is taken off where the weights were trained with the extension. Without the entry in the config, it is then
+    a scaling as in any other checkpoint. The arguments give the trained length of the first extended side of an
+    encoder-decoder. Each side is extended from the length in its saved form.
 
     Raises:
         PatchStateError: the trained length is missing or no length of that extension; or only ctxext computes what
@@ -143,6 +143,7 @@ def arguments_over(
     """
     parts = saved_sides(saved) or {"": saved}
     reach, known, given = saved["target_length"], saved["trained_length"], arguments.trained_length
+    # A user whose weights were trained with the extension passes its reach as the length, or only a ``scaling``.
     goes_on = given == reach != known or (given is None and arguments.scaling is not None)
     kept, stock = goes_on and arguments.scaling in (None, "extend"), all(part["stock"] for part in parts.values())
     if not (stock if kept else given == known):
@@ -252,7 +253,7 @@ def saved_method(saved: dict[str, Any]) -> Method:
     """
     if saved_sides(saved):
         raise IncompatibleError(
-            "This is an encoder-decoder whose sides have an extension each, and what was asked is for models with one. "
+            "This operation does not support encoder-decoders, whose two sides are extended separately. "
             "Use patch, load, describe and save."
         )
     return saved_class(saved["method"]["method"]).from_dict(saved["method"])
@@ -294,7 +295,7 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
 
 
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
-    """Return the arguments of ``patch`` beside the method; ``attention`` takes the place of the saved backend."""
+    """Return the arguments of ``patch`` besides the method; ``attention`` overrides the saved backend."""
     given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
 
@@ -337,7 +338,7 @@ def guarded_field(subject: Subject, otherwise: str) -> str:
     """Return the config field whose guard makes plain transformers refuse a checkpoint.
 
     Raises:
-        IncompatibleError: if there is no such field.
+        IncompatibleError: if no such field exists.
     """
     for name in GUARDED:
         if isinstance(vars(subject.config).get(name), int | float):
@@ -369,14 +370,14 @@ PASS_OVER_SCALING = frozenset({"nemotron"})
 
 
 def with_old_form(config: Any) -> Any:
-    """Return a copy of an extended config with the fields of transformers 4 that its own class reads too."""
+    """Return a copy of an extended config with the fields of transformers 4 that its class reads too."""
     copied = copy.deepcopy(config)
     put_old_form(extended_texts(copied), Edits())
     return copied
 
 
 def put_old_form(texts: Iterable[Any], edits: Edits, *, of_any_type: bool = False) -> None:
-    """Put the old form beside the new one in the text parts of an extended config, until ``edits`` is undone.
+    """Add the old form to the new one in the text parts of an extended config, until ``edits`` is undone.
 
     ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
     ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
@@ -401,7 +402,7 @@ def drop_old_form(text: Any, edits: Edits | None = None) -> None:
 def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
 
-    A form is returned only if transformers reads it correctly, both alone and beside ``rope_parameters``. Nothing is
+    A form is returned only if transformers reads it correctly, both alone and next to ``rope_parameters``. Nothing is
     returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
     not know it.
     """
@@ -462,7 +463,7 @@ def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool = False) -> bool:
-    """Return whether transformers reads ``rope`` from these old fields, ``alone`` or beside the new ones."""
+    """Return whether transformers reads ``rope`` from these old fields, ``alone`` or next to the new ones."""
     try:
         built = _read(text, form, without=("rope_parameters",) if alone else ())
     except REFUSALS:

@@ -90,7 +90,7 @@ def all_windowed(config: Any) -> bool:
 
 
 def mixes_windows(config: Any) -> bool:
-    """Return whether the config has layers with a window beside layers without one."""
+    """Return whether the config has layers with a window and layers without one."""
     return any(map(is_windowed, layer_types(config))) and not all_windowed(config)
 
 
@@ -217,7 +217,7 @@ def _scaling(config: Any, text: Any, rope: dict[str, Any], kind: str) -> Scaling
 def _dynamic(rope: dict[str, Any], factor: float | None, original: int | None, longest: int | None) -> Scaling:
     """Return the scaling of a dynamic type, whose stretch starts at ``max_position_embeddings`` in transformers.
 
-    transformers 5 ignores an original length beside it, which may be the trained one, so both are possible windows.
+    transformers 5 ignores an original length next to it, which may be the trained one, so both are possible windows.
     """
     windows = tuple(sorted({length for length in (original, longest) if length is not None}))
     serves = None
@@ -347,7 +347,7 @@ def _question(scaling: Scaling, trained_length: int | None) -> str:
 
 
 def refuse_changed_length(subject: Subject) -> None:
-    """Raise if the config's length differs from that of its config.json, or from that at the model's construction.
+    """Raise if the config's length differs from its config.json, or from the length at the model's construction.
 
     Some programs raise ``max_position_embeddings`` before a model is patched (axolotl, to its sequence length), which
     does not change what the weights were trained for.

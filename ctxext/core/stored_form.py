@@ -28,7 +28,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.rope_types import GUARD, ROPE_NAME, ROPE_TYPE, UNROTATED_TYPE
 from ctxext.spec import RopeSpec
 
-# Of methods that keep the frequencies, where the config takes no rope type but its own (Phi-3).
+# Of methods that keep the frequencies, where the config accepts only its usual rope type (Phi-3).
 AS_TRAINED = "the frequencies of the training, and a sentence in place of a number, which only ctxext loads"
 
 
@@ -138,7 +138,7 @@ def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterat
         yield f"stock rope_type {name!r}{changed}", plain_forms
     if not method.is_table:
         if not plain_forms:
-            # Without rope_theta first: ctxext needs none outside its own entry. Some models read it under every rope
+            # Without rope_theta first: ctxext needs none outside its entry. Some models read it under every rope
             # type.
             ours = [method_rope_parameters(method, spec) for spec in specs]
             description = f"rope_type {ROPE_NAME!r}, which only ctxext loads"
@@ -150,7 +150,7 @@ def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterat
             ropes = [site.rope_dict(text) for site in sites]
             yield AS_TRAINED, [{key: rope[key] for key in SCALING_KEYS & rope.keys()} for rope in ropes]
         return
-    # longrope divides each plain frequency by its own factor, so it can hold any frequencies at all.
+    # longrope divides each plain frequency by a separate factor, so it can hold any frequencies at all.
     tables = [
         as_longrope(site.spec, site.mathematics(method)(site.spec.trained_length), method.factor) for site in sites
     ]
@@ -184,7 +184,7 @@ def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
 
 
 def _rebuilt_wrong(form: StoredForm) -> str | None:
-    """Return what is wrong with the rotary modules that transformers builds from a form; None if they are right."""
+    """Return the error in the rotary modules that transformers builds from a form; None if they are right."""
     for site in form.sites:
         try:
             rotary = form.rebuild.rotary(site.path)

@@ -2,7 +2,7 @@
 
 A verb makes one ``Subject`` of what the user gave, and hands it down, so that nothing below unwraps a model again or
 searches its config for the part about text. Each side of an encoder-decoder (an encoder and a decoder that rotate,
-with a config each) is a subject of its own: transformers builds it as a model, and a reload builds it from its part of
+with a config each) is a separate subject: transformers builds it as a model, and a reload builds it from its part of
 the whole config.
 """
 
@@ -41,7 +41,7 @@ class Subject:
     Args:
         wrappers: Wrappers around it, outermost first.
         place: Path to the config of a side of an encoder-decoder in the whole config, such as
-            ``"encoder.text_config"``; empty for a model of its own.
+            ``"encoder.text_config"``; empty for a whole model.
     """
 
     model: PreTrainedModel
@@ -53,7 +53,7 @@ class Subject:
         """Unwrap what the user gave: PEFT, torch.compile, data-parallel wrappers, holders of a model and a tokenizer.
 
         Raises:
-            IncompatibleError: if there is no transformers model inside, or none that is found alone.
+            IncompatibleError: if no wrapper known here leads to a transformers model.
         """
         *wrappers, inner = unwrapped(given)
         if not isinstance(inner, PreTrainedModel):
@@ -90,7 +90,7 @@ class Subject:
 
     @property
     def ordinary_tokens(self) -> Int[Tensor, " tokens"]:
-        """The ids without a special meaning in the config or a row of padding, or all ids if there are no others."""
+        """The ids without a special meaning in the config or a row of padding, or all ids if that leaves none."""
         usable = torch.ones(getattr(self.text, "vocab_size", None) or 0, dtype=torch.bool)
         special = [
             (value if isinstance(value, list | tuple) else [value])
@@ -123,7 +123,8 @@ class Subject:
             IncompatibleError: if the two share one config, or one of them has none that a reload would read.
         """
         sides: dict[str, Subject] = {}
-        for path, rotary in self.rotaries if self.config.is_encoder_decoder else ():
+        for path, _ in self.rotaries if self.config.is_encoder_decoder else ():
+            # transformers builds each side as a model, so the innermost one around a rotary module is the side.
             name = next((part for part in path.split(".") if part in SIDES), None)
             owners = [self.model.get_submodule(path[:end]) for end, sign in enumerate(path) if sign == "."]
             reader = next((owner for owner in reversed(owners) if isinstance(owner, PreTrainedModel)), None)
@@ -136,10 +137,8 @@ class Subject:
                 )
             if reader.config is self.config:
                 raise IncompatibleError(
-                    f"The encoder and the decoder of this {self.kind} are built from one and the same config "
-                    f"({type(rotary).__name__} reads {type(self.config).__name__}), which cannot say which of them is "
-                    f"extended, or that one reads sound and the other writes text. ctxext extends sides that have a "
-                    f"config each."
+                    f"The encoder and the decoder of this {self.kind} share one config ({type(self.config).__name__}), "
+                    f"so it cannot record an extension per side. ctxext extends sides that have a config each."
                 )
             place = path_to(self.config, reader.config)
             if not place:
@@ -154,14 +153,14 @@ class Subject:
 def unwrapped(model: Any) -> list[Any]:
     """Unwrap a transformers model, and return the chain of wrappers and the model, outermost first.
 
-    Wrappers are those of torch.compile, data-parallel and PEFT, and what holds a model beside its tokenizer: a
+    Wrappers come from torch.compile, data-parallel training and PEFT. Others hold a model with its tokenizer: a
     SentenceTransformer, a CrossEncoder, a pipeline.
     """
     chain = [model]
     while not isinstance(chain[-1], PreTrainedModel):
         outer = chain[-1]
         compiled = dict(outer.named_children()).get("_orig_mod") if isinstance(outer, nn.Module) else None
-        if compiled is not None:  # asked first: it answers for every attribute of what is inside
+        if compiled is not None:  # asked first: it answers for every attribute of the module inside
             chain.append(compiled)
         elif hasattr(outer, "get_base_model"):
             chain.append(outer.get_base_model())
@@ -175,7 +174,7 @@ def unwrapped(model: Any) -> list[Any]:
 
 
 def _beside_a_tokenizer(holder: Any) -> Any:
-    """Find the model that an object holds beside its tokenizer; of a pipeline of modules, the first module's."""
+    """Find the model that an object holds with its tokenizer; in a pipeline of modules, look at the first one."""
     if not hasattr(holder, "tokenizer"):
         return None
     for name in ("auto_model", "model"):
@@ -190,7 +189,7 @@ def text_of(config: Any) -> Any:
     """Return the text part of a config, which is the config itself for most models; never a copy.
 
     For a config that describes an encoder and a decoder side by side, transformers returns a copy with other field
-    names. Changes of a copy would be lost, so such a config is its own text part.
+    names. Changes of a copy would be lost, so such a config is the text part itself.
     """
     text = config.get_text_config(decoder=True)
     return config if type(text) is type(config) else text

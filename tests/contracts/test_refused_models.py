@@ -116,7 +116,7 @@ INCOMPATIBLE: list[Any] = [
         lambda: tiny_model(tiny_config("moonshine")),
         "yarn dynamic_ntk alibi",
         {},
-        "decoder of this moonshine are built from one and the same config",
+        "decoder of this moonshine share one config",
         marks=recent,
     ),
     *(
