@@ -57,7 +57,7 @@ class AlibiForward(ABC):
 class AlibiArchitecture(Architecture):
     """A family whose eager attention adds ALiBi; every attention module gets a ``forward`` of ctxext.
 
-    Class attributes of a family, beside those of every architecture:
+    Class attributes of a family, added to the attributes of every architecture:
         attention_class: transformers' class of its attention modules.
         forward_class: the replacement of the ``forward`` of such a module.
         length_field: the config field with the largest length.
@@ -74,7 +74,7 @@ class AlibiArchitecture(Architecture):
         return self.forward_class(attention, attend)
 
     def spec(self, subject: Subject, trained_length: int) -> AlibiSpec:
-        """Return heads and slopes of the checkpoint; here, those of the ALiBi paper."""
+        """Return heads and slopes of the checkpoint; by default, as in the ALiBi paper."""
         return AlibiSpec(num_heads=subject.config.num_attention_heads, trained_length=trained_length)
 
     @abstractmethod

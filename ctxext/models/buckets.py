@@ -43,7 +43,7 @@ def buckets_of(
         distances: tokens from a query to a key, positive where the key comes later.
         buckets: number of buckets.
         max_distance: tokens from which all distances share the last bucket.
-        both_ways: True if later keys have buckets of their own, the second half of all; else they share bucket 0.
+        both_ways: True if later keys have separate buckets, the second half of all; else they share bucket 0.
 
     Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
     mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.
@@ -101,12 +101,14 @@ class Buckets(Architecture):
             rebuild = Rebuild(subject, fields)
         except REFUSALS as error:
             raise IncompatibleError(f"The config of this {kind} does not accept {fields} ({error}).") from error
+        # Twins prove the formula before any edit: with another formula, the effect of a new number is unknown.
         _prove(Rebuild(subject), spec, old)
         _prove(rebuild, spec, new)
         sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
         rebuild.apply(edits)
         edits.replace_weights(subject.model, sharper)
         follow_fields(subject.model, rebuild.whole, fields, edits)
+        # Modules copy the field when they are built, so each live one has to have the new number.
         for path, module, _ in _tables(subject.model):
             if (live := getattr(module, FIELD)) != new:
                 raise VerificationError(f"{path} of this {kind} still buckets distances up to {live}.")
@@ -208,7 +210,7 @@ def _rows_looked_up(module: Any, table: nn.Embedding, length: int, seen: int) ->
 
 
 def _weights_of_scores(model: nn.Module) -> list[str]:
-    """Return the names of the weights whose scale is that of whole attention scores: queries and buckets.
+    """Return the names of the weights that scale whole attention scores: queries and buckets.
 
     Often only the first layer of a stack has a table, whose scores the other layers reuse. Their self-attention is at
     the same place in other blocks; attention to another text is at another place.

@@ -26,7 +26,7 @@ def score_form(
 
     Raises:
         IncompatibleError: if the temperature follows the length, if the temperature of the training would be lost, or
-            if there is no form at all.
+            if no form exists at all.
     """
     text, spec = subject.text, sites[0].spec
     scales = {method.frequencies(spec, length).attention_scale for length in checked_lengths(method, spec)}

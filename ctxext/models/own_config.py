@@ -54,7 +54,7 @@ def _is_shared(model: nn.Module, *configs: Any) -> bool:
     """Tell whether another live model has one of the configs: no part of this model, and no whole with it inside."""
     own = set(model.modules())
     known = {id(vars(module)) for module in own}
-    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
+    # By type(): isinstance asks an object for its __class__, which proxies answer by loading their objects.
     holders = [holder for holder in gc.get_referrers(*configs) if id(holder) not in known]
     # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
     attributes = [holder for holder in holders if type(holder) is dict and "_modules" in holder]

@@ -42,7 +42,7 @@ from ctxext.rope_types import GUARD
 UNFIT = (*FAILURES, StrictDataclassError)
 """Errors in which code ends when a value is of another kind than it takes for granted."""
 UNSCALED = (None, "default", "mrope", "proportional", "axial")
-# Model types of transformers whose own code reads such a key.
+# Model types of transformers whose code reads such a key.
 OWN_KEYS = {"alpha": "hunyuan", "short_mscale": "phimoe", "long_mscale": "phimoe"}
 
 # Names of the base of rotation in configs; names of towers for images and sound are left out.
@@ -71,7 +71,7 @@ def building(what: str) -> Iterator[None]:
     Nothing of ctxext's own belongs in the block, so that a defect of ours is not taken for a mistake in a config.
 
     Raises:
-        CheckpointError: in the place of what transformers ends in.
+        CheckpointError: instead of the error that transformers ends in.
     """
     try:
         with running_code(what):
@@ -91,7 +91,7 @@ def running_code(what: str) -> Iterator[None]:
     """Turn errors that no value of a config could mend into sentences while the code of ``what`` runs.
 
     Raises:
-        CheckpointError: in the place of what the code ends in.
+        CheckpointError: instead of the error that the code ends in.
     """
     try:
         yield
@@ -210,7 +210,7 @@ def refuse_two_stories(config: Any, raw: dict[str, Any], place: str) -> None:
 
 
 def _without_old_scaling(raw: dict[str, Any]) -> dict[str, Any]:
-    """Copy a config as its file holds it, without the ``rope_scaling`` beside ``rope_parameters`` in any part."""
+    """Copy a config as its file holds it, without a ``rope_scaling`` next to ``rope_parameters`` in any part."""
     parts = {
         name: _without_old_scaling(part) if isinstance(part, dict) and name != "ctxext" else part
         for name, part in raw.items()
@@ -270,7 +270,7 @@ def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
     """Return the values of a published config.json about rotation of text that the built config lacks."""
     text = text_of(config)
     ropes = [rope for _, rope in rope_dicts(text)]
-    if not ropes or "ctxext" in published:  # extended checkpoints have their own checks
+    if not ropes or "ctxext" in published:  # extended checkpoints have other checks
         return []
     part = published_text(config, published)
     places = [(part, text)]
@@ -289,7 +289,7 @@ def _lost_lengths(published: dict[str, Any], part: dict[str, Any], config: Any, 
     if not isinstance(built, int):
         return
     if part.keys() & read:
-        # Older configs have the length beside the text part; transformers maps that for some classes only.
+        # Older configs have the length next to the text part; transformers maps that for some classes only.
         if part is published and text is not config and LENGTH not in _declared(config):
             value = part.get(LENGTH)
             if isinstance(value, int) and value != built:
@@ -324,7 +324,7 @@ def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: s
 
 
 def _blocks(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a config's fields and those of its blocks about attention and positions, windowed layers' left out."""
+    """Return the fields of a config and of its blocks about attention and positions, except for windowed layers."""
     nested = [value for name, value in part.items() if isinstance(value, dict) and NESTED.search(str(name))]
     deeper = [
         entry
@@ -379,14 +379,14 @@ def unstated_base(published: dict[str, Any], config: Any) -> tuple[str, Any] | N
 def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, live: bool = False) -> None:
     """Raise if transformers builds other positions from a config.json than the file states, or ignores a factor.
 
-    The ``config`` of a ``live`` model is its current one: a change of it in memory is no error of the file.
+    The ``config`` of a ``live`` model is its current one: a change of it in memory is not an error of the file.
 
     Raises:
         CheckpointError: with each lost field, and the value that was built instead.
     """
     _refuse_idle_scaling(config, place)
     unstated = unstated_base(published, config) if published else None
-    if unstated is not None and unstated[0] == "rope_parameters":  # readers of rope_scaling take their own default
+    if unstated is not None and unstated[0] == "rope_parameters":  # readers of rope_scaling have other defaults
         raise CheckpointError(
             f"The config.json of {place} has rope_parameters without rope_theta, for which transformers takes "
             f"{unstated[1]}. Write the base that the weights were trained with into rope_parameters."
@@ -421,7 +421,7 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, li
 def _refuse_idle_scaling(config: Any, place: str) -> None:
     """Raise if a rope dict has factors and a type that ignores them, so that the model is built plain.
 
-    Extended checkpoints pass: they have their own checks.
+    Extended checkpoints pass: they have other checks.
     """
     text = text_of(config)
     for _, rope in rope_dicts(text) if getattr(config, "ctxext", None) is None else ():
@@ -465,7 +465,7 @@ def refuse_lost_share(subject: Subject, place: str) -> None:
         for name, buffer in rotary.named_buffers()
         if name.endswith("inv_freq")
     }
-    # A proportional type turns a share of all pairs, and latent attention has rotated dimensions of their own.
+    # A proportional type turns a share of all pairs, and latent attention has separate rotated dimensions.
     if not widths or subject.saved or hasattr(text, "kv_lora_rank") or "proportional" in str(text.rope_parameters):
         return
     fields = [field for block in _blocks(vars(text)) for field in block.items() if is_number(field[1])]
@@ -512,8 +512,8 @@ SCALES = re.compile(
 def refuse_other_positions(subject: Subject, kind: str) -> None:
     """Raise if a config asks for a kind of positions that the built model does not have.
 
-    Checkpoints with code of their own may use a model type of transformers. The class of that type takes their weights
-    and ignores fields that it does not know. A model that was built from its own code passes. ``kind`` is "rotary",
+    Checkpoints that bring code may use a model type of transformers. The class of that type takes their weights and
+    ignores fields that it does not know. A model that was built from the code it brings passes. ``kind`` is "rotary",
     "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
@@ -545,7 +545,7 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
 
 
 def _asking(block: dict[str, Any], kind: str) -> Iterator[str]:
-    """Yield the names of fields that ask for other positions than those of ``kind``."""
+    """Yield the names of fields that ask for positions of another kind than ``kind``."""
     switches = [
         (each, value)
         for each, switch in SWITCHES.items()

@@ -11,7 +11,7 @@ from ctxext.spec import ExtensionArguments
 
 
 def _extend_sides(work: Work) -> None:
-    """Extend each side that the arguments name; arguments without names are those of both."""
+    """Extend each side that the arguments name; arguments without names hold for both."""
     subject, arguments = work.subject, work.arguments
     if isinstance(arguments, ExtensionArguments):
         arguments = dict.fromkeys(SIDES, arguments)

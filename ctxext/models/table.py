@@ -53,7 +53,7 @@ class TableArchitecture(Architecture):
         """Return the tables that ``apply`` makes longer.
 
         Raises:
-            IncompatibleError: if there is no table whose rows can be assigned to positions.
+            IncompatibleError: if no table has rows that can be assigned to positions.
         """
 
     def counted(self, subject: Subject, table: PositionTable) -> int:
@@ -100,7 +100,7 @@ def extension_of(
     fingerprint: str,
     notes: Iterable[str],
 ) -> Extension:
-    """Return the record of an extension of tables, whose lengths are those of the longest one."""
+    """Return the record of an extension of tables, with the lengths of the longest table."""
     longest = max(longer, key=lambda each: each.trained)
     if len({each.trained for each in longer}) > 1:
         each = ", ".join(f"{one.table.name} {one.trained:,} -> {one.target:,} tokens" for one in longer)

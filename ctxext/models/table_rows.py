@@ -2,7 +2,7 @@
 
 A table is a weight or buffer whose rows grow with a config field that counts positions. Two twins of the model that
 differ in that field show the tables and everything else that has to grow with them (position ids, token type ids,
-causal masks). A twin that reads tokens shows the row of the first token; it is never assumed.
+causal masks). A twin that reads tokens shows the row of the first token, which is never assumed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.base import Rows
 from ctxext.models.lookups import TOKENS, lookups, table_of
 
-# Config fields that count positions of tokens, and below those that count distances or places on a page.
+# Config fields that count positions of tokens, and below them fields that count distances or places on a page.
 FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_length|max_source|max_target|max_text")
 NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
 STEP = 8  # difference of the field between twins
@@ -268,7 +268,7 @@ def _computed(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _grown(
     before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the present rows of tensors that gain rows, by name, and the names of those that change otherwise."""
+    """Return the present rows of tensors that gain rows, by name, and the names of tensors that change otherwise."""
     changed = {name: shape for name, shape in before.items() if after.get(name) != shape}
     grown = {name: shape[0] for name, shape in changed.items() if after.get(name) == (shape[0] + STEP, *shape[1:])}
     return grown, tuple(name for name in changed if name not in grown)
@@ -330,7 +330,7 @@ def is_sinusoidal(weight: Tensor) -> bool:
 
 
 def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable | str:
-    """Return the table of this name, or the reason why its rows are not those of tokens in order."""
+    """Return the table of this name, or the reason why its rows do not follow tokens in order."""
     padding = getattr(field_of(twin.config, growth.field)[0], "pad_token_id", None)
     token = 5 if padding != 5 else 6
     rows = (growth.tables | growth.computed)[name]
@@ -365,7 +365,7 @@ def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
     """Return a table whose rows from ``first`` on are a method's mixtures of old rows, rounded once.
 
-    The ``first`` rows stand for no position and are copied. ``rows`` holds indices and weights from
+    The ``first`` rows belong to no position and are copied. ``rows`` holds indices and weights from
     ``TableMethod.rows``.
     """
     indices, weights = rows
@@ -387,7 +387,7 @@ def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | Non
 
 
 def places_of(trained: int, rows: Rows) -> Int[Tensor, " readable"]:
-    """Return the first new row that holds each trained row unmixed, without those that only mixtures hold."""
+    """Return the first new row that holds each trained row unmixed, without rows that only mixtures hold."""
     indices, weights = rows
     most = indices.gather(1, weights.argmax(1, keepdim=True))  # the trained row with the largest share
     share = torch.where(indices == most, weights, 0).sum(1)
@@ -439,7 +439,7 @@ def replace_tables(
 def _set_buffers(
     model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, done: set[str], edits: Edits
 ) -> set[str]:
-    """Grow all buffers except those that are ``done``; return the paths of their modules."""
+    """Grow all buffers that are not ``done``; return the paths of their modules."""
     olds, lives, owners = dict(before.named_buffers()), dict(model.named_buffers()), set()
     for name, new in after.named_buffers():
         if name in done:
@@ -464,7 +464,7 @@ def _set_buffers(
 def _set_attributes(
     model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, owners: set[str], edits: Edits
 ) -> tuple[str, ...]:
-    """Set the plain attributes that differ; return those of modules that contain none of the ``owners``."""
+    """Set the plain attributes that differ; return the ones in modules that contain none of the ``owners``."""
     olds, others = dict(before.named_modules()), []
     for path, module in after.named_modules():
         for name, new in vars(module).items():

@@ -71,7 +71,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Embedding, int]]:
     for path, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.Embedding):
             rows = module.num_embeddings - int(getattr(module, "offset", 0))
-            # The first rows of some tables stand for no position.
+            # The first rows of some tables belong to no position.
             yield path, module, stated if isinstance(stated, int) and 0 < stated <= rows else rows
 
 
@@ -98,7 +98,7 @@ def _table(model: nn.Module) -> str | None:
 
 
 def _none_at_all(model: nn.Module) -> str | None:
-    """Return the reason for a model without positions, or with positions in its own code; None for others."""
+    """Return the reason for a model without positions, or with positions in unknown code; None for others."""
     kinds: set[Any] = {type(module) for module in model.modules()}  # mypy takes these for unhashable
     own_classes = {
         base for kind in kinds for base in own_bases(kind) if not base.__module__.startswith("transformers.")
