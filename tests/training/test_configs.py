@@ -136,7 +136,9 @@ def test_it_trains_two_steps(
     if path.stem.endswith("chats"):
         turns = [{"role": "user", "content": "aa"}, {"role": "assistant", "content": "zzz"}]
         small["data.train"] = write(tmp_path / "chats.jsonl", *8 * [{"messages": turns}])
-    settings = read_settings(path, words_of(small, *others.split()))
+    words = others.split()
+    kept = [pair for pair in zip(words[::2], words[1::2], strict=True) if pair[0].removeprefix("--") not in small]
+    settings = read_settings(path, words_of(small, *(word for pair in kept for word in pair)))
     stages = [Stage(**stage.model_dump() | {"steps": 1, "length": 24}) for stage in real.stages]
     recipe.finetune(settings.model_copy(update={"stages": stages}))
     found = losses(tmp_path / "run")
