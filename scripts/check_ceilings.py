@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 HOUSE = "tests/test_house.py"
-REASON = re.compile(r"-\s?\d[\d,]* (lines|tokens)|\(-\d[\d,]*\)|\b[\d,]+ (lines|tokens) (fall|fell)", re.I)
+REASON = re.compile(r"-\s?\d[\d,]*\s(lines|tokens)|\(-\d[\d,]*\)|\b[\d,]+\s(lines|tokens)\s(fall|fell)", re.I)
 
 
 def git(*arguments: str, folder: Path) -> str:

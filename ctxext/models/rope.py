@@ -186,6 +186,7 @@ def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
             "and sin it would reach only the rotated part of each head."
         )
     elif frequencies.attention_scale != 1:
+        # A factor on cos and sin misses the dimensions of a head that do not rotate, unlike the paper's.
         head_dim = max(width or text.hidden_size // text.num_attention_heads for width in of_layers(text, "head_dim"))
         if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
             head_dim = text.qk_rope_head_dim + text.qk_nope_head_dim

@@ -56,6 +56,7 @@ def replace_rotation(
         raise InvalidParameterError(
             "bias='stock' reproduces BLOOM's rounding, which a rotary model lacks. Leave bias out."
         )
+    # All refusals come before ``rebuild.apply``: they run on a rebuilt twin, and the live model is not touched yet.
     rebuild = _unrotated(subject, method, place, target, window_fields(text, request.sliding_window, target))
     trial, backends = try_install(rebuild, place), Backends(request.attention or "auto")
     if reason := trial.failure or trial.why_not_all:
