@@ -1,4 +1,4 @@
-"""Names that users write down stay: those of each release in ``tests/golden/stable-VERSION.json``, for ever."""
+"""Names that users write down stay: those of each release in ``tests/golden/released``, for ever."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from ctxext import errors
 from ctxext.runtimes.base import Export
 from ctxext.spec import Description
 
-RELEASED = {
-    path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "golden").glob("stable-*.json")
-}
+RELEASED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "golden/released").iterdir()}
 CLASSES: dict[str, Any] = {"Description": Description, "Export": Export}
 
 

@@ -495,7 +495,7 @@ def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
                 continue
             if spelled[earlier] == key:
                 raise InvalidParameterError(f"--{key} is given more than once, and takes one value. Give it once.")
-            raise InvalidParameterError(f"--{spelled[earlier]} and --{key} set the same option. Pass one of them.")
+            raise InvalidParameterError(f"--{spelled[earlier]} and --{key} set the same value. Pass one of them.")
         if path in values:
             value = [item for each in (values[path], value) for item in (each if isinstance(each, list) else [each])]
         values[path], spelled[path] = value, key

@@ -112,14 +112,14 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ),
         (
             [*TRAIN, "--factor", "4", "--extension.factor=4"],
-            r"--factor and --extension\.factor set the same option",
+            r"--factor and --extension\.factor set the same value",
         ),
         ([*TRAIN, "--seed", "1", "--steps", "2", "--seed", "2"], r"--seed is given more than once"),
         ([*TRAIN, "--merge", "--merge", "no"], r"--merge is given more than once"),
-        ([*TRAIN, "--factor", "4", "--target_length", "32"], r"--factor and --target_length are both"),
+        ([*TRAIN, "--factor", "4", "--target_length", "32"], r"--factor and --target_length set the same value"),
         (
             [*TRAIN, BETA, "1", "--extension.parameters", "{beta_slow: 2}"],
-            rf"{BETA} and --extension\.parameters are both",
+            rf"{BETA} and --extension\.parameters set the same value",
         ),
         ([*TRAIN, *[BETA, "1"] * 2], r"parameters\.beta_slow is given more than once"),
         # Values that cannot be.
