@@ -70,17 +70,21 @@ registry.filled_by(
         for room in (
             "core.override",
             "caches.continuous",
-            "caches.generation",
             "caches.records",
-            "attention.attend",
-            "attention.encodings",
-            "attention.heads",
-            "models",
+            "models.drafts",
+            "models.own_config",
+            "models.refusals",
+            "models.sides",
+            "models.temperature",
             "checkpoints.adapters",
             "checkpoints.limits",
         )
     ),
 )
+registry.filled_by("steps of retrieval_heads", (f"{__name__}.attention.heads",))
+registry.filled_by("steps of dynamic methods", (f"{__name__}.caches.generation",))
+registry.filled_by("builders", (f"{__name__}.attention.encodings",))
+registry.filled_by("explanations", (f"{__name__}.models.unknown",))
 registry.filled_by("encodings", (f"{__name__}.laboratory.encodings",))
 _PACKAGES = ("methods", "training")
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import pkgutil
 import threading
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,56 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
                 raise RuntimeError(f"{cls.__qualname__} and {classes[name].__qualname__} are both named {name!r}.")
             classes[name] = cls
     return classes
+
+
+class Registry(MutableMapping[str, type[T]]):
+    """Concrete subclasses of a class by name, each in a file of a package and imported when it is asked for.
+
+    Nearly every extension needs one method and one family of some fifty files. A list of all imports all of them.
+
+    Args:
+        package: Package whose files they are in. A file is named after its class: ``yarn.py`` for the method ``yarn``.
+        base: Class that they have in common.
+        first: Names that a list begins with.
+        places: Names whose files have other names, and these.
+    """
+
+    def __init__(
+        self, package: ModuleType, base: type[T], first: Sequence[str] = (), places: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self._package, self._base, self._first, self._places = package, base, tuple(first), dict(places)
+        self._classes: dict[str, type[T]] = {}
+        self._files = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        self._is_whole = False
+
+    def __getitem__(self, name: str) -> type[T]:
+        file = self._places.get(name, name) if isinstance(name, str) else ""
+        if name not in self._classes and not self._is_whole and file in self._files:
+            module = importlib.import_module(f"{self._package.__name__}.{file}")
+            for cls in vars(module).values():
+                if inspect.isclass(cls) and issubclass(cls, self._base) and vars(cls).get("name") == name:
+                    self._classes.setdefault(name, cls)
+        return self._classes[name]
+
+    def __setitem__(self, name: str, cls: type[T]) -> None:
+        self._classes[name] = cls
+
+    def __delitem__(self, name: str) -> None:
+        self._all()
+        del self._classes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._first
+        yield from [name for name in self._all() if name not in self._first]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, type[T]]:
+        if not self._is_whole:
+            self._classes = discover(self._package, self._base) | self._classes
+            self._is_whole = True
+        return self._classes
 
 
 @cache

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import ctxext
-from ctxext.attention.windows import window_of
+from ctxext.models.windows import window_of
 from ctxext.checkpoints.export import read_extended
 from ctxext.errors import CtxextError
 from ctxext.runtimes.mlx_lm import TABLE, form_of

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.caches.call import ATTENTION, SharedForward
+from ctxext.caches.call import SharedForward
 from ctxext.caches.layout_mask import LayoutMask
+from ctxext.caches.records import ATTENTION
 from ctxext.core.code import names_of
 from ctxext.core.edits import Edits
 from ctxext.core.probe import Layers, forward_without_data, reads_an_encoder

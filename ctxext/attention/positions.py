@@ -18,9 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from ctxext.attention.attend import LayerCall
-from ctxext.caches.call import ATTENTION, current, paged_batch
+from ctxext.caches.call import current, paged_batch
 from ctxext.caches.held import require_as_read
 from ctxext.caches.layout_mask import UNPATCH, LayoutMask, layout_of
+from ctxext.caches.records import ATTENTION
 from ctxext.core.code import shows_all
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.kernels import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,17 +34,6 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 
 OWN_ARGUMENTS = frozenset({"s_aux", "softcap"})
 """Further arguments that attention in pieces takes."""
-
-
-def as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
-    """Return the site with the exact float32 frequencies of its module, so that unchanged distances keep every bit.
-
-    A spec without frequencies means the powers of its base, which transformers computes in float32.
-    """
-    if site.spec.inv_freq is not None:
-        return site
-    inv_freq = getattr(Rebuild(subject).rotary(site.path), f"{site.prefix}inv_freq")
-    return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
 
 
 def require_remappable(

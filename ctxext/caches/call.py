@@ -18,12 +18,10 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from ctxext.caches.held import HeldLayer, held_layers
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import PagedBatch
-from ctxext.caches.records import cache_in
+from ctxext.caches.records import ATTENTION, cache_in
 from ctxext.core.override import ForwardOverride
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.kernels import Layout
-
-ATTENTION = "ctxext"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Continuous batching of a patched model (``generate_batch``): a manager of transformers' own, or a refusal.
 
 Instances only: ``model.init_continuous_batching`` is replaced, through which every entry leads, and the manager that it
-returns is a subclass of transformers' own.
+returns is a subclass of transformers' own (``paged_batch.PagedManager``).
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
-from transformers.generation.continuous_batching.requests import FutureRequestState
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from ctxext.caches.call import ATTENTION
-from ctxext.caches.paged_batch import REACHES
-from ctxext.caches.records import PAGED_IN_LAYERS, guards_of
+from ctxext.caches.records import ATTENTION, PAGED_IN_LAYERS
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject
@@ -27,86 +23,6 @@ from ctxext.methods import Method
 
 ON_THE_DEVICE = ("use_cuda_graph", "use_async_batching", "varlen_compile_config", "decode_compile_config")
 """Settings of transformers under which a pass is a graph, or is queued before its requests are known."""
-
-
-class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
-    """Manager of continuous batching for a patched model, which declares how long each request may become.
-
-    It serves the model under the extension under which it was made, and no other.
-    """
-
-    continuous_batching_config: Any
-
-    def __init__(self, batching: ContinuousBatching, **settings: Any) -> None:
-        self._batching = batching
-        self._extension = guards_of(batching.subject.model)[0].extension
-        super().__init__(batching.subject.model, **settings)
-
-    def _require_extended(self) -> None:
-        """Raise ``PatchStateError`` if the extension of the model changed after this manager was made."""
-        guards = guards_of(self._batching.subject.model)
-        if not guards or guards[0].extension != self._extension:
-            raise PatchStateError(
-                f"This manager of continuous batches was made while the model was extended by "
-                f"{self._extension.said}. Now it is extended otherwise, or not at all, so keys in its "
-                f"cache have other positions. Make a new one: model.init_continuous_batching()."
-            )
-
-    def _create_batch_processor(self) -> Any:
-        """Create what holds the paged cache, and record the extension on that."""
-        self._require_extended()
-        processor = super()._create_batch_processor()
-        guards_of(self._batching.subject.model)[0].claim(processor.cache)
-        return processor
-
-    def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Keep ctxext's attention; a model without it goes on transformers' paged one."""
-        if not self._batching.by_layout:
-            super().switch_to_cb_friendly_attn(*args, **kwargs)
-
-    def add_request(self, input_ids: list[int], *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
-        """Add a request as transformers does; a dynamic method needs its number of new tokens."""
-        self._require_extended()
-        self._batching.require_limit(
-            self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        )
-        return super().add_request(input_ids, *args, max_new_tokens=max_new_tokens, **kwargs)
-
-    def try_a_pass(self) -> None:
-        """Run a pass over two tokens in a small cache, in the thread of the caller, who sees its failure."""
-        settings = self.continuous_batching_config
-        small = {"page_size": 4, "num_blocks": self._batching.subject.text.num_hidden_layers}
-        small |= {"max_batch_tokens": 4, "max_requests_per_batch": 1, "cpu_offload_space": 0.0}
-        self.continuous_batching_config = copy.copy(settings)
-        vars(self.continuous_batching_config).update(small)
-        self.batch_processor = processor = self._create_batch_processor()
-        request = RequestState("trial", [0, 0], max_new_tokens=1, tokens_to_process=[0, 0])
-        processor.cache.can_store_request_tokens(request, 2)
-        inputs = processor.inputs_and_outputs
-        requests = [FutureRequestState(request, has_new_token=True, complete_blocks={}, query_length=2)]
-        sizes = {"use_decode_fast_path": False, "num_q_tokens": 2, "max_kv_read": 0, "use_padding": False}
-        inputs.prepare_batch_tensors(requests, self.logit_processor, **sizes)
-        self._declare()
-        with torch.no_grad():
-            self.model(**inputs.get_model_kwargs())
-        self.batch_processor, self.continuous_batching_config = None, settings
-
-    def restore_attention(self) -> None:
-        """Give the model back the attention that it had before this manager."""
-        if self._original_attn_impl is not None:
-            self.model.set_attn_implementation(self._original_attn_impl)
-
-    def _declare(self) -> None:
-        """Record on the cache how long each request of the next pass may become."""
-        if self._batching.method.dynamic:
-            states = [request.state for request in self.batch_processor.inputs_and_outputs.requests_in_batch]
-            reaches = [len(state.initial_tokens) + state.max_new_tokens for state in states]
-            setattr(self.batch_processor.cache, REACHES, reaches)
-
-    def _generation_step(self) -> None:
-        """Run a pass over the requests of a batch."""
-        self._declare()
-        super()._generation_step()
 
 
 @dataclass
@@ -157,6 +73,8 @@ class ContinuousBatching:
             settings.eos_token_id = -1  # as transformers does: no token ends a text
         given = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
         given = given or ContinuousBatchingConfig()
+        from ctxext.caches.paged_batch import PagedManager  # few ever batch continuously
+
         manager = PagedManager(
             self,
             generation_config=settings,

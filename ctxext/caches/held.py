@@ -13,7 +13,7 @@ If only some key heads see so little, a second layer inside the first holds the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -22,9 +22,11 @@ from transformers.cache_utils import DynamicLayer
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.kernels import Layout
-from ctxext.kernels.groups import HeadGroups, SplitGroups
-from ctxext.kernels.pieces import TurnedPiece
 from ctxext.methods.remap import Band, Region, Sinks
+
+if TYPE_CHECKING:
+    from ctxext.kernels.groups import HeadGroups, SplitGroups
+    from ctxext.kernels.pieces import TurnedPiece
 
 # Attribute of a tensor with room for more tokens: the number of tokens written to it.
 WRITTEN = "_ctxext_written"

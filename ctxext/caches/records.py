@@ -23,7 +23,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
 
-from ctxext.caches.held import HeldLayer
 from ctxext.core.code import masks_follow_positions
 from ctxext.core.saved import identity
 from ctxext.core.steps import Moment, Step, Work, register
@@ -33,6 +32,8 @@ from ctxext.methods.remap import RemapMethod
 
 # Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
 PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
+ATTENTION = "ctxext"
+"""Name of the attention that ctxext computes, as a config has it."""
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 PLAIN, ROWS = "_ctxext_plain", "_ctxext_rows"  # of a cache layer: its class without an owner, where its rows come from
 
@@ -205,21 +206,21 @@ class CacheGuard:
     Args:
         takes_made: True to accept a cache without a record, once PEFT was seen to learn a prefix.
         released: True once the model is unpatched; another thread may still be reading a text.
-        holds: True if a growing layer becomes a ``HeldLayer``, whose keys attention may rotate and drop.
+        growing: Class that a growing layer becomes, ``HeldLayer`` where attention may rotate and drop its keys.
     """
 
     extension: FilledUnder
     names: tuple[str, ...]
     takes_made: bool = False
     released: bool = False
-    holds: bool = False
+    growing: type[DynamicLayer] = DynamicLayer
     by_length: ClassVar[bool] = False
 
     def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Begin a call under this extension; refuse a cache of another one, and documents that see each other."""
         current_pass.under = (self.extension, current_pass.under)
         self._check(module, args, kwargs)
-        cache = _keys_of(self.cache_of(args, kwargs)) if self.holds else None
+        cache = None if self.growing is DynamicLayer else _keys_of(self.cache_of(args, kwargs))
         if cache is not None and not getattr(cache, "is_compileable", True):  # another one is read in one graph
             self._hold(cache)
 
@@ -273,13 +274,14 @@ class CacheGuard:
             if plain_class(layer) is DynamicLayer:
                 self._own(layer)
         if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-            cache.layer_class_to_replicate = HeldLayer
+            cache.layer_class_to_replicate = self.growing
 
     def _own(self, layer: Any) -> None:
         """Let a layer take keys only under this extension."""
         setattr(layer, EXTENSION, self.extension)
         kind = plain_class(layer)
-        layer.__class__ = owned(HeldLayer if self.holds and kind is DynamicLayer else kind)
+        grown: Any = self.growing if kind is DynamicLayer else kind
+        layer.__class__ = owned(grown)
 
     def stands(self, cache: Any) -> bool:
         """Return whether a cache may be continued."""
@@ -478,12 +480,15 @@ def _guard_caches(work: Work) -> None:
             f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(CACHE_ARGUMENTS[:2])}. "
             f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
         )
+    growing = DynamicLayer
+    if isinstance(method, RemapMethod):
+        from ctxext.caches.held import HeldLayer as growing
     guards: list[CacheGuard] = []
     work.edits.set(model, GUARDS, guards)  # before the hooks, and so undone after them
     for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(under, arguments[module], holds=isinstance(method, RemapMethod))
+        guard = kind(under, arguments[module], growing=growing)
         work.edits.hook(module, guard.before, guard.after)
         guards.append(guard)
 

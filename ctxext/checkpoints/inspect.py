@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.attention.windows import window_fields, window_note
 from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.export import exports_of, require_consistent
@@ -43,6 +42,7 @@ from ctxext.models.refusals import foreign_fields, refuse_lost_share, unstated_b
 from ctxext.models.rope_replaced import TRAIN_FIRST
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
+from ctxext.models.windows import window_fields, window_note
 from ctxext.recommended import LONG, fits_unextended
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA, Description, ExtensionArguments, RopeSpec

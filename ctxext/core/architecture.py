@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -77,8 +77,8 @@ class Architecture(ABC):
         return stated_length(subject.text)
 
 
-ARCHITECTURES: dict[str, type[Architecture]] = {}
-"""Families by name, rotary models first, which are the most; the room of families fills it before the first look."""
+ARCHITECTURES: Mapping[str, type[Architecture]] = {}
+"""Families by name, rotary models first, which are the most; the room of families puts its own in place of it."""
 CHECKS: list[Callable[[Subject, str], None]] = []
 """Checks of a model against its config and its kind of positions, each of which may raise; ``models/`` adds them."""
 EXPLANATIONS: list[Callable[[PreTrainedModel], str]] = []
@@ -108,6 +108,7 @@ def architecture_of(subject: Subject) -> Architecture:
         for check in CHECKS:
             check(subject, family.positions)
         return family
+    registry.fill("explanations")
     raise IncompatibleError(
         f"{type(subject.model).__name__} ({subject.kind}) has no positions that ctxext can extend: "
         f"{' '.join(explain(subject.model) for explain in EXPLANATIONS)}. Known families: {', '.join(ARCHITECTURES)}."

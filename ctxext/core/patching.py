@@ -22,7 +22,7 @@ from ctxext.core.saved import (
     untested_versions,
 )
 from ctxext.core.scaling import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of
-from ctxext.core.steps import ExtendedPart, Moment, Work, described, run, steps
+from ctxext.core.steps import ExtendedPart, Moment, Work, described, fill_steps_of, run, steps
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods import Method, with_choice
@@ -233,6 +233,7 @@ def extend_positions(work: Work) -> None:
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
     known_length = trained_length or architecture.trained_length(subject)
     work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
+    fill_steps_of(work.method)
     run(work, Moment.METHOD, Moment.METHOD)
     if known_length is not None:
         known_length = checked_tokens("The trained length that the config names", known_length, least=2)

@@ -104,7 +104,7 @@ def register_builder(builder: Builder) -> None:
 
 def class_with_parts(chosen: Any, config: Any) -> Any:
     """Return the class that builds a checkpoint with all that its extension adds; ``chosen`` itself for no more."""
-    registry.fill("steps")
+    registry.fill("builders")
     for builder in _BUILDERS:
         chosen = builder(chosen, config)
     return chosen
@@ -114,6 +114,13 @@ def steps() -> list[Step]:
     """Return the steps of all rooms in the order of their moments, and by file within a moment."""
     registry.fill("steps")
     return sorted(_STEPS, key=lambda step: (step.moment, step.do.__module__))
+
+
+def fill_steps_of(method: Method) -> None:
+    """Import the rooms whose steps are for one method, or for all dynamic ones."""
+    registry.fill(f"steps of {method.name}")
+    if method.dynamic:
+        registry.fill("steps of dynamic methods")
 
 
 def run(work: Work, first: Moment, last: Moment) -> None:

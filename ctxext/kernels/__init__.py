@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 
 from ctxext.errors import BackendUnavailableError, UnknownNameError
 from ctxext.kernels.base import AttentionBackend, Call, Need
 from ctxext.kernels.layout import Layout
-from ctxext.registry import discover
+from ctxext.registry import Registry
 
 __all__ = [
     "BACKENDS",
@@ -24,9 +25,10 @@ __all__ = [
     "select",
 ]
 
-BACKENDS: dict[str, type[AttentionBackend]] = discover(
+BACKENDS: Mapping[str, type[AttentionBackend]] = Registry(
     sys.modules[__name__],
     AttentionBackend,  # type: ignore[type-abstract]
+    places=[("flash3", "flash"), ("flash4", "flash")],
 )
 
 PREFERENCE = ("flash", "sdpa", "flex", "reference")

@@ -25,10 +25,6 @@ from ctxext.methods.base import (
     with_choice,
 )
 from ctxext.methods.encoding import EncodingMethod
-from ctxext.registry import discover
-
-METHODS.update(discover(sys.modules[__name__], Method))
-_CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 
 __all__ = [
     "METHODS",
@@ -45,7 +41,6 @@ __all__ = [
     "saved_class",
     "with_choice",
 ]
-__all__ += sorted(_CLASSES)
 
 
 class MethodsPackage(ModuleType):
@@ -61,8 +56,6 @@ package.__class__ = MethodsPackage
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CLASSES:
-        return _CLASSES[name]
     classes = {} if name.startswith("_") else {cls.__name__: cls for cls in known_methods().values()}
     if name in classes:
         return classes[name]
@@ -70,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_CLASSES})
+    return sorted({*globals(), *(cls.__name__ for cls in METHODS.values())})

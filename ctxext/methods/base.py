@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -231,8 +232,11 @@ class GrowingMethod(Method):
         return int(trained_length * 2 ** math.ceil(math.log2(length / trained_length)))
 
 
-METHODS: dict[str, type[Method]] = {}
-"""Methods that extend a checkpoint, by name; the folder fills it."""
+METHODS: MutableMapping[str, type[Method]] = registry.Registry(
+    sys.modules["ctxext.methods"],
+    Method,
+)
+"""Methods that extend a checkpoint, by name."""
 ENCODINGS: dict[str, type[Method]] = {}
 """Encodings that a model is trained with, by name; the room that holds them fills it before the first look at it."""
 

@@ -216,6 +216,10 @@ class RemapMethod(RopeMethod):
                 relative positions that the model knows; the message names the largest length that works.
         """
 
+    def parts(self, rope: RopeSpec, length: int) -> tuple[tuple[object, ...], ...]:
+        """Return all that decides its attention for texts of up to ``length`` tokens, for a fingerprint."""
+        return ((self.pieces(rope, length), self.temperature),)
+
     def sharpness(self, rope: RopeSpec, positions: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"] | None:
         """Compute the factor on the scores of the queries at these positions, in float64; None without temperature."""
         if self.temperature == "none":

@@ -131,6 +131,9 @@ class RetrievalHeads(RemapMethod):
         far = self.far_method
         return (Piece(region=Band()),) if far is None else far.pieces(rope, length)
 
+    def parts(self, rope: RopeSpec, length: int) -> tuple[tuple[object, ...], ...]:
+        return (*super().parts(rope, length), (self.near_method.pieces(rope, length), self.heads))
+
     def exact_length(self, rope: RopeSpec) -> int:
         near, far = self.near_method.exact_length(rope), self.far_method
         return near if far is None else min(near, far.exact_length(rope))

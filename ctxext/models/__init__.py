@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from ctxext.core.architecture import ARCHITECTURES, Architecture, architecture_of, find_architecture
-from ctxext.registry import discover
+from ctxext.core import architecture
+from ctxext.core.architecture import Architecture, architecture_of, find_architecture
+from ctxext.registry import Registry
 
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "find_architecture"]
 
-_FAMILIES: dict[str, type[Architecture]] = discover(sys.modules[__name__], Architecture)  # type: ignore[type-abstract]
-ARCHITECTURES.update(sorted(_FAMILIES.items(), key=lambda item: item[1].positions != "rotary"))
+ARCHITECTURES = architecture.ARCHITECTURES = Registry(
+    sys.modules[__name__],
+    Architecture,  # type: ignore[type-abstract]
+    first=("rope",),
+)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, LayerCall
-from ctxext.caches.call import ATTENTION, PositionedForward
+from ctxext.caches.call import PositionedForward
 from ctxext.caches.layout_mask import LayoutMask, layout_of
+from ctxext.caches.records import ATTENTION
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED_FIELD

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from ctxext.attention.remapped_layers import as_it_rotates, install_pieces, require_remappable
-from ctxext.attention.windows import window_fields, window_note
-from ctxext.caches.dynamic import follow_length
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
@@ -20,6 +18,7 @@ from ctxext.core.rotary import (
     UNSEEN,
     LatentSpec,
     ProportionalSpec,
+    RotarySite,
     find_sites,
     require_as_configured,
     survey,
@@ -32,9 +31,7 @@ from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
-from ctxext.methods.retrieval_heads import RetrievalHeads
-from ctxext.models.latent import score_form
-from ctxext.models.rope_replaced import replace_rotation
+from ctxext.models.windows import window_fields, window_note
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
@@ -57,6 +54,8 @@ class Rope(Architecture):
         require_as_configured(subject, places, trained_length)
         if not isinstance(method, RopeMethod):
             if isinstance(method, BiasMethod | EncodingMethod):
+                from ctxext.models.rope_replaced import replace_rotation
+
                 return replace_rotation(subject, method, request, places, layers, edits)
             raise IncompatibleError(
                 f"This {subject.kind} has rotations, which method {method.name!r} does not extend. "
@@ -73,14 +72,18 @@ class Rope(Architecture):
         has_window = request.sliding_window is not None or stated_window(text) is not None
         windows = window_fields(text, request.sliding_window, target) if has_window else {}
         if isinstance(method, RemapMethod):
-            sites = [as_it_rotates(subject, site) for site in sites]
+            from ctxext.attention.remapped_layers import install_pieces, require_remappable
+
+            sites = [_as_it_rotates(subject, site) for site in sites]
             require_remappable(subject, method, sites[0], places, layers)
         before = {}
         if method.dynamic:
             # Texts inside the trained window keep the live frequencies bit for bit; the formula may round some to a
             # neighbour.
-            before = {(s.path, s.layer_type): as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
-        find = score_form if hasattr(text, "qk_rope_head_dim") else find_stored_form
+            before = {(s.path, s.layer_type): _as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
+        find = find_stored_form
+        if hasattr(text, "qk_rope_head_dim"):
+            from ctxext.models.latent import score_form as find
         form = find(subject, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
         # Everything above may refuse the model; the first edit is here.
@@ -90,6 +93,8 @@ class Rope(Architecture):
             # model.bfloat16() would round the frequencies too: 0.7 rad of phase error at position 4096.
             edits.set(rotary, "_apply", PinnedApply(rotary))
         if method.dynamic:
+            from ctxext.caches.dynamic import follow_length
+
             follow_length(subject, form, before, edits)
         _prove(subject, form)
         attention, notes = request.attention, _notes(text, form, layers)
@@ -121,6 +126,17 @@ class Rope(Architecture):
         Rebuild(subject, original).apply(edits)
 
 
+def _as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
+    """Return the site with the exact float32 frequencies of its module, so that unchanged distances keep every bit.
+
+    A spec without frequencies means the powers of its base, which transformers computes in float32.
+    """
+    if site.spec.inv_freq is not None:
+        return site
+    inv_freq = getattr(Rebuild(subject).rotary(site.path), f"{site.prefix}inv_freq")
+    return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
+
+
 def _require_order(subject: Subject, method: RopeMethod, spec: RopeSpec) -> None:
     """Refuse to take all positions from a model that reads both ways."""
     if not method.frequencies(spec, method.target_length(spec.trained_length)).inv_freq.any():
@@ -137,11 +153,8 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     digest = hashlib.sha256(frequencies.inv_freq.float().numpy().tobytes())
     digest.update(repr(round(frequencies.attention_scale * spec.attention_scale, 9)).encode())
     if isinstance(method, RemapMethod):
-        pieces = method.pieces(spec, method.target_length(spec.trained_length))
-        digest.update(repr((pieces, method.temperature)).encode())
-    if isinstance(method, RetrievalHeads):
-        near = method.near_method.pieces(spec, method.target_length(spec.trained_length))
-        digest.update(repr((near, method.heads)).encode())
+        for part in method.parts(spec, method.target_length(spec.trained_length)):
+            digest.update(repr(part).encode())
     return digest.hexdigest()[:12]
 
 

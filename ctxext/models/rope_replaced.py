@@ -8,7 +8,6 @@ from typing import Any
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.attention.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
-from ctxext.attention.windows import window_fields, window_note
 from ctxext.core.architecture import required_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
@@ -22,6 +21,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, Verification
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.models.alibi import refuse_halves
+from ctxext.models.windows import window_fields, window_note
 from ctxext.rope_types import UNROTATED_NAME
 from ctxext.spec import AlibiSpec, Extension, ExtensionArguments
 

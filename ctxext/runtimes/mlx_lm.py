@@ -16,8 +16,8 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ctxext.attention.windows import window_of
 from ctxext.errors import IncompatibleError
+from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,

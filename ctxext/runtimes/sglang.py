@@ -16,9 +16,9 @@ import json
 import math
 from typing import Any, ClassVar
 
-from ctxext.attention.windows import window_of
 from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
+from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     USUAL_YARN,
     Export,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext.caches.call import ATTENTION
+from ctxext.caches.records import ATTENTION
 from ctxext.core.digest import is_zero3
 from ctxext.core.patching import patched_state
 from ctxext.core.scaling import of_layers

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ctxext.caches.call import ATTENTION
+from ctxext.caches.records import ATTENTION
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError
 from ctxext.training.parallel import attention_of, release_attention, require_carried, whole_sequence
