@@ -33,9 +33,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import ctxext
-from ctxext.models.windows import window_of
 from ctxext.checkpoints.export import read_extended
 from ctxext.errors import CtxextError
+from ctxext.models.windows import window_of
 from ctxext.runtimes.mlx_lm import TABLE, form_of
 from scripts.proof import TARGET, distance, log_probabilities, patched_as, some_tokens, tiny_of, write_table
 from tests.walk.tiny import model_types

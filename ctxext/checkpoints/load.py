@@ -34,6 +34,7 @@ from ctxext.checkpoints.source import (
 )
 from ctxext.core.architecture import architecture_of, find_architecture
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import drop_old_form
 from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
 from ctxext.core.saved import (
@@ -42,7 +43,6 @@ from ctxext.core.saved import (
     arguments_over,
     checked_extension,
     differences,
-    drop_old_form,
     extended_texts,
     plain_config,
     saved_extension,

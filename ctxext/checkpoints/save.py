@@ -20,9 +20,10 @@ from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import REMOTE_MODULE
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import put_old_form
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import require_as_patched
-from ctxext.core.saved import extended_texts, put_old_form, saved_sides
+from ctxext.core.saved import extended_texts, saved_sides
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import whole_files

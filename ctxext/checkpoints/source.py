@@ -20,7 +20,8 @@ from transformers.utils import cached_file
 from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
-from ctxext.core.saved import OLD_GUARD, checked_extension
+from ctxext.core.old_form import OLD_GUARD
+from ctxext.core.saved import checked_extension
 from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (

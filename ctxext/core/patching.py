@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from ctxext.core.architecture import architecture_of, find_architecture, trained_length_of
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import put_old_form
 from ctxext.core.rebuild import fill_in, own_defaults
 from ctxext.core.saved import (
     arguments_over,
     describe_saved,
-    put_old_form,
     saved_extension,
     saved_form,
     saved_sides_form,

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ctxext.core.edits import Edits, own_attributes
-from ctxext.core.saved import drop_old_form, without_guard
+from ctxext.core.old_form import drop_old_form
+from ctxext.core.saved import without_guard
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CtxextError, IncompatibleError

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.core.digest import is_zero3
 from ctxext.core.edits import Edits
+from ctxext.core.old_form import drop_old_form
 from ctxext.core.rebuild import Unfilled, reread, restoring
-from ctxext.core.saved import drop_old_form, without_guard
+from ctxext.core.saved import without_guard
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import field_of
 from ctxext.errors import IncompatibleError, VerificationError

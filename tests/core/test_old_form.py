@@ -21,8 +21,9 @@ import ctxext
 from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import read_any_config
 from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.core.old_form import OLD_GUARD
 from ctxext.core.rotary import find_sites
-from ctxext.core.saved import OLD_GUARD, with_old_form
+from ctxext.core.saved import with_old_form
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod

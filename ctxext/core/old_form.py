@@ -1,0 +1,129 @@
+"""Write the rope fields of transformers 4 next to those of transformers 5, where its classes would read the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from ctxext.core.edits import Edits
+from ctxext.core.scaling import REFUSALS, rope_dicts, same_rope
+from ctxext.core.subject import text_of
+
+OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
+
+# Names of the base in configs of transformers 4, which differ by family; nearly all use the first.
+BASES = ("rope_theta", "rotary_emb_base", "global_rope_theta")
+# Names of the rotated part of each head.
+PARTS = ("rotary_pct", "partial_rotary_factor")
+OLD_FIELDS = ("rope_scaling", "rope_local_base_freq", *BASES)
+
+# Rope types that transformers 4 (4.57.1, modeling_rope_utils.py) computes as transformers 5 does.
+OLD_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+# Model types whose classes in transformers 4.57.1 read the base and silently ignore any scaling.
+PASS_OVER_SCALING = frozenset({"nemotron"})
+
+
+def put_old_form(texts: Iterable[Any], edits: Edits, *, of_any_type: bool = False) -> None:
+    """Add the old form to the new one in the text parts of an extended config, until ``edits`` is undone.
+
+    ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
+    ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
+    programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
+    """
+    for text in map(text_of, texts):
+        drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
+        for name, value in old_form(text, of_any_type=of_any_type).items():
+            # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
+            # the object's own dictionary.
+            edits.set_unchecked(text, name, value)
+
+
+def drop_old_form(text: Any, edits: Edits | None = None) -> None:
+    """Remove the old form from a text config, as reading it from a file would; through ``edits`` where it is live."""
+    held = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
+    kept = vars(_read(text, held)) if held else {}
+    for name in [name for name in held if name not in kept]:
+        (edits or Edits()).delete_unchecked(text, name)
+
+
+def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
+    """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
+
+    A form is returned only if transformers reads it correctly, both alone and next to ``rope_parameters``. Nothing is
+    returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
+    not know it.
+    """
+    rope = getattr(text, "rope_parameters", None)
+    if not rope or not is_dataclass(text):
+        return {}
+    declared = {field.name for field in fields(text)}
+    for form in _candidates(text, rope):
+        if declared & form.keys() or not _reads(text, form, rope, alone=True) or not _reads(text, form, rope):
+            continue
+        if of_any_type and "rope_scaling" in form:
+            break  # the base class would look for a length that it has not read yet
+        return form
+    for name in BASES:
+        guard = {name: OLD_GUARD}
+        if name not in declared and _reads(text, guard, rope):
+            return guard
+    return {}
+
+
+def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield candidates for the old form of ``rope``, if transformers 4 computes such a rope dict likewise.
+
+    The caller tries which of them the config's class reads.
+    """
+    has_original = getattr(text, "original_max_position_embeddings", None) is not None
+    for _, parameters in rope_dicts(rope):
+        kind = parameters.get("rope_type", "default")
+        if kind != "default" and text.model_type in PASS_OVER_SCALING:
+            return
+        if kind == "longrope" and not has_original:
+            # transformers 4 would switch, and scale, by max_position_embeddings
+            one_set = parameters.get("short_factor") == parameters.get("long_factor")
+            if not one_set or parameters.get("attention_factor") is None:
+                return
+        elif kind != "longrope" and kind not in OLD_TYPES:
+            return
+    nested = None not in dict(rope_dicts(rope))
+    main = rope.get("full_attention") if nested else rope
+    if not isinstance(main, dict) or "rope_theta" not in main:
+        return
+    apart = {"rope_theta", "partial_rotary_factor"}
+    scaling = {key: copy.deepcopy(value) for key, value in main.items() if key not in apart}
+    kind = scaling.setdefault("rope_type", "default")
+    form = {"rope_scaling": scaling | {"type": kind}} if scaling != {"rope_type": "default"} else {}
+    local = (rope.get("sliding_attention") or {}).get("rope_theta") if nested else None
+    part = main.get("partial_rotary_factor")
+    for base in BASES:
+        whole = form | {base: main["rope_theta"]}
+        if nested and local is not None:
+            yield whole | {"rope_local_base_freq": local}
+            if local != main["rope_theta"]:
+                continue
+        if part is None or part == 1:
+            yield whole
+        if part is not None:
+            yield from (whole | {name: part} for name in PARTS)
+
+
+def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool = False) -> bool:
+    """Return whether transformers reads ``rope`` from these old fields, ``alone`` or next to the new ones."""
+    try:
+        built = _read(text, form, without=("rope_parameters",) if alone else ())
+    except REFUSALS:
+        return False
+    kept = [name for name in form if name in vars(built) and name != "partial_rotary_factor"]  # some configs keep it
+    return same_rope(getattr(built, "rope_parameters", None), rope) and (alone or not kept)
+
+
+def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any:
+    """Read the config from a dictionary that holds ``form`` and no other old field."""
+    fields_now = {name: value for name, value in text.to_dict().items() if name not in (*OLD_FIELDS, *without)}
+    declared = {field.name for field in fields(text)}
+    fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared and name in vars(text)}
+    return type(text).from_dict(copy.deepcopy(fields_now | form))
