@@ -74,7 +74,7 @@ class Registry(MutableMapping[str, type[T]]):
         self._files = {module.name for module in pkgutil.iter_modules(package.__path__)}
         self._is_whole = False
 
-    def __getitem__(self, name: str) -> type[T]:
+    def __getitem__(self, name: Any) -> type[T]:
         file = self._places.get(name, name) if isinstance(name, str) else ""
         if name not in self._classes and not self._is_whole and file in self._files:
             module = importlib.import_module(f"{self._package.__name__}.{file}")
