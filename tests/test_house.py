@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
     "lines of scripts/": 5_687,
-    "lines of tests/": 50_771,
+    "lines of tests/": 50_782,
     "lines to read: add a frequency method": 1_291,
     "lines to read: mend a defect of unpatch": 1_505,
     "lines to read: add a family": 1_722,

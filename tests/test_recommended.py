@@ -157,7 +157,18 @@ def test_every_place_gives_the_same_answer() -> None:
     commands = re.findall(r"--method (\w+)|ctxext\.patch\(model, \"(\w+)\"|patch .*-m (\w+)", how_to)
     taken = {name for found in commands for name in found if name}
     assert taken == {tables}, "the commands of howto/embeddings.md use another method than RECOMMENDED"
-    assert "model.max_seq_length = 2048" in how_to.partition("SentenceTransformer(")[2].partition("```")[0]
+    extended = how_to.partition("## BERT")[2].partition("SentenceTransformer(")[2].partition("```")[0]
+    assert "model.max_seq_length = 2048" in extended
+    rows = {row[0].strip("*"): number(row[3].strip("*")) for row in cells("passages.md", "| documents found")}
+    windows, averaged = (
+        rows[f"windows of {way}"]
+        for way in ("128, the nearest one counts (a vector each)", "512, their embeddings averaged")
+    )
+    extended_table = max(number for name, number in rows.items() if names(name))
+    assert (
+        f"find {windows:g}, averaged windows {averaged:g}, and `{tables}` \N{MULTIPLICATION SIGN}4 {extended_table:g}"
+        in " ".join(how_to.split())
+    )
     recipes = re.findall(r"recipes/configs/[\w.-]+?-(\w+)\.yaml", (ROOT / "README.md").read_text("utf-8"))
     assert recipes == [first["fine-tune for some ten steps"]], "README names the recipe of another method"
 
