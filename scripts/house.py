@@ -118,8 +118,8 @@ def bare_functions(folder: Path) -> list[str]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
-                inside = {line for part in body for line in range(part.lineno, (part.end_lineno or 0) + 1)}
-                code = sum(bool(source.splitlines()[line - 1].strip()) for line in inside - comments)
+                inside = {line for part in body for line in range(part.lineno, (part.end_lineno or 0) + 1)} - comments
+                code = sum(bool(row.strip()) for line, row in enumerate(source.splitlines(), 1) if line in inside)
                 first = body[0].lineno if body else 0
                 if code >= LONG and not comments & set(range(first - 3, (node.end_lineno or 0) + 1)):
                     found.append(f"{path.relative_to(folder)}:{node.name}")

@@ -78,7 +78,7 @@ class Architecture(ABC):
 
 
 ARCHITECTURES: Mapping[str, type[Architecture]] = {}
-"""Families by name, rotary models first, which are the most; the room of families puts its own in place of it."""
+"""Families by name, rotary models first; ``ctxext.models`` replaces it with the registry of all its families."""
 CHECKS: list[Callable[[Subject, str], None]] = []
 """Checks of a model against its config and its kind of positions, each of which may raise; ``models/`` adds them."""
 EXPLANATIONS: list[Callable[[PreTrainedModel], str]] = []

@@ -1,4 +1,4 @@
-"""Write the rope fields of transformers 4 next to those of transformers 5, where its classes would read the same."""
+"""Write the rope fields of transformers 4 into a config as well, where its classes would read the same positions."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script, 
 from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
 from ctxext.measuring.forward import turning_point
 from ctxext.measuring.journal import Journal
-from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.measuring.readings import Reader, Readings, chosen_methods
 from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import grouped_difference
 from ctxext.measuring.survey import LossJob, Survey
-from ctxext.measuring.truncation import SELECTED, UNPATCHED, tail_windows
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, tail_windows
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import TokenisedDocument
 from ctxext.texts.repeats import CLASSES, Likeness, far_repeats, kept, likeness_of
@@ -83,7 +83,7 @@ def by_class(ends: Sequence[Ends]) -> Iterator[tuple[Likeness, list[Ends]]]:
 
 def short_of(ends: Sequence[Ends]) -> str:
     """Return the truncation that predicts these ends best."""
-    cuts = [name for name in ends[0].losses if name.startswith("truncated")]
+    cuts = [name for name in ends[0].losses if name.startswith(TRUNCATED)]
     return min(cuts, key=lambda name: sum(end.losses[name].double().mean().item() for end in ends))
 
 
@@ -130,7 +130,7 @@ def draw(path: Path, ends: Sequence[Ends], method: str, title: str) -> None:
     """Draw what a choice and what a longer window gain on each text, joined, by how much it repeats."""
     with saved_figure(path, (7.2, 4.4), title) as figure:
         panel = figure.subplots()
-        panel.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
+        panel.axhline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=1)
         for _, members in by_class(ends):
             cut = short_of(members)
             for end in members:
@@ -166,7 +166,7 @@ def main(
     trained = model.trained_length
     total = total or 2 * trained
     readings = model.find(chosen_methods(checkpoint.subject, [method], [2.0]))[0]
-    used = [one for one in readings if one.name != UNPATCHED and (one.window or not _is_best(one))]
+    used = [one for one in readings if one.name != UNPATCHED and (one.window or one.name != TRUNCATED)]
     corpus = texts.read(checkpoint, tokens=total + 1)
     point, readers = turning_point(checkpoint.subject), [Reader(reading, model, ()) for reading in used]
     jobs = {text.name: jobs_of(readers, text, total, trained, point) for text in corpus.documents}
@@ -187,17 +187,12 @@ def main(
         )
         for text in corpus.documents
     ]
-    methods = [name for name in ends[0].losses if name != SELECTED and not name.startswith("truncated")]
+    methods = [name for name in ends[0].losses if name != SELECTED and not name.startswith(TRUNCATED)]
     written = tables(ends, methods, total)
     (output / "table.md").write_text(written, encoding="utf-8")
     write_rows(output / "selecting.csv", ends, methods)
     draw(output / "selecting.png", ends, methods[0], title)
     console.print(written, markup=False, soft_wrap=True)
-
-
-def _is_best(reading: Reading) -> bool:
-    """Return whether a reading stands for the best of the truncations."""
-    return reading.name == "truncated"
 
 
 if __name__ == "__main__":
