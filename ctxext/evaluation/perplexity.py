@@ -17,13 +17,13 @@ from ctxext.core.architecture import architecture_of
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import label_of
-from ctxext.measuring.loss import STRIDE, Window, longlora_starts, mean_of_windows, truncation_windows, yarn_windows
+from ctxext.measuring.loss import Window
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import ExtensionRecord, Provenance, provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, known_trained_length
@@ -42,26 +42,21 @@ from ctxext.measuring.truncation import (
 )
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
-MODES = ("position", "sliding", "yarn", "longlora")
 PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPlan:
-    """Plan of a measurement: its mode, lengths and options, checked against the model by ``make_plan``.
+    """Plan of a measurement: its lengths and options, checked against the model by ``make_plan``.
 
     Args:
-        stride: Tokens between windows; None in position mode.
         method: Name of the method; None measures the checkpoint as it is.
         fitted_lengths: Length that the positions of each length are made for.
         select: True to measure chosen chunks as well as truncations.
     """
 
-    mode: str
     trained_length: int
     lengths: tuple[int, ...]
-    stride: int | None = None
-    truncate: bool = False
     method: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     extension: ExtensionRecord = field(default_factory=ExtensionRecord)
@@ -78,25 +73,12 @@ class PerplexityPlan:
 
     def passes(self, *, dynamic: bool) -> dict[int, list[int]]:
         """Return the lengths that a pass at each length serves, because their positions are the same."""
-        if self.mode != "position":
-            return {length: [length] for length in self.lengths}
         if not dynamic:
             return {self.length: list(self.lengths)}
         groups: dict[int, list[int]] = {}
         for length in self.lengths:
             groups.setdefault(self.fitted_lengths[length], []).append(length)
         return {max(group): group for group in groups.values()}
-
-    def windows(self, text: TokenisedDocument, length: int) -> tuple[Window, ...]:
-        """Return the passes over a text at one length."""
-        if self.mode == "position":
-            return (_beginning(text, length),)
-        if self.mode == "longlora":
-            return (Window(0, length, length - 1),)
-        stride = self.stride or STRIDE
-        if self.mode == "sliding":
-            return truncation_windows(text.tokens - 1, window=length, stride=stride, prefix=text.prefix)
-        return yarn_windows(text.tokens, length=length, stride=stride, prefix=text.prefix, truncate=self.truncate)
 
 
 def _beginning(text: TokenisedDocument, length: int) -> Window:
@@ -108,10 +90,7 @@ def _beginning(text: TokenisedDocument, length: int) -> Window:
 def make_plan(
     model: nn.Module,
     *,
-    mode: str = "position",
     lengths: Sequence[int] = (),
-    stride: int | None = None,
-    truncate: bool = False,
     method: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     memory: int | None = None,
@@ -121,9 +100,8 @@ def make_plan(
     """Check the options against the model, and leave the model unchanged.
 
     Args:
-        lengths: Tokens to read; default the reach of the extended model. In position mode one length is divided into
-            seven spans: up to a quarter, a half and the whole of the trained window, and four equal ones beyond.
-        stride: Tokens between windows; default an eighth of the shortest length (sliding) or 256 (yarn, longlora).
+        lengths: Tokens to read; default the reach of the extended model. One length is divided into seven spans: up
+            to a quarter, a half and the whole of the trained window, and four equal ones beyond.
         arguments: Arguments of ``ctxext.patch`` besides the method; without factor and target length, the greatest
             length is the target.
         memory: Budget in bytes for weights and passes; None for no limit.
@@ -131,15 +109,8 @@ def make_plan(
 
     Raises:
         CtxextError: as ``ctxext.patch``.
-        UnknownNameError: an unknown mode.
-        InvalidParameterError: a length, stride or option out of range, or one that the mode does not have.
+        InvalidParameterError: a length out of range, or arguments without a method.
     """
-    if mode not in MODES:
-        raise UnknownNameError.of("mode", mode, MODES)
-    if (stride is not None and mode == "position") or (truncate and mode != "yarn"):
-        raise InvalidParameterError(f"{'truncate' if truncate else 'stride'} has no meaning in mode {mode!r}.")
-    if select and mode != "position":
-        raise InvalidParameterError(f"select has no meaning in mode {mode!r}. Leave it out, or take mode 'position'.")
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     if method is None and given.keys() - {"trained_length"}:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method.")
@@ -152,7 +123,7 @@ def make_plan(
         fitted = fitted_length_of(subject, trained)
         extended = dynamic or patched_state(subject.model) is not None or already_extended(subject.config) is not None
         reach = patching.describe(model).target_length if extended else None
-    chosen = _lengths(mode, lengths, trained, reach, stride)
+    chosen = _lengths(lengths, trained, reach)
     if reach is not None and chosen[-1] > reach and not dynamic:
         raise InvalidParameterError(
             f"A length of {chosen[-1]:,} tokens is beyond what the model is extended for: {reach:,}. Raise "
@@ -161,11 +132,8 @@ def make_plan(
     if method is None and chosen[-1] > trained:
         architecture_of(subject)  # which refuses a model that has no positions there
     return PerplexityPlan(
-        mode=mode,
         trained_length=trained,
         lengths=chosen,
-        stride=None if mode == "position" else stride or (STRIDE if mode != "sliding" else max(1, chosen[0] // 8)),
-        truncate=truncate,
         method=method,
         arguments=given if method is not None else {},
         extension=extension,
@@ -177,14 +145,10 @@ def make_plan(
     )
 
 
-def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
+def _lengths(lengths: Sequence[int], trained: int, reach: int | None) -> tuple[int, ...]:
     asked = sorted(set(lengths)) or [max(reach or 0, trained)]
-    if asked[0] < 2 or (stride is not None and stride < 1):
-        raise InvalidParameterError(
-            f"A length is at least 2 tokens and a stride at least 1, found length={asked[0]}, stride={stride}."
-        )
-    if mode != "position":
-        return tuple(asked)
+    if asked[0] < 2:
+        raise InvalidParameterError(f"A length is at least 2 tokens, found {asked[0]}.")
     if len(asked) > 1:
         return tuple(sorted({*asked, *({trained} if asked[-1] > trained else ())}))
     inside = min(asked[0], trained)
@@ -205,7 +169,6 @@ class LossesAt:
     name: str
     at: Mapping[int, Sequence[Sequence[LossJob]]]
     counted: Sequence[LossJob] = ()
-    skip: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -229,26 +192,22 @@ class Perplexity(Survey[LossJob]):
     notes: tuple[str, ...]
 
     def result(self) -> PerplexityResult:
-        """Average the losses of the finished jobs as the protocol does.
+        """Average the losses of the finished jobs.
 
         Raises:
             ResultsError: losses cannot be read.
         """
         losses, lines = self.losses(), self.journal.finished()
         scores: dict[str, list[PerplexityScore]] = {reading.name: [] for reading in self.readings}
-        spans = [(LENGTH, 0, length) for length in self.plan.lengths]
         # PerplexityReading.scores holds scores of positions first.
-        if self.plan.mode == "position":
-            spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.plan.lengths))] + spans
-        for span in spans:
+        spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.plan.lengths))]
+        for span in (*spans, *((LENGTH, 0, length) for length in self.plan.lengths)):
             for name, score in self._scores(losses, *span):
                 scores[name].append(score)
         measured = self.readings[-1]
         return PerplexityResult(
-            mode=self.plan.mode,
             trained_length=self.plan.trained_length,
             lengths=self.plan.lengths,
-            stride=self.plan.stride,
             readings=tuple(
                 PerplexityReading(
                     name=reading.name,
@@ -277,61 +236,29 @@ class Perplexity(Survey[LossJob]):
     def _scores(
         self, losses: Mapping[str, Tensor], kind: str, start: int, stop: int
     ) -> Iterator[tuple[str, PerplexityScore]]:
-        """Yield the score of each reading that has the length ``stop``, with its name.
+        """Yield the score of each reading, with its name.
 
-        All readings are scored on the tokens that the protocol scores for the measured model. Between two lengths, a
-        dynamic method's losses come from the pass at the greater one.
+        Between two lengths, a dynamic method's losses come from the pass at the greater one.
         """
         plan, measured = self.plan, self.readings[-1].at[stop]
-        ends = [len(text) for text in _joined(losses, measured, 0, stop if plan.mode == "position" else None)]
-        readings = [reading for reading in self.readings if stop in reading.at]
-        table = LossTable.of(
-            {
-                reading.name: [
-                    text[start:end]
-                    for text, end in zip(_joined(losses, reading.at[stop], reading.skip), ends, strict=True)
-                ]
-                for reading in readings
-            }
-        ).select(partial(_counted, measured, start=start))
+        losses_of = {reading.name: _joined(losses, reading.at[stop], start, stop) for reading in self.readings}
+        table = LossTable.of(losses_of).select(partial(_counted, measured, start=start))
         if not table.tokens(self.readings[-1].name):  # conversations whose answers lie elsewhere
             return
-        compared = table.select(self._compared)
-        beyond = compared.short and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length))
-        for name in (reading.name for reading in readings):
-            own = table.losses(compared.best_short if beyond and name == TRUNCATED else name)
+        beyond = table.short and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length))
+        for name in losses_of:
+            own = table.losses(table.best_short if beyond and name == TRUNCATED else name)
             scored = PerplexityScore(
                 kind=kind,
                 start=start,
                 stop=stop,
                 tokens=sum(map(len, own)),
-                loss=self._average(own, measured),
-                versus_truncation=compared.versus(name) if beyond else None,
-                window=compared.window_of(name) if beyond else None,
-                selected=bool(beyond) and name == TRUNCATED and compared.selected,
+                loss=torch.cat(list(own)).double().mean().item(),
+                versus_truncation=table.versus(name) if beyond else None,
+                window=table.window_of(name) if beyond else None,
+                selected=bool(beyond) and name == TRUNCATED and table.selected,
             )
             yield name, scored
-
-    def _average(self, texts: Sequence[Tensor], measured: Sequence[Sequence[LossJob]]) -> float:
-        """Average as the protocol does: published ones count windows, the others tokens."""
-        if self.plan.mode in ("position", "sliding"):
-            return torch.cat(list(texts)).double().mean().item()
-        return mean_of_windows(texts, [[window.scored for job in jobs for window in job.windows] for jobs in measured])
-
-    def _compared(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the losses to compare: by document, or of LongLoRA's stream, where windows score a token together.
-
-        Neighbouring windows hold the same tokens, so they would not be independent groups.
-        """
-        if self.plan.mode != "longlora":
-            return losses
-        stride = self.plan.stride or len(losses[0])
-        places = torch.cat([torch.arange(len(part)) + number * stride for number, part in enumerate(losses)])
-        total, count = (
-            torch.zeros(int(places.max()) + 1, dtype=torch.float64).index_add_(0, places, part)
-            for part in (torch.cat(list(losses)).double(), torch.ones(len(places), dtype=torch.float64))
-        )
-        return [(total / count)[count > 0]]
 
 
 def _joined(
@@ -392,12 +319,12 @@ def prepare(
     readings = [*windows.values(), layout.whole(extended, dynamic=plan.dynamic)]
     if windows:  # each score takes the best of them there
         whole = windows[window_name(plan.trained_length)].at
-        readings.insert(-1, LossesAt(TRUNCATED, whole, skip=layout.skip))
+        readings.insert(-1, LossesAt(TRUNCATED, whole))
     control: LossesAt | None = None
     measured_inside: Sequence[Sequence[LossJob]] = ()
     plain_inside: Sequence[Sequence[LossJob]] = ()
     if measured != UNPATCHED and plain is not None:
-        if plan.mode == "position" and plan.unpatched and windows:
+        if plan.unpatched and windows:
             control = originals.whole(unpatched, dynamic=follows_length(plain.subject))
             readings.insert(0, control)
         plain_inside = originals.inside(unpatched, control)
@@ -439,7 +366,6 @@ class _Layout:
     readings: Readings
     corpus: Corpus
     plan: PerplexityPlan
-    texts: Mapping[int, Sequence[TokenisedDocument]]
     turning_point: int
 
     @classmethod
@@ -447,29 +373,13 @@ class _Layout:
         """Cut the texts for a checkpoint."""
         lifted = plan.arguments.get("sliding_window")
         readings = Readings(checkpoint, trained_length=plan.trained_length, sliding_window=lifted, windows=())
-        if plan.mode not in ("position", "sliding"):  # published protocols count all tokens
-            corpus = replace(corpus, documents=tuple(replace(document, answers=None) for document in corpus.documents))
-        texts: dict[int, Sequence[TokenisedDocument]] = dict.fromkeys(plan.lengths, corpus.documents)
-        if plan.mode == "longlora":
-            stream = torch.cat([document.input_ids[:, document.prefix :] for document in corpus.documents], dim=1)
-            for length in plan.lengths:
-                starts = longlora_starts(stream.shape[1], length=length, stride=plan.stride or length)
-                texts[length] = [
-                    TokenisedDocument(f"window {number}", stream[:, start : start + length], 0)
-                    for number, start in enumerate(starts, start=1)
-                ]
-        return cls(readings, corpus, plan, texts, turning_point(checkpoint.subject))
+        return cls(readings, corpus, plan, turning_point(checkpoint.subject))
 
     @property
     def window(self) -> int:
         """Positions inside the trained window that every text has, conversations aside, up to the greatest length."""
         texts = [document.tokens - 1 for document in self.corpus.documents if document.answers is None]
         return min(self.plan.trained_length, self.plan.length, *texts)
-
-    @property
-    def skip(self) -> int:
-        """Positions at the start of each text that YaRN's protocol does not score: they predict prefix tokens."""
-        return max(0, self.corpus.documents[0].prefix - 1) if self.plan.mode == "yarn" else 0
 
     def reader(
         self,
@@ -482,11 +392,11 @@ class _Layout:
         return Reader(reading, self.readings, self.plan.lengths, apply=apply or contextlib.nullcontext)
 
     def whole(self, reader: Reader, *, dynamic: bool) -> LossesAt:
-        """Lay out what the mode reads at every length."""
+        """Lay out one pass over each text, or where positions follow the length, one for every length."""
         at: dict[int, Sequence[Sequence[LossJob]]] = {}
         counted: list[LossJob] = []
         for longest, lengths in self.plan.passes(dynamic=dynamic).items():
-            jobs = [self._job(reader, text, self.plan.windows(text, longest)) for text in self.texts[longest]]
+            jobs = [self._job(reader, text, [_beginning(text, longest)]) for text in self.corpus.documents]
             at |= {length: [(job,) for job in jobs] for length in lengths}
             counted += jobs
         return LossesAt(reader.reading.name, dict(sorted(at.items())), counted)
@@ -497,22 +407,19 @@ class _Layout:
         Inside the trained window nothing is dropped: what ``unpatched`` reads there is part of each.
         """
         plan, trained = self.plan, self.plan.trained_length
-        beyond = [length for length in plan.lengths if length > trained]
-        lengths = plan.lengths if plan.mode == "position" and beyond else beyond
         truncations: dict[str, LossesAt] = {}
-        for name in [*map(window_name, windows_of(trained)), *[SELECTED] * plan.select] if lengths else ():
+        if plan.length <= trained:
+            return truncations
+        for name in [*map(window_name, windows_of(trained)), *[SELECTED] * plan.select]:
             reader = self.reader(name)
-            at = {
-                length: [self._truncated(unpatched, reader, text) for text in self.texts[length]] for length in lengths
-            }
-            jobs = {job.key: job for texts in at.values() for text in texts for job in text}
-            counted = [job for job in jobs.values() if name == window_name(trained) or job.reader is reader]
-            truncations[name] = LossesAt(name, at, counted, self.skip)
+            texts = [self._truncated(unpatched, reader, text) for text in self.corpus.documents]
+            counted = [job for text in texts for job in text if name == window_name(trained) or job.reader is reader]
+            truncations[name] = LossesAt(name, dict.fromkeys(plan.lengths, texts), counted)
         return truncations
 
     def inside(self, reader: Reader, known: LossesAt | None = None) -> Sequence[Sequence[LossJob]]:
-        """Lay out the positions inside the trained window, for each text; in position mode ``known`` has them."""
-        if known is not None and self.plan.mode == "position":
+        """Lay out the positions inside the trained window, for each text; ``known`` has them."""
+        if known is not None:
             nearest = next(length for length in self.plan.lengths if length >= self.window)
             return known.at[nearest]
         return [
@@ -522,9 +429,7 @@ class _Layout:
     def _truncated(self, unpatched: Reader, reader: Reader, text: TokenisedDocument) -> tuple[LossJob, ...]:
         """Lay out the start of a text up to the trained length, and the rest as a part of it shows it, if any."""
         plan, trained = self.plan, self.plan.trained_length
-        positions = text.tokens - 1
-        if plan.mode == "position" or plan.truncate:
-            positions = min(positions, plan.length)
+        positions = min(text.tokens - 1, plan.length)
         head = self._job(unpatched, text, [_beginning(text, trained)])
         if positions <= trained:
             return (head,)
@@ -551,26 +456,15 @@ def _notes(
     remembered: bool,
 ) -> tuple[str, ...]:
     notes = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
-    # The published protocols average whole windows, so only the other two can leave out tokens.
     conversations = [document for document in corpus.documents if document.answers is not None]
-    if conversations and plan.mode in ("position", "sliding"):
+    if conversations:
         scored, tokens = sum(text.answered for text in conversations), sum(text.tokens for text in conversations)
         notes.append(
             f"Of {len(conversations):,} conversations, written by the chat template, the answers alone are scored: "
             f"{scored:,} of {tokens:,} tokens."
         )
-    elif conversations:
-        notes.append("Conversations are written by the chat template, and all of their tokens are scored.")
-    if plan.dynamic and plan.mode == "position":
+    if plan.dynamic:
         notes.append("Positions follow the length here: every length has a pass of its own, at that length.")
-    if plan.mode == "yarn":
-        form = "texts cut to the length" if plan.truncate else f"windows every {plan.stride} tokens"
-        notes.append(f"YaRN's published protocol ({form}): the mean loss of each window counts the same.")
-    if plan.mode == "longlora":
-        notes.append(
-            "LongLoRA's published protocol: texts joined, every window scores all its tokens, so this is the mean over "
-            "all context lengths below the window's."
-        )
     if remembered:
         notes.append("The truncations are read by the extended model itself.")
     elif plain is None:

@@ -19,14 +19,9 @@ from ctxext.measuring.provenance import Provenance, Report
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
-# The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
+# The two kinds of score: positions start..stop of a text, and all up to a length.
 POSITIONS, LENGTH = "positions", "length"
-TITLES = {
-    "position": "Perplexity up to a length",
-    "sliding": "Sliding-window perplexity by window",
-    "yarn": "YaRN's perplexity by window",
-    "longlora": "LongLoRA's perplexity by window",
-}
+TITLES = {POSITIONS: "Perplexity by position", LENGTH: "Perplexity up to a length"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +29,8 @@ class PerplexityScore:
     """One number of a reading.
 
     Args:
-        kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the protocol's average
-            with texts or windows of ``stop`` tokens; in position mode that is the mean over all positions below.
+        kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the mean over all
+            positions below ``stop``.
         start: Tokens; 0 for a length.
         versus_truncation: Loss minus the best truncation's on the same tokens, every token weighing the same;
             None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
@@ -92,17 +87,13 @@ class PerplexityResult(Report):
     """A whole measurement.
 
     Args:
-        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.measuring.loss``.
         trained_length: Tokens of the longest truncation.
-        stride: Tokens between windows; None in position mode.
     """
 
-    TITLE, FORMAT = "a perplexity result", 2
+    TITLE, FORMAT = "a perplexity result", 3
 
-    mode: str
     trained_length: int
     lengths: tuple[int, ...]
-    stride: int | None
     readings: tuple[PerplexityReading, ...]
     notes: tuple[str, ...]
     provenance: Provenance
@@ -137,21 +128,18 @@ class PerplexityResult(Report):
 
 def perplexity_page(result: PerplexityResult) -> Page:
     """Return the tables, the notes, the answer and the figure of a result."""
-    kind = POSITIONS if result.mode == "position" else LENGTH
-    titles = {POSITIONS: "Perplexity by position", LENGTH: TITLES[result.mode]}
     references = [r.name for r in result.readings if r.name != UNPATCHED and is_reference(r.name)]
     styles = dict.fromkeys(map(label_of, references), "reference")
     tables = []
-    # Position mode has two tables, by position and by length; in the other modes both kinds are the same.
-    for shown in dict.fromkeys((kind, LENGTH)):
-        cells = {label_of(r.name): {_span(s): _perplexity(r, s) for s in r.at(shown)} for r in result.readings}
-        columns = [_span(score) for score in result.readings[-1].at(shown)]
-        tables.append(readings_table(titles[shown], columns, cells, styles=styles))
+    for kind, title in TITLES.items():
+        cells = {label_of(r.name): {_span(s): _perplexity(r, s) for s in r.at(kind)} for r in result.readings}
+        columns = [_span(score) for score in result.readings[-1].at(kind)]
+        tables.append(readings_table(title, columns, cells, styles=styles))
     differences = {
-        label_of(r.name): {_span(s): str(s.versus_truncation or "").replace(" ± ", "\n± ") for s in r.at(kind)}
+        label_of(r.name): {_span(s): str(s.versus_truncation or "").replace(" ± ", "\n± ") for s in r.at(POSITIONS)}
         for r in result.readings
     }
-    columns = [_span(score) for score in result.readings[-1].at(kind)]
+    columns = [_span(score) for score in result.readings[-1].at(POSITIONS)]
     tables.append(readings_table(f"{AGAINST} ± standard error", columns, differences, missing="", styles=styles))
     sentences: list[str] = []
     if (extension := result.extension) is not None and (inside := extension.in_window) is not None:
@@ -160,9 +148,7 @@ def perplexity_page(result: PerplexityResult) -> Page:
             f"perplexity x{math.exp(inside.mean):.3f}."
         )
     sentences += [*result.notes, Headline(result.sentence())]
-    return losses_page(
-        "perplexity", result.provenance, tables, sentences, _perplexity_panels(result, kind, titles[kind])
-    )
+    return losses_page("perplexity", result.provenance, tables, sentences, _perplexity_panels(result))
 
 
 def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
@@ -172,21 +158,24 @@ def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
     return number if window is None else f"{number}\n({label_of(SELECTED if score.selected else window_name(window))})"
 
 
-def _perplexity_panels(result: PerplexityResult, kind: str, title: str) -> list[Panel]:
-    """Return perplexity by position (or by length), and on the right the difference to the best truncation."""
-    axis, colours = POSITION_AXIS if kind == POSITIONS else "tokens in a window", {}
-    lines = []
+def _perplexity_panels(result: PerplexityResult) -> list[Panel]:
+    """Return perplexity by position, and on the right the difference to the best truncation."""
+    lines, colours = [], {}
     for reading in (r for r in result.readings if window_of(r.name) is None):  # the best represents the truncations
         colours[reading.name] = reading.name if reading.name in COLOURS else "yarn"
-        points = [((s.start + s.stop) / 2 if kind == POSITIONS else s.stop, s.perplexity) for s in reading.at(kind)]
+        points = [((s.start + s.stop) / 2, s.perplexity) for s in reading.at(POSITIONS)]
         lines.append(Line(colours[reading.name], label_of(reading.name), points))
     ticks = range(0, result.lengths[-1] + 1, 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8))))
-    panels = [lines_panel(lines, title=title, x_label=axis, ticks=ticks, trained_length=result.trained_length)]
+    trained = result.trained_length
+    title = TITLES[POSITIONS]
+    panels = [lines_panel(lines, title=title, x_label=POSITION_AXIS, ticks=ticks, trained_length=trained)]
     measured = result.extension or result.find(UNPATCHED)
-    scored = [(score, d) for score in (measured.at(kind) if measured else ()) if (d := score.versus_truncation)]
+    scored = [(score, d) for score in (measured.at(POSITIONS) if measured else ()) if (d := score.versus_truncation)]
     if measured and scored:
         group = (colours[measured.name], label_of(measured.name), [difference for _, difference in scored])
-        panels.append(differences_panel([_span(score) for score, _ in scored], [group], title=AGAINST, x_label=axis))
+        panels.append(
+            differences_panel([_span(score) for score, _ in scored], [group], title=AGAINST, x_label=POSITION_AXIS)
+        )
     return panels
 
 

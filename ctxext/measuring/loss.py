@@ -7,7 +7,7 @@ outside its window from position L on. All losses are natural logarithms (nats) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,10 +135,6 @@ def truncated_loss(
     return torch.cat([each.losses(model, input_ids, chunk=chunk, cached=cached) for each in windows], dim=1)
 
 
-# Tokens between the starts of windows in both published protocols.
-STRIDE = 256
-
-
 @dataclass(frozen=True)
 class Window:
     """One pass over a stretch of a text, and which of its losses count.
@@ -211,99 +207,3 @@ def truncation_windows(
         stop = min(begin + stride, positions)
         windows.append(Window(stop - window + prefix, stop + 1, stop - max(begin, start), prefix))
     return tuple(windows)
-
-
-def yarn_windows(
-    tokens: int, *, length: int, stride: int = STRIDE, prefix: int = 0, truncate: bool = False
-) -> tuple[Window, ...]:
-    """Lay out one text as ``eval/perplexity.py`` of YaRN does for one ``--max-tokens``.
-
-    Windows of ``length`` tokens, BOS included, start every ``stride`` tokens; each scores the tokens of the text that
-    no earlier one scored. The published number is the mean of the windows' means (``mean_of_windows``): *each window*
-    counts the same, whether it scored ``length`` tokens (the first), the stride, or a ragged rest. With ``truncate``,
-    which made the published figures, every text is cut to its first window: then the number is the cumulative mean
-    over the first ``length`` tokens, averaged over texts.
-
-    Args:
-        tokens: Tokens of the text, ``prefix`` included.
-        length: tokens in a window, at least 2.
-        stride: tokens between the starts of windows (the paper's "sliding window of 256"), at most what a window
-            holds of the text.
-        prefix: leading tokens, placed in front of every window and not scored: BOS, or all that the tokenizer puts
-            in front. Without any, the first token of each text has no loss.
-
-    Raises:
-        InvalidParameterError: a length or stride out of range.
-
-    Source: Peng et al., arXiv:2309.00071, section 4.3.1; jquesnelle/yarn@995db5b, eval/perplexity.py.
-    """
-    _check_window(length, stride)
-    room = length - prefix
-    tokens -= prefix
-    if truncate:
-        tokens, stride = min(tokens, room), room
-    most = room if truncate or prefix else room - 1
-    if not 1 <= stride <= most:
-        raise InvalidParameterError(
-            f"stride must be from 1 to {most} for windows of {length} tokens, found {stride}: a longer one leaves "
-            f"tokens without a loss."
-        )
-    windows: list[Window] = []
-    scored = 0
-    for begin in range(0, tokens, stride):
-        end = min(begin + room, tokens)
-        # The token at index i is predicted at position i - 1; the very first one of a window has no prediction.
-        positions = prefix + end - begin - 1
-        if positions:
-            windows.append(Window(prefix + begin, prefix + end, min(positions, end - scored), prefix))
-        scored = end
-        if end == tokens:
-            break
-    return tuple(windows)
-
-
-def longlora_starts(tokens: int, *, length: int, stride: int = STRIDE) -> range:
-    """Return where the windows begin that LongLoRA's ``eval.py`` reads for one ``--seq_len`` with ``--batch_size 1``.
-
-    All texts are *one* stream of tokens without BOS, and windows of ``length`` tokens start every ``stride`` tokens,
-    across the seams between texts; the last window is dropped. Every window scores *all* of its tokens, so each token
-    is scored by up to ``length / stride`` windows, with everything from no context to nearly the full window: the
-    published number is the mean over all context lengths from 1 to ``length - 1``, not the loss at ``length``, and
-    cannot be compared with YaRN's or with a sliding window. (The script prints ``2.71828 ** loss``, ours differs from
-    it in the sixth digit. With a larger batch it averages means of batches, and the last batch may be smaller.)
-
-    Raises:
-        InvalidParameterError: a length or stride out of range, or fewer tokens than two windows need.
-
-    Source: Chen et al., arXiv:2309.12307; dvlab-research/LongLoRA@d4eb344, eval.py.
-    """
-    _check_window(length, stride)
-    starts = range(0, tokens - length, stride)[:-1]
-    if not starts:
-        raise InvalidParameterError(
-            f"LongLoRA's protocol drops the last window, so it needs more than {length + stride:,} tokens in all for "
-            f"windows of {length:,}; found {tokens:,}."
-        )
-    return starts
-
-
-def mean_of_windows(losses: Sequence[Tensor], scored: Sequence[Sequence[int]]) -> float:
-    """Return the mean of the means of windows, each counting the same, as both published protocols average.
-
-    Args:
-        losses: Nats per token, [tokens], one tensor per text.
-        scored: Numbers of losses that each window gave, for each text.
-    """
-    means = [
-        part.mean()
-        for text, sizes in zip(losses, scored, strict=True)
-        for part in torch.split(text.double(), list(sizes))
-    ]
-    return torch.stack(means).mean().item()
-
-
-def _check_window(length: int, stride: int) -> None:
-    if length < 2 or stride < 1:
-        raise InvalidParameterError(
-            f"A window needs at least 2 tokens and a stride of at least 1, found length={length}, stride={stride}."
-        )

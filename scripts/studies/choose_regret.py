@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
 from ctxext.choosing.verdict import Choice
-from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
+from ctxext.cli.eval.common import Session
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import tokens_label
@@ -32,7 +32,6 @@ from ctxext.measuring.loss import Window
 from ctxext.measuring.readings import Reader, Reading
 from ctxext.measuring.statistics import PairedDifference, grouped_difference, mean_loss
 from ctxext.measuring.survey import LossJob, Survey
-from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
 from scripts.bench import machine, markdown_table
@@ -150,10 +149,7 @@ def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Cor
     all_jobs = [job for some in jobs.values() for job in some]
     journal = Journal(folder / "cells.jsonl", identity=folder / "study.json")
     survey = Survey("choose_regret.py", session.checkpoint, all_jobs, corpus=others, journal=journal)
-    mine = survey.begin()
-    bar = StageBar(session.console, cost_of(mine))
-    with ending_on_interrupt(session.console, survey), bar:
-        survey.measure(mine, progress=bar)
+    session.measure(survey)
     lines = journal.finished()
     losses = {
         name: [journal.losses(lines[job.key]).view(-1, planned.length) for job in some] for name, some in jobs.items()

@@ -208,7 +208,7 @@ def prepare_search(
         )
         jobs.append(LossJob.of(reader, text, pieces, name=name, turning_point=point))
     return KeySearch(
-        "ctxext eval longppl",
+        "longppl.py",
         measured or evaluator,
         jobs,
         corpus=corpus,

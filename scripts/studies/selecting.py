@@ -23,7 +23,7 @@ from typer import Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ctxext.cli.eval.common import Session, amount_of_work, cost_of, ending_on_interrupt
+from ctxext.cli.eval.common import Session
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script, token_count
 from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
 from ctxext.measuring.forward import turning_point
@@ -33,7 +33,6 @@ from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import grouped_difference
 from ctxext.measuring.survey import LossJob, Survey
 from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, tail_windows
-from ctxext.progress import StageBar
 from ctxext.texts.corpus import TokenisedDocument
 from ctxext.texts.repeats import CLASSES, Likeness, far_repeats, kept, likeness_of
 from scripts.bench import machine, markdown_table
@@ -173,10 +172,8 @@ def main(
     every = [job for each in jobs.values() for job in each.values()]
     journal = Journal(output / "cells.jsonl", session.group.process, identity=output / "study.json")
     survey = Survey("selecting.py", checkpoint, every, journal=journal, group=session.group)
-    mine = survey.begin()
-    console.print(f"{len(jobs)} texts of {total:,} tokens, {amount_of_work(survey, mine)}.")
-    with ending_on_interrupt(console, survey), StageBar(console, cost_of(mine)) as bar:
-        survey.measure(mine, progress=bar)
+    console.print(f"{len(jobs)} texts of {total:,} tokens.")
+    session.measure(survey)
     lines, losses = journal.finished(), survey.losses()
     ends = [
         Ends(

@@ -29,7 +29,7 @@ from typer import Option
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ctxext.cli.eval.common import Session, amount_of_work, cost_of, ending_on_interrupt
+from ctxext.cli.eval.common import Session
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.report.figures import COLOURS, DASHED, INK, draw_grid, saved_figure
@@ -41,7 +41,6 @@ from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.measuring.statistics import PairedDifference, document_difference, grouped_difference
 from ctxext.measuring.survey import LossJob, PromptJob, Survey, jobs_of
 from ctxext.measuring.truncation import UNPATCHED, best_window, tail_windows
-from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table
 from scripts.studies.key_tokens import ALPHA, BETA
@@ -337,10 +336,8 @@ def main(
     # Only the checkpoint is the journal's identity: a key has the text in it, so that more texts may follow.
     journal = Journal(output / "cells.jsonl", session.group.process, identity=output / "study.json")
     survey = Survey("zero_shot.py", checkpoint, jobs, journal=journal, group=session.group)
-    mine = survey.begin()
-    console.print(f"{len(methods)} methods, {len(corpus.documents)} texts, {amount_of_work(survey, mine)}.")
-    with ending_on_interrupt(console, survey), StageBar(console, cost_of(mine)) as bar:
-        survey.measure(mine, progress=bar)
+    console.print(f"{len(methods)} methods, {len(corpus.documents)} texts.")
+    session.measure(survey)
     if session.group.is_main:
         write(console, Results(study, readings, journal), output, session)
 

@@ -159,7 +159,7 @@ MISTAKES = {
     "eval perplexity HERE -m yran": "Did you mean 'yarn'?",
     "eval perplexity HERE --dtype fp33": "'fp33' is not one of",
     "eval perplexity HERE --device toaster": "Device 'toaster' cannot be used here",
-    "eval perplexity HERE --mode slidin": "'slidin' is not one of",
+    "eval perplexity HERE --sliding-window lif": "'lif' is not one of",
     "eval perplexity HERE --reference /no/where": "There is no checkpoint at /no/where",
     "eval perplexity HERE -o loss.svg": OUTPUT,
     "eval perplexity HERE --memory 2": "An amount of memory needs a unit, such as 2GiB",

@@ -23,19 +23,14 @@ from typer.testing import CliRunner, Result
 import ctxext
 from ctxext.cli.app import app
 from ctxext.cli.options import OutputOptions
-from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.perplexity import inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, perplexity_page
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import (
-    Window,
-    longlora_starts,
     loss_by_position,
-    mean_of_windows,
     truncated_loss,
-    truncation_windows,
-    yarn_windows,
 )
 from ctxext.progress import terminal
 from ctxext.texts.corpus import Corpus, corpus_of
@@ -235,74 +230,6 @@ def test_a_dynamic_method_has_a_pass_per_length(make: Make) -> None:
         assert score.loss == pytest.approx(mean([part[:, score.start :] for part in own]), abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliding", "yarn", "longlora"])
-def test_windows(make: Make, mode: str) -> None:
-    checkpoint, corpus = make(257, whole=True)
-    plan = make_plan(checkpoint.model, mode=mode, method="yarn", lengths=[128], stride=40)
-    assert plan.arguments == {"target_length": 128}
-    costs: list[float] = []
-    found = run(checkpoint, corpus, plan, progress=lambda _, cost: costs.append(cost))
-    *_, truncated, extension = found.readings
-    (score,), (baseline,) = extension.scores, truncated.scores
-    ids = [one.input_ids for one in corpus.documents]
-    inside_plain = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
-    cut = {window: [part[0] for part in own] for window, own in cut_to(checkpoint.model, ids).items()}
-    ctxext.patch(checkpoint.model, "yarn", factor=2.0)
-    layout = {"length": 128, "stride": 40}
-    stream = torch.cat([one[:, 1:] for one in ids], dim=1)
-    starts = longlora_starts(stream.shape[1], **layout) if mode == "longlora" else ()
-    texts = [stream[:, start : start + 128] for start in starts] or ids
-    windows = [
-        truncation_windows(one.shape[1] - 1, window=128, stride=40, prefix=1)
-        if mode == "sliding"
-        else yarn_windows(one.shape[1], prefix=1, **layout)
-        if mode == "yarn"
-        else (Window(0, 128, 127),)
-        for one in texts
-    ]
-    pairs = list(zip(texts, windows, strict=True))
-    losses = [torch.cat([window.losses(checkpoint.model, one)[0] for window in own]) for one, own in pairs]
-
-    def average(parts: Sequence[torch.Tensor]) -> float:
-        sizes = [[window.scored for window in own] for own in windows]
-        return mean(parts) if mode == "sliding" else mean_of_windows(parts, sizes)
-
-    assert (score.loss, extension.passes) == (average(losses), sum(map(len, windows)))
-    assert extension.tokens == sum(window.positions for own in windows for window in own)
-    assert extension.in_window is not None
-    inside = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
-    assert extension.in_window.mean == pytest.approx(mean(inside) - mean(inside_plain), abs=1e-6)
-    assert score.versus_truncation is not None
-    assert score.tokens == baseline.tokens == sum(map(len, losses))
-    assert score.versus_truncation.over == "blocks"
-    if mode == "longlora":
-        # Each token of the stream counts once, with the mean of what the windows lose that score it.
-        ctxext.unpatch(checkpoint.model)
-        plain, window = [], baseline.window or 0
-        for one in texts:
-            head = loss_by_position(checkpoint.model, one[:, : TRAINED + 1])[0]
-            tail = truncated_loss(checkpoint.model, one, window=window, stride=window // 4)[0]
-            plain.append(torch.cat([head, tail[TRAINED:]]))
-        seen: dict[int, list[float]] = {}
-        for number, (own, other) in enumerate(zip(losses, plain, strict=True)):
-            for place, gap in enumerate((own - other[: len(own)]).tolist()):
-                seen.setdefault(40 * number + place, []).append(gap)
-        assert score.versus_truncation.tokens == len(seen)
-        means = [sum(gaps) / len(gaps) for gaps in seen.values()]
-        assert score.versus_truncation.mean == pytest.approx(sum(means) / len(means), abs=1e-6)
-    else:
-        assert score.versus_truncation.tokens == score.tokens
-        window = min(cut, key=lambda size: mean(cut[size]))
-        assert (baseline.loss, baseline.window) == (
-            pytest.approx(average([one[: len(own)] for one, own in zip(cut[window], losses, strict=True)]), abs=1e-6),
-            window,
-        )
-        assert score.versus_truncation.mean == pytest.approx(mean(losses) - mean(cut[window]), abs=1e-6)
-    jobs = prepare(checkpoint, corpus, plan).jobs
-    assert sum(costs) == pytest.approx(sum(job.cost for job in jobs))
-
-
 @pytest.mark.nightly
 def test_a_saved_extension_is_measured_as_saved(make: Make, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     checkpoint, corpus = make(129)
@@ -395,21 +322,6 @@ def test_of_conversations_the_answers_alone_are_scored(model: LlamaForCausalLM, 
     perplexity_page(found).figures[0].save(tmp_path / "loss.png")
 
 
-@pytest.mark.parametrize(("mode", "says"), [("yarn", "all of their tokens are scored"), ("sliding", "answers alone")])
-def test_published_protocols_score_whole_conversations(
-    model: LlamaForCausalLM, tmp_path: Path, mode: str, says: str
-) -> None:
-    trained_for(model, TRAINED)
-    tokenizer = chat_tokenizer(PLAIN)
-    corpus = corpus_of(read_documents([chats(tmp_path)]), tokenizer, tokens=65, whole=True)
-    plan = make_plan(model, mode=mode, lengths=[64], stride=32)
-    found = run(Checkpoint("tiny", model, tokenizer), corpus, plan)
-    assert any(says in note for note in found.notes)
-    everything, answers = (sum(getattr(text, of) for text in corpus.documents) for of in ("tokens", "answered"))
-    scored = found.readings[-1].at(LENGTH)[0].tokens
-    assert scored == (everything - len(corpus.documents) if mode == "yarn" else answers)
-
-
 @pytest.mark.slow
 def test_chosen_chunks_are_a_baseline_too(make: Make) -> None:
     checkpoint, corpus = make(129)
@@ -436,9 +348,6 @@ def test_chosen_chunks_are_a_baseline_too(make: Make) -> None:
 def test_bad_plans(make: Make) -> None:
     model = make(20)[0].model
     for options, error, message in (
-        ({"mode": "slidign"}, UnknownNameError, "Did you mean 'sliding'"),
-        ({"stride": 8}, InvalidParameterError, "stride has no meaning in mode 'position'"),
-        ({"mode": "sliding", "truncate": True}, InvalidParameterError, "truncate has no meaning"),
         ({"arguments": {"factor": 2.0}}, InvalidParameterError, "factor: only with a method"),
         ({"lengths": [1]}, InvalidParameterError, "at least 2 tokens"),
         (
@@ -491,8 +400,8 @@ def test_command_to_files_and_back(folder: Path) -> None:
     assert result.sentence() in page.replace("\\", "")
     assert f"{result.readings[-1].scores[-1].perplexity:.1f} |" in page
     assert files[2].read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(InvalidParameterError, match=r"of format 2: found format 1"):
-        PerplexityResult.from_dict({**result.to_dict(), "format": 1})
+    with pytest.raises(InvalidParameterError, match=r"of format 3: found format 2"):
+        PerplexityResult.from_dict({**result.to_dict(), "format": 2})
 
 
 @pytest.mark.nightly
@@ -531,9 +440,6 @@ def test_command_for_programs(folder: Path) -> None:
         (["-o", "x.svg"], "x.svg cannot be written"),
         (["--memory", "2 apples"], "written like 2GiB"),
         (["--memory", "1MiB"], "found --memory"),
-        (["--tokens", "99"], "for windows that slide"),
-        (["--mode", "longlora", "--bos", "bos", "-l", "32"], "nothing in front"),
-        (["--mode", "sliding", "-l", "32", "--tokens", "32"], "at least 33"),
     ],
 )
 def test_bad_commands(folder: Path, options: list[str], message: str) -> None:
@@ -553,55 +459,36 @@ def prefixed(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliding", "yarn"])
 @pytest.mark.parametrize("front", [[], ["<s>"], ["<gmask>", "<sop>"], ["<s>", "<gmask>", "<sop>"]], ids=len)
-def test_inside_the_window_both_sides_read_the_same_tokens(front: list[str], mode: str) -> None:
+def test_inside_the_window_both_sides_read_the_same_tokens(front: list[str]) -> None:
     """Nothing is truncated there and self_extend changes nothing, so that the losses are equal, token by token."""
     model = trained_for(byte_model(), TRAINED)
     model.resize_token_embeddings(260)
     texts = [Document(f"text {n}", "".join(map(chr, torch.randint(97, 123, (150,)).tolist()))) for n in range(2)]
-    corpus = corpus_of(texts, prefixed(front), tokens=110, whole=True)
+    corpus = corpus_of(texts, prefixed(front), tokens=97)
     assert corpus.documents[0].prefix == len(front)
-    for truncate in (False, True) if mode == "yarn" else (False,):
-        arguments = {"target_length": 2 * TRAINED}
-        plan = make_plan(
-            model,
-            mode=mode,
-            lengths=[96],
-            method="self_extend",
-            arguments=arguments,
-            truncate=truncate,
-            stride=32,
-        )
-        survey = prepare(Checkpoint("tiny", model, prefixed(front)), corpus, plan)
-        survey.measure(survey.begin())
-        losses = survey.losses()
-        cut, own = (
-            [torch.cat([losses[job.key] for job in text])[reading.skip :] for text in reading.at[96]]
-            for reading in (
-                *(one for one in survey.readings if one.name == f"truncated {TRAINED}"),
-                survey.readings[-1],
-            )
-        )
-        assert len(own) == len(cut)
-        for extended, plain in zip(own, cut, strict=True):
-            assert len(extended) <= len(plain) <= len(extended) + 1
-            torch.testing.assert_close(extended[:40], plain[:40], rtol=1e-4, atol=1e-4)
+    plan = make_plan(model, lengths=[96], method="self_extend", arguments={"target_length": 2 * TRAINED})
+    survey = prepare(Checkpoint("tiny", model, prefixed(front)), corpus, plan)
+    survey.measure(survey.begin())
+    losses = survey.losses()
+    cut, own = (
+        [torch.cat([losses[job.key] for job in text]) for text in reading.at[96]]
+        for reading in (*(one for one in survey.readings if one.name == f"truncated {TRAINED}"), survey.readings[-1])
+    )
+    for extended, plain in zip(own, cut, strict=True):
+        assert len(extended) == len(plain) == 96
+        torch.testing.assert_close(extended[:TRAINED], plain[:TRAINED], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["position", "sliding", "yarn", "longlora"])
-def test_losses_that_are_no_numbers_are_refused_by_name(make: Make, mode: str) -> None:
-    checkpoint, corpus = make(257, whole=True)
+def test_losses_that_are_no_numbers_are_refused_by_name(make: Make) -> None:
+    checkpoint, corpus = make(129)
     with torch.no_grad():
         checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
-    stride = None if mode == "position" else 32
-    plan = make_plan(checkpoint.model, mode=mode, method="yarn", lengths=[128], stride=stride)
-    text = "window 1" if mode == "longlora" else "text 0"
-    with pytest.raises(IncompatibleError, match=rf"infinite losses: (unpatched|truncated 64), {text}"):
+    plan = make_plan(checkpoint.model, method="yarn", lengths=[128])
+    with pytest.raises(IncompatibleError, match=r"infinite losses: (unpatched|truncated 64), text 0"):
         run(checkpoint, corpus, plan)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_trained_length_needs_no_method_and_all_else_does(folder: Path) -> None:
     """Positions of a plain model are told apart by it, where its config states another length or none."""

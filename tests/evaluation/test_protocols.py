@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.forward import cached_tokens_for, pass_bytes
-from ctxext.measuring.loss import (
-    Window,
-    longlora_starts,
-    loss_by_position,
-    mean_of_windows,
-    truncation_windows,
-    yarn_windows,
-)
+from ctxext.measuring.loss import Window, loss_by_position, truncation_windows
 from ctxext.quantities import parse_bytes
+from scripts.studies import published_perplexity
+from scripts.studies.published_perplexity import longlora_starts, mean_of_windows, yarn_windows
 from tests._models import trained_for
+from tests._programs import script
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
 
@@ -137,6 +134,52 @@ def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Ten
     assert sum(map(len, found)) == len(starts) * (length - 1) > 201
     with pytest.raises(InvalidParameterError, match=r"more than 225 tokens in all.*found 201"):
         longlora_starts(201, length=201, stride=stride)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliding", "yarn", "longlora"])
+def test_the_command_averages_as_the_protocol_does(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mode: str
+) -> None:
+    trained_for(model, 64).save_pretrained(tmp_path / "checkpoint")
+    bos_tokenizer.save_pretrained(tmp_path / "checkpoint")
+    book, window, stride = "".join(f"word {n}, " for n in range(40)), 96, 24
+    (tmp_path / "book.txt").write_text(book, encoding="utf-8")
+    command = f"{tmp_path}/checkpoint -t {tmp_path}/book.txt -m pi -f 2 -w 96 --stride 24 --tokens 300 --mode {mode}"
+    table = script(published_perplexity.main, *command.split(), "--dtype", "fp32", "-o", tmp_path / "out", code=0)
+    ids = torch.tensor([bos_tokenizer(book).input_ids[:301]])
+    if mode == "longlora":  # without BOS
+        texts = [ids[:, 1 + at : 1 + at + window] for at in longlora_starts(300, length=window, stride=stride)]
+        windows = [(Window(0, window, window - 1),)] * len(texts)
+    else:
+        texts = [ids[:, :300]]
+        layout = yarn_windows(300, length=window, stride=stride, prefix=1)
+        sliding = truncation_windows(299, window=window, stride=stride, prefix=1)
+        windows = [layout if mode == "yarn" else sliding]
+    with ctxext.patched(model, "pi", factor=2.0):
+        losses = read(model, texts, windows)
+    mean = torch.cat(losses).mean() if mode == "sliding" else mean_of_windows(losses, sizes(windows))
+    assert f"| PI | {math.exp(mean):,.0f} |" in table.stdout
+    assert (tmp_path / "out" / "table.md").read_text(encoding="utf-8") in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--mode longlora --bos bos", "LongLoRA's protocol has nothing before a text"),
+        ("--tokens 32", "--tokens must be at least 33"),
+        ("--truncate", "truncate has no meaning in mode 'sliding'"),
+        ("--mode slidin", "'slidin' is not one of"),
+    ],
+)
+def test_what_a_protocol_does_not_have_is_refused(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, options: str, says: str
+) -> None:
+    model.save_pretrained(tmp_path / "checkpoint")
+    bos_tokenizer.save_pretrained(tmp_path / "checkpoint")
+    (tmp_path / "book.txt").write_text("word " * 20, encoding="utf-8")
+    command = f"{tmp_path}/checkpoint -t {tmp_path}/book.txt -w 32 -o {tmp_path}/out {options}"
+    assert says in script(published_perplexity.main, *command.split()).output
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.perplexity import make_plan
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.selection import RankedChunks, selection_windows
 
@@ -88,8 +86,3 @@ def test_the_baseline_is_the_best_of_truncations_and_selection() -> None:
             "undecided" if best == "truncated 8" else "no",
             8 if start == 0 else 16,
         )
-
-
-def test_published_protocols_have_no_selection(model: LlamaForCausalLM) -> None:
-    with pytest.raises(InvalidParameterError, match=r"^select has no meaning in mode 'yarn'\. Leave it out"):
-        make_plan(model, mode="yarn", select=True)

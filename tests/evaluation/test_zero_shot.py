@@ -29,7 +29,7 @@ def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokeniz
         "study",
     ]
     first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path, code=0)
-    assert "1 methods, 2 texts, 12 jobs" in first.stdout
+    assert "1 methods, 2 texts.\n12 jobs" in first.stdout
     more = ran([*arguments, "-m", "self_extend", "-m", "yarn", "--trials", "0"], tmp_path)
     assert "14 jobs, 12 of them finished before" in more.stdout, more.stderr
     table = (tmp_path / "study/table.md").read_text(encoding="utf-8")
